@@ -1,0 +1,4 @@
+"""The decode role: leases blocks to senders, generates what was committed.
+
+Not here: sockets, threads, torch (see `node`). Imports `node` and what that may import; only `deploy` imports it.
+"""

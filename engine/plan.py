@@ -1,0 +1,94 @@
+"""What the scheduler wants of one step, and what the runner answers: the seam between deciding and torch.
+
+A plan names slots, never sequences: a slot is a row of the runner's persistent batch and belongs to one sequence at a time,
+told apart by its generation number. Plans are executed strictly in order. A plan never carries the token that a decode row
+starts from, because that token may not be known yet (steps overlap): the runner keeps each slot's last token itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+# What a slot's row can answer besides a token id (>= 0; 0 is a token like any other).
+NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a sequence's tokens are drawn: noise is a function of (seed, token index, token id) and nothing else."""
+
+    temperature: float  # 0 is greedy
+    seed: int  # 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A slot's new owner; takes effect before the plan's rows."""
+
+    slot: int
+    generation: int  # of this slot, grows with every owner
+    sampling: SamplingParams
+    next_index: int  # index, in the completion, of the token that this sequence samples first
+    last_token_id: int  # the token that a first decode row feeds; unused when a prefill chunk comes first
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions start .. start + len(token_ids) of one sequence, computed in this step."""
+
+    slot: int
+    generation: int
+    start: int  # position of token_ids[0]
+    token_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]  # appended to the slot's block table before the row runs
+    samples: bool  # last chunk: sample the next token from its last position
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One more token of one sequence: feeds the slot's last token at `position`, samples the next."""
+
+    slot: int
+    generation: int
+    position: int
+    new_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. At most one row per slot."""
+
+    step_id: int
+    starts: tuple[SlotStart, ...]
+    decodes: tuple[DecodeRow, ...]
+    chunks: tuple[PrefillChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Token positions that the step computes."""
+        return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotResult:
+    """What one row of the plan gave."""
+
+    slot: int
+    generation: int
+    token_id: int  # >= 0, or NO_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One answer per row of the plan with the same step_id: the decodes, then the chunks, in the plan's order."""
+
+    step_id: int
+    slots: tuple[SlotResult, ...]
+
+
+class Runner(Protocol):
+    """Executes plans, one after the other."""
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute the step and wait for its tokens. Called from one thread only."""

@@ -1,0 +1,4 @@
+"""The numeric primitives of a decoder layer behind one interface.
+
+Not here: models, memory ownership, sampling policy. Imports nothing of ours; `engine` and `bench` may import it.
+"""

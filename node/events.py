@@ -1,0 +1,275 @@
+"""The vocabulary of a node: what its core hears, and what it asks of the shell.
+
+Events carry received protobuf messages as they came; the shell has already refused what does not parse or is not meant for
+this incarnation. Actions are performed in order. Transport events (connector/transport.py) and StepDone reach the core
+unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from connector.transport import LeaseRef, ReceiverEvent, SenderEvent
+from engine.plan import Plan, StepResult
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class RouterId:
+    """A router process that holds a session with this node."""
+
+    name: str
+    incarnation: int
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    """A message of a router's session, in order, once."""
+
+    router: RouterId
+    message: pb.RouterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The session with this router is lost for good: all its work here ends."""
+
+    router: RouterId
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAsked:
+    """A sender wants blocks here; `call_id` is answered once with AnswerReserve."""
+
+    call_id: int
+    request: pb.ReserveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAsked:
+    """A sender keeps its lease alive; answered with AnswerRenew."""
+
+    call_id: int
+    request: pb.RenewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAsked:
+    """A sender gives an attempt's lease back. The shell has acknowledged it already."""
+
+    request: pb.ReleaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAnswered:
+    """What became of SendReserve; None: no answer (unreachable, timed out), so the peer may or may not hold a lease."""
+
+    key: AttemptKey
+    reply: pb.ReserveReply | None
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAnswered:
+    """What became of SendRenew; None: no answer."""
+
+    key: AttemptKey
+    reply: pb.RenewReply | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The runner finished a plan; results come in the order of the plans."""
+
+    result: StepResult
+
+
+Event = (
+    FromRouter
+    | RouterLost
+    | ReserveAsked
+    | RenewAsked
+    | ReleaseAsked
+    | ReserveAnswered
+    | RenewAnswered
+    | StepDone
+    | SenderEvent
+    | ReceiverEvent
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class ToRouter:
+    """Send on the router's session; dropped if that session is lost."""
+
+    router: RouterId
+    message: pb.NodeMessage
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Queue a plan for the runner thread."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Ask `address` for blocks; ReserveAnswered follows, at the latest after `timeout_s`."""
+
+    key: AttemptKey
+    address: str
+    request: pb.ReserveRequest
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRenew:
+    """RenewAnswered follows, at the latest after `timeout_s`."""
+
+    key: AttemptKey
+    address: str
+    request: pb.RenewRequest
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Best effort, repeated by the shell a few times within the release's ms_left; nothing follows."""
+
+    address: str
+    request: pb.ReleaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReserve:
+    """The answer to a ReserveAsked; the shell adds the endpoint to a lease."""
+
+    call_id: int
+    reply: pb.ReserveReply
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRenew:
+    """The answer to a RenewAsked."""
+
+    call_id: int
+    reply: pb.RenewReply
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """Transport.open."""
+
+    link_id: str
+    endpoint: pb.Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlocks:
+    """Transport.write."""
+
+    link_id: str
+    lease: LeaseRef
+    blocks: tuple[tuple[int, int], ...]  # (block index in the lease, source block id)
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyLink:
+    """Transport.notify with a Commit."""
+
+    link_id: str
+    message: pb.DataMessage
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Transport.close."""
+
+    link_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitLease:
+    """Transport.admit; performed before the AnswerReserve that follows it."""
+
+    lease_id: int
+    secret: bytes
+    block_ids: tuple[int, ...]  # -1: held already, not writable
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeLease:
+    """Transport.revoke; RevokeDone follows."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCommit:
+    """Transport.answer."""
+
+    reply_to: object
+    message: pb.DataMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Raise a counter; `name` is a field of the node's counters (see node/metrics.py)."""
+
+    name: str
+    amount: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An attempt ended here; the shell logs it once."""
+
+    key: AttemptKey
+    outcome: str  # "committed", "finished", "cancelled", or a PD Error code's name
+
+
+Action = (
+    ToRouter
+    | RunStep
+    | SendReserve
+    | SendRenew
+    | SendRelease
+    | AnswerReserve
+    | AnswerRenew
+    | OpenLink
+    | WriteBlocks
+    | NotifyLink
+    | CloseLink
+    | AdmitLease
+    | RevokeLease
+    | AnswerCommit
+    | Count
+    | Ended
+)
+
+
+class NodeCore(Protocol):
+    """What the shell drives, whichever the role. Same events and times in, same actions out."""
+
+    def receive(self, event: Event, now: float) -> Sequence[Action]:
+        """Take one event; `now` is in seconds of a monotonic clock and never goes back."""
+
+    def tick(self, now: float) -> Sequence[Action]:
+        """Fire every timer that is due; the shell calls it before receive, and when next_deadline comes."""
+
+    def next_deadline(self) -> float | None:
+        """When tick must be called at the latest, or None."""
+
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able state for /state, /metrics and the invariants of the tests."""
+
+    def load(self) -> pb.LoadReport:
+        """What the next keepalive tells the routers."""

@@ -1,0 +1,36 @@
+"""The fence of everything on the wire: which attempt of which branch a message belongs to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from proto import baton_pb2 as pb
+
+
+class BranchKey(NamedTuple):
+    """One of the `n` choices of a request."""
+
+    request_id: str
+    choice: int
+
+
+class AttemptKey(NamedTuple):
+    """One try at running a branch; hashable form of the message `baton.AttemptKey`."""
+
+    request_id: str
+    choice: int
+    attempt: int
+
+    @property
+    def branch(self) -> BranchKey:
+        """The branch that this attempt runs."""
+        return BranchKey(self.request_id, self.choice)
+
+    def to_proto(self) -> pb.AttemptKey:
+        """The message form."""
+        return pb.AttemptKey(request_id=self.request_id, choice=self.choice, attempt=self.attempt)
+
+
+def attempt_key(message: pb.AttemptKey) -> AttemptKey:
+    """The hashable form of a received key."""
+    return AttemptKey(message.request_id, message.choice, message.attempt)

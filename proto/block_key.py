@@ -1,0 +1,37 @@
+"""Keys of full KV blocks: equal on every node and on the router, so that a block is found wherever it is.
+
+The key of block n is SHA-256(key of block n-1, token ids of block n, extra keys), seeded with the model's
+fingerprint: two models never share a key, and a key names the whole prefix, not just its own tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+KEY_BYTES = 32
+
+
+def seed_key(fingerprint: bytes) -> bytes:
+    """The key before block 0 of every sequence of the model with these fingerprint bytes."""
+    return hashlib.sha256(b"baton block key\0" + fingerprint).digest()
+
+
+def next_key(previous: bytes, token_ids: Sequence[int], extra: Iterable[bytes] = ()) -> bytes:
+    """The key of a full block that holds `token_ids`, behind the block with key `previous`."""
+    digest = hashlib.sha256(previous)
+    digest.update(array("I", token_ids).tobytes())
+    for item in extra:
+        digest.update(len(item).to_bytes(4, "little") + item)
+    return digest.digest()
+
+
+def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Keys of all full blocks of a sequence, in order; the incomplete tail has none."""
+    keys: list[bytes] = []
+    previous = seed
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        previous = next_key(previous, token_ids[start : start + block_size])
+        keys.append(previous)
+    return keys
