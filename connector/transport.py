@@ -84,7 +84,7 @@ class WriteRefused:
     """
 
     lease_id: int
-    code: pb.ErrorCode
+    code: pb.ErrorCode.ValueType
     reason: str
 
 

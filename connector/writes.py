@@ -1,0 +1,165 @@
+"""What a write is on the wire of a two-sided transport, both ends.
+
+A message is one frame or two. Two are a write: `DataMessage{write}`, then the bytes of its pieces, one behind the other, 1 MiB at
+most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger block is cut in pieces:
+
+    blocks of a lease    [  0  ][  1  ][  2  ][        3        ]        block_bytes each, here drawn unequal
+    messages             [header][ 0 | 1 | 2 ]  [header][ 3, first MiB ]  [header][ 3, rest ]
+
+The sender gathers source blocks into a buffer of its own: one copy, after which the source is free, and a buffer that the wire
+may keep as long as it likes. All that arrives is hostile until checked here (form) and in `Admissions` (right).
+
+Copies are np.copyto on uint8 views, which releases the GIL; assigning to a slice of a memoryview does not, and stalls the
+thread that runs the model.
+
+Not here: sockets, threads, whether a lease admits a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from connector.admissions import Grant, Span
+from connector.checksum import piece_checksum
+from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef, WriteRefused
+from proto import baton_pb2 as pb
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_PIECES: Final = 1024  # of one write
+MAX_WRITE_HEADER_BYTES: Final = 32 * MAX_PIECES + 256  # a piece takes 29 bytes at most, tag and length included
+MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingWrite:
+    """One message's worth of source blocks: span i of the lease comes from block source_ids[i]."""
+
+    lease: LeaseRef
+    spans: tuple[Span, ...]
+    source_ids: tuple[int, ...]
+    finished: tuple[int, ...]  # block indices that have been read in full once this message is gathered
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingWrite:
+    """A write whose form is right; whether it may land is not known yet."""
+
+    lease_id: int
+    secret: bytes
+    spans: tuple[Span, ...]
+    checksums: tuple[int, ...]
+    payload: Bytes  # [sum of the spans' lengths] u8
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingNotice:
+    """A notification: a serialized DataMessage that holds a Commit."""
+
+    payload: bytes
+
+
+def checked_memory(memory: Bytes) -> Bytes:
+    """Return the KV memory (memory: [num_blocks, block_bytes] u8); raises ValueError for one that pieces cannot be cut from."""
+    if memory.dtype != np.uint8 or memory.ndim != 2 or 0 in memory.shape or not memory.flags.c_contiguous:
+        shape = f"{memory.dtype} {memory.shape}"
+        raise ValueError(f"KV memory must be contiguous uint8 [num_blocks, block_bytes], not {shape}")
+    return memory
+
+
+def pack(lease: LeaseRef, blocks: Sequence[tuple[int, int]], block_bytes: int) -> Iterator[OutgoingWrite]:
+    """Cut and join (block index in the lease, source block id) pairs into messages, in order."""
+    spans: list[Span] = []
+    source_ids: list[int] = []
+    finished: list[int] = []
+    num_bytes = 0
+    for block_index, source_id in blocks:
+        for offset in range(0, block_bytes, MAX_PAYLOAD_BYTES):
+            length = min(MAX_PAYLOAD_BYTES, block_bytes - offset)
+            if num_bytes + length > MAX_PAYLOAD_BYTES or len(spans) == MAX_PIECES:
+                yield OutgoingWrite(lease, tuple(spans), tuple(source_ids), tuple(finished))
+                spans, source_ids, finished, num_bytes = [], [], [], 0
+            spans.append(Span(block_index, offset, length))
+            source_ids.append(source_id)
+            num_bytes += length
+        finished.append(block_index)
+    if spans:
+        yield OutgoingWrite(lease, tuple(spans), tuple(source_ids), tuple(finished))
+
+
+def gather(memory: Bytes, write: OutgoingWrite) -> tuple[bytes, Bytes]:
+    """Copy the source bytes out of memory ([num_blocks, block_bytes]); returns the two frames, header and payload."""
+    message = pb.DataMessage()
+    header = message.write
+    header.lease_id = write.lease.lease_id
+    header.secret = write.lease.secret
+    payload = np.empty(sum(span.length for span in write.spans), np.uint8)
+    begin = 0
+    for span, source_id in zip(write.spans, write.source_ids, strict=True):
+        piece = payload[begin : begin + span.length]
+        np.copyto(piece, memory[source_id, span.offset : span.offset + span.length])
+        header.pieces.add(
+            block_index=span.block_index,
+            offset=span.offset,
+            length=span.length,
+            checksum=piece_checksum(piece, write.lease.lease_id, span.block_index, span.offset),
+        )
+        begin += span.length
+    return message.SerializeToString(), payload
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNotice | WriteRefused:
+    """Check the form of what arrived. Allocates no more than a small multiple of MAX_FRAME_BYTES, whatever it is."""
+    if not 1 <= len(frames) <= 2:
+        return _malformed("a message has one frame or two")
+    if len(frames) == 2 and len(frames[0]) > MAX_WRITE_HEADER_BYTES:
+        return _malformed(f"a header of {len(frames[0])} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
+    header = bytes(frames[0])
+    try:
+        message = pb.DataMessage.FromString(header)
+    except DecodeError:
+        return _malformed("a header that is no DataMessage")
+    kind = message.WhichOneof("kind")
+    if len(frames) == 1:
+        return IncomingNotice(header) if kind == "commit" else _malformed(f"one frame that holds no commit but {kind}")
+    if kind != "write":
+        return _malformed(f"two frames that hold no write but {kind}")
+    return _decode_write(message.write, frames[1])
+
+
+def copy_in(memory: Bytes, grant: Grant, payload: Bytes) -> None:
+    """Copy a granted write's bytes into its blocks; memory: [num_blocks, block_bytes]."""
+    begin = 0
+    for span, block_id in zip(grant.spans, grant.block_ids, strict=True):
+        np.copyto(memory[block_id, span.offset : span.offset + span.length], payload[begin : begin + span.length])
+        begin += span.length
+
+
+def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
+    """Hash what now stands in the blocks and return the first span that is not what its sender read."""
+    for span, block_id, checksum in zip(grant.spans, grant.block_ids, checksums, strict=True):
+        piece = memory[block_id, span.offset : span.offset + span.length]
+        if piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
+            return span
+    return None
+
+
+def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite | WriteRefused:
+    if not 1 <= len(write.pieces) <= MAX_PIECES:
+        return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    spans = tuple(Span(piece.block_index, piece.offset, piece.length) for piece in write.pieces)
+    num_bytes = sum(span.length for span in spans)
+    if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_PAYLOAD_BYTES:
+        return _malformed(f"a payload of {len(payload)} bytes for pieces of {num_bytes}")
+    checksums = tuple(piece.checksum for piece in write.pieces)
+    return IncomingWrite(write.lease_id, write.secret, spans, checksums, np.frombuffer(payload, np.uint8))
+
+
+def _malformed(reason: str) -> WriteRefused:
+    return WriteRefused(0, pb.TRANSFER_FAILED, reason)

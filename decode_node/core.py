@@ -1,0 +1,421 @@
+"""What a decode node decides: which attempts get blocks, when they become sequences, which tokens go to whom.
+
+Pure: events and times in, actions out (node/events.py). The legal order of a handoff is connector/handoff.py; room is
+decode_node/admission.py; which rows a step computes is engine/scheduler.py.
+
+    Reserve -> lease (blocks leased, a slot reserved, growth promised)
+    every block landed, Commit -> writes revoked -> quiet -> sequence; its first batch repeats the sender's token at once
+    each step -> one batch per router
+
+A block's life here: leased until its lease ends; then a sequence's (committed), or quarantined until no write can touch it and
+then free. A committed sequence's full blocks are published to the prefix cache, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, cast
+
+from google.protobuf.message import DecodeError
+
+from connector.fence import FenceFloor
+from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step_receiver
+from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
+from decode_node.admission import block_need, fingerprint_difference, return_blocks, take_blocks
+from decode_node.lease import Lease, RunningBranch, commit_flaw, spec_of
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.scheduler import Progress, Scheduler
+from node.events import (
+    Action,
+    AdmitLease,
+    AnswerCommit,
+    AnswerRenew,
+    AnswerReserve,
+    Count,
+    Ended,
+    Event,
+    FromRouter,
+    ReleaseAsked,
+    RenewAsked,
+    ReserveAsked,
+    RevokeLease,
+    RouterId,
+    RouterLost,
+    RunStep,
+    StepDone,
+    ToRouter,
+)
+from node.identity import NodeIdentity, NodeLimits
+from node.load import load_report
+from node.pd_error import pd_error
+from node.timers import Timers
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey, attempt_key
+
+STEPS_AHEAD = 2  # plans given to the runner and not read yet
+
+_FINISH: Final = {None: pb.FINISH_UNSPECIFIED, "stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
+_OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
+
+
+class DecodeCore:
+    """The decode role of one node process. `draw` gives a fresh (lease id, secret) pair; randomness stays outside."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        limits: NodeLimits,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        fingerprint: pb.Fingerprint,
+        key_seed: bytes,
+        draw: Callable[[], tuple[int, bytes]],
+    ) -> None:
+        self._identity = identity
+        self._limits = limits
+        self._scheduler = scheduler
+        self._pool = pool
+        self._cache = PrefixCache(pool)
+        self._fingerprint = fingerprint
+        self._key_seed = key_seed
+        self._draw = draw
+        self._leases: dict[int, Lease] = {}
+        self._lease_of: dict[AttemptKey, Lease] = {}  # not yet over
+        self._running: dict[AttemptKey, RunningBranch] = {}
+        self._fence = FenceFloor(limits.max_fences)
+        self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
+        self._out: list[Action] = []
+
+    # ------------------------------------------------------------ the four methods of a core
+
+    def receive(self, event: Event, now: float) -> list[Action]:
+        """Take one event; see NodeCore."""
+        match event:
+            case ReserveAsked(call_id, request):
+                self._out.append(AnswerReserve(call_id, self._reserve(request, now)))
+            case RenewAsked(call_id, request):
+                self._out.append(AnswerRenew(call_id, self._renew(request, now)))
+            case ReleaseAsked(request):
+                self._release(request, now)
+            case BlocksLanded(lease_id, indices):
+                self._landed(lease_id, indices, now)
+            case WriteRefused(lease_id, code):
+                self._write_refused(lease_id, code, now)
+            case NotifyArrived(reply_to, payload):
+                self._notified(reply_to, payload, now)
+            case RevokeDone(lease_id):
+                self._step(self._leases[lease_id], ReceiverEvent.QUIET, now)
+            case StepDone(result):
+                self._step_done(self._scheduler.complete(result))
+            case FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
+                self._cancel(message.cancel, now)
+            case RouterLost(router):
+                self._router_lost(router, now)
+            case _:
+                self._out.append(Count("unexpected_events"))
+        return self._finish_turn()
+
+    def tick(self, now: float) -> list[Action]:
+        """Fire what is due; see NodeCore."""
+        self._fence.tick(now)
+        for timer in self._timers.pop_due(now):
+            if isinstance(timer, int):
+                self._lease_due(self._leases[timer], now)
+            else:
+                self._branch_due(self._running[timer])
+        return self._finish_turn()
+
+    def next_deadline(self) -> float | None:
+        """See NodeCore."""
+        times = [t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None]
+        return min(times, default=None)
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See NodeCore."""
+        states: dict[str, int] = {}
+        for lease in self._leases.values():
+            states[lease.state.name] = states.get(lease.state.name, 0) + 1
+        return {
+            "leases": len(self._lease_of),
+            "leases_by_state": states,
+            "blocks_of_leases": sum(
+                len(lease.blocks.leased) for lease in self._leases.values() if lease.state is not ReceiverState.RELEASED
+            ),
+            "branches": len(self._running),
+            "fences": len(self._fence),
+            "scheduler": self._scheduler.snapshot(),
+        }
+
+    def load(self) -> pb.LoadReport:
+        """See NodeCore."""
+        return load_report(self._scheduler, self._pool)
+
+    # ------------------------------------------------------------ Reserve, Renew, Release
+
+    def _reserve(self, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
+        key = attempt_key(request.key)
+        if (difference := fingerprint_difference(self._fingerprint, request.fingerprint)) is not None:
+            return self._refused(key, pb.INCOMPATIBLE, difference)
+        if request.max_total_tokens > self._limits.max_model_len:
+            reason = f"max_total_tokens {request.max_total_tokens} exceeds max_model_len {self._limits.max_model_len}"
+            return self._refused(key, pb.INCOMPATIBLE, reason)
+        if not self._fence.admits(key):
+            self._out.append(Count("stale_refused"))
+            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is below the fence floor")
+        lease = self._lease_of.get(key)
+        if lease is not None and lease.state in _OPEN:
+            return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
+        if lease is not None or key in self._running:
+            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is committed already")
+        if not self._fence.has_room(key.branch):
+            return self._refused(key, pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
+        self._fence.raise_to(key.branch, key.attempt, now + request.ms_left / 1000)
+        self._end_below(key, now)
+        return self._grant(key, request, now)
+
+    def _grant(self, key: AttemptKey, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
+        if not self._scheduler.reserve_slot():
+            return self._refused(key, pb.BUSY, "every slot is taken or leased")
+        block_size = self._pool.block_size
+        need = block_need(request.num_tokens, request.max_total_tokens, block_size)
+        blocks = take_blocks(self._pool, self._cache, need, request.block_keys)
+        if blocks is None:
+            self._scheduler.unreserve_slot()
+            reason = f"{need.num_now + need.num_growth} blocks are needed, {self._pool.num_available} available"
+            return self._refused(key, pb.NO_BLOCKS, reason)
+        lease_id, secret = self._draw()
+        num_written = -(-request.num_tokens // block_size)
+        lease = Lease(
+            lease_id=lease_id,
+            secret=secret,
+            key=key,
+            router=RouterId(request.router.name, request.router.incarnation),
+            blocks=blocks,
+            num_tokens=request.num_tokens,
+            block_keys=tuple(request.block_keys),
+            life_s=self._limits.lease_life_s,
+            expires_at=now + self._limits.lease_life_s,
+            deadline=now + request.ms_left / 1000,
+            missing=set(range(blocks.num_held, num_written)),
+        )
+        self._leases[lease_id] = self._lease_of[key] = lease
+        self._timers.set(lease_id, lease.next_timer())
+        self._out.append(AdmitLease(lease_id, secret, lease.writable(num_written)))
+        if not lease.missing:
+            self._step(lease, ReceiverEvent.LAST_BLOCK, now)
+        return pb.ReserveReply(lease=lease.to_message())
+
+    def _refused(self, key: AttemptKey, code: pb.ErrorCode.ValueType, reason: str) -> pb.ReserveReply:
+        self._out.append(Count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}"))
+        retry_after_ms = 50 if code in (pb.NO_BLOCKS, pb.BUSY) else 0
+        error = pd_error(code, reason, key, self._identity.name, retry_after_ms=retry_after_ms)
+        return pb.ReserveReply(error=error)
+
+    def _renew(self, request: pb.RenewRequest, now: float) -> pb.RenewReply:
+        lease = self._leases.get(request.lease_id)
+        if lease is None or lease.secret != request.secret or lease.state not in _OPEN:
+            self._out.append(Count("stale_refused"))
+            return pb.RenewReply(life_ms=0)
+        self._prolong(lease, now)
+        return pb.RenewReply(life_ms=int(lease.life_s * 1000))
+
+    def _prolong(self, lease: Lease, now: float) -> None:
+        lease.expires_at = now + lease.life_s
+        self._timers.set(lease.lease_id, lease.next_timer())
+
+    def _release(self, request: pb.ReleaseRequest, now: float) -> None:
+        key = attempt_key(request.key)
+        self._fence.raise_to(key.branch, key.attempt + 1, now + request.ms_left / 1000)
+        lease = self._lease_of.get(key)
+        if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
+            lease.outcome = "released"
+            self._step(lease, ReceiverEvent.RELEASE, now)
+        self._end_below(key, now)
+
+    # ------------------------------------------------------------ Cancel
+
+    def _cancel(self, cancel: pb.Cancel, now: float) -> None:
+        key = attempt_key(cancel.key)
+        self._fence.raise_to(key.branch, key.attempt + 1, now + cancel.ms_left / 1000)
+        self._end_below(key._replace(attempt=key.attempt + 1), now)
+
+    def _end_below(self, key: AttemptKey, now: float) -> None:
+        """End every attempt of the branch that is older than `key`, leased or running."""
+        for older in [k for k in self._lease_of if k.branch == key.branch and k.attempt < key.attempt]:
+            self._step(self._lease_of[older], ReceiverEvent.CANCEL, now)
+        for older in [k for k in self._running if k.branch == key.branch and k.attempt < key.attempt]:
+            self._stop(older, "cancelled")
+
+    def _router_lost(self, router: RouterId, now: float) -> None:
+        for lease in [lease for lease in self._lease_of.values() if lease.router == router]:
+            self._step(lease, ReceiverEvent.CANCEL, now)
+        for key in [b.key for b in self._running.values() if b.router == router]:
+            self._stop(key, "router lost")
+
+    def _stop(self, key: AttemptKey, outcome: str) -> None:
+        """Take a running branch out of the engine; its blocks follow when no launched step uses them."""
+        self._scheduler.abort(key)
+        self._forget_branch(key, outcome)
+
+    def _forget_branch(self, key: AttemptKey, outcome: str) -> None:
+        del self._running[key]
+        self._timers.set(key, None)
+        self._out.append(Ended(key, outcome))
+
+    # ------------------------------------------------------------ writes and Commit
+
+    def _landed(self, lease_id: int, indices: Iterable[int], now: float) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.state is not ReceiverState.RESERVED:
+            return
+        lease.missing.difference_update(indices)
+        self._prolong(lease, now)
+        if not lease.missing:
+            self._step(lease, ReceiverEvent.LAST_BLOCK, now)
+
+    def _write_refused(self, lease_id: int, code: pb.ErrorCode.ValueType, now: float) -> None:
+        self._out.append(Count(f"writes_refused_{pb.ErrorCode.Name(code).lower()}"))
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            if lease.state in _OPEN:
+                lease.refusal, lease.outcome = code, pb.ErrorCode.Name(code)
+            self._step(lease, ReceiverEvent.BAD_WRITE, now)
+
+    def _notified(self, reply_to: object, payload: bytes, now: float) -> None:
+        try:
+            commit = pb.DataMessage.FromString(payload).commit
+        except DecodeError:
+            self._out.append(Count("malformed_messages"))
+            return
+        lease = self._leases.get(commit.lease_id)
+        if lease is None or lease.secret != commit.secret or lease.key != attempt_key(commit.key):
+            self._out.append(Count("commits_refused"))
+            self._answer_commit(reply_to, commit, pb.LEASE_EXPIRED, "no lease of that id, secret and attempt")
+            return
+        flaw = commit_flaw(commit, lease, self._key_seed, self._pool.block_size, self._limits.max_model_len)
+        if flaw is not None:
+            self._out.append(Count("commits_refused"))
+            self._answer_commit(reply_to, commit, pb.INTERNAL, f"the Commit has {flaw}")
+            self._step(lease, ReceiverEvent.BAD_WRITE, now)
+            return
+        if lease.state is ReceiverState.RESERVED:  # a write is missing
+            lease.refusal, lease.outcome = pb.TRANSFER_FAILED, "TRANSFER_FAILED"
+        if lease.state is not ReceiverState.COMMITTED:
+            lease.commit, lease.reply_to = commit, reply_to
+        self._step(lease, ReceiverEvent.COMMIT, now)
+
+    def _answer_commit(
+        self, reply_to: object, commit: pb.Commit, code: pb.ErrorCode.ValueType | None, reason: str = ""
+    ) -> None:
+        answer = pb.CommitAnswer(key=commit.key, lease_id=commit.lease_id)
+        if code is not None:
+            answer.error.CopyFrom(pd_error(code, reason, attempt_key(commit.key), self._identity.name))
+        self._out.append(AnswerCommit(reply_to, pb.DataMessage(answer=answer)))
+
+    # ------------------------------------------------------------ the handoff machine
+
+    def _step(self, lease: Lease, event: ReceiverEvent, now: float) -> None:
+        lease.state, actions = step_receiver(lease.state, event)
+        for action in actions:
+            self._do(lease, action, now)
+
+    def _do(self, lease: Lease, action: ReceiverAction, now: float) -> None:
+        match action:
+            case ReceiverAction.REVOKE:
+                self._out.append(RevokeLease(lease.lease_id))
+            case ReceiverAction.QUARANTINE:
+                self._pool.quarantine(lease.blocks.leased)
+                del self._lease_of[lease.key]
+                self._out.append(Ended(lease.key, lease.outcome))
+            case ReceiverAction.FREE_BLOCKS:
+                return_blocks(self._pool, lease.blocks)
+                self._scheduler.unreserve_slot()
+                self._remember_refusal(lease)
+            case ReceiverAction.ACTIVATE:
+                self._activate(lease, now)
+            case ReceiverAction.ACK_COMMIT:
+                self._answer_commit(lease.reply_to, _commit(lease), None)
+            case ReceiverAction.REFUSE_COMMIT:
+                reason = f"the lease is over: {pb.ErrorCode.Name(lease.refusal)}"
+                self._answer_commit(lease.reply_to, _commit(lease), lease.refusal, reason)
+
+    def _remember_refusal(self, lease: Lease) -> None:
+        """Forget a lease that is over; one that a bad write ended stays for its life, to tell its Commit why."""
+        if lease.refusal == pb.LEASE_EXPIRED:
+            del self._leases[lease.lease_id]
+            self._timers.set(lease.lease_id, None)
+        else:
+            self._timers.set(lease.lease_id, lease.expires_at)
+
+    def _activate(self, lease: Lease, now: float) -> None:
+        """The lease becomes a sequence; its tokens so far go to the router at once, repeating the sender's."""
+        commit, key = _commit(lease), lease.key
+        del self._lease_of[key], self._leases[lease.lease_id]
+        self._timers.set(lease.lease_id, None)
+        self._pool.commit_lease(lease.blocks.leased)
+        spec = spec_of(commit, key, lease.block_keys)
+        self._scheduler.adopt(spec, lease.blocks.block_ids, lease.blocks.num_promised)
+        deadline = min(lease.deadline, now + commit.ms_left / 1000)
+        branch = RunningBranch(key, lease.router, deadline, list(commit.branch.generated_token_ids))
+        self._running[key] = branch
+        self._timers.set(key, branch.deadline)
+        batch = pb.TokenBatch(from_receiver=True)
+        tokens = branch.token_ids[commit.first_index :]
+        batch.branches.add(key=key.to_proto(), first_index=commit.first_index, token_ids=tokens)
+        self._out.append(ToRouter(lease.router, pb.NodeMessage(tokens=batch)))
+
+    # ------------------------------------------------------------ steps and timers
+
+    def _step_done(self, progress: Iterable[Progress]) -> None:
+        batches: dict[RouterId, pb.TokenBatch] = {}
+        for item in progress:
+            branch = self._running.get(cast(AttemptKey, item.sequence_id))
+            if branch is None or item.token_id is None:
+                continue
+            finish = _FINISH[item.finish]
+            batches.setdefault(branch.router, pb.TokenBatch(from_receiver=True)).branches.add(
+                key=branch.key.to_proto(),
+                first_index=len(branch.token_ids),
+                token_ids=[item.token_id],
+                finish=finish,
+            )
+            branch.token_ids.append(item.token_id)
+            if item.finish is not None:
+                self._forget_branch(branch.key, "finished")
+        self._out += [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+
+    def _lease_due(self, lease: Lease, now: float) -> None:
+        if lease.state in _OPEN:
+            expired = now >= lease.expires_at
+            lease.outcome = "expired" if expired else "DEADLINE"
+            if expired:
+                self._out.append(Count("leases_expired"))
+            self._step(lease, ReceiverEvent.EXPIRE if expired else ReceiverEvent.CANCEL, now)
+        elif lease.state is ReceiverState.RELEASED:
+            del self._leases[lease.lease_id]
+
+    def _branch_due(self, branch: RunningBranch) -> None:
+        error = pd_error(
+            pb.DEADLINE,
+            "the request's deadline has passed",
+            branch.key,
+            self._identity.name,
+            completion_token_ids=branch.token_ids,
+        )
+        self._out.append(ToRouter(branch.router, pb.NodeMessage(error=error)))
+        self._stop(branch.key, "DEADLINE")
+
+    def _finish_turn(self) -> list[Action]:
+        """Plan what can be planned, hand out the turn's actions."""
+        while self._scheduler.steps_in_flight < STEPS_AHEAD and (plan := self._scheduler.plan()) is not None:
+            self._out.append(RunStep(plan))
+        out, self._out = self._out, []
+        return out
+
+
+def _commit(lease: Lease) -> pb.Commit:
+    """The Commit of a lease that has had one."""
+    if lease.commit is None:
+        raise AssertionError(f"lease {lease.lease_id:x} in {lease.state.name} has no Commit")
+    return lease.commit

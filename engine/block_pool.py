@@ -1,0 +1,251 @@
+"""Who owns each KV block of this node: counts, references, keys and promises. No bytes, no tokens, no sequences.
+
+A block is in exactly one of five states, so the five counts always add up to the pool:
+
+                 allocate (evicts if need be)
+        +--------+ ------------------> +------+ --- free, no reference left, keyed ---> +--------+
+        |  free  | <------------------ | used | <---------- acquire ------------------ | cached |
+        +--------+  free, not keyed    +------+                                         +--------+
+          |    ^                           ^                                                |
+    lease |    | release_lease             | commit_lease                  allocate, lease  |
+          v    |                           |                               (eviction: the   |
+        +--------+ ------------------------+                               key is forgotten)|
+        | leased | <------------------------------------------------------------------------+
+        +--------+ -- quarantine --> +-------------+ -- release_lease --> free
+                                     | quarantined |
+                                     +-------------+
+
+Only `used` blocks are counted by reference; every holder drops its own. A leased block belongs to a transfer that may be
+writing into it, a quarantined one to a transfer that has not reported yet: neither is ever handed out.
+
+A promise is room without a block: growth that somebody admitted may need later. Promises are kept out of what newcomers
+may count on (`num_available`), never out of what their holder may allocate, so free + cached >= promised at all times, and
+an allocation out of a promise cannot fail. Everything that takes a block out of free + cached without a promise, acquiring
+a cached block included, is therefore bounded by `num_available`.
+
+Every public operation is one transition: it checks all of its arguments, then changes all or nothing. Callers ask first
+(`can_allocate`, `num_available`); use against these rules is a bug and raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class BlockPoolError(Exception):
+    """The pool was used against its rules: a bug in the caller."""
+
+
+class BlockState(Enum):
+    """What a block is doing."""
+
+    FREE = "free"
+    CACHED = "cached"  # no reference, content kept under its key, evictable
+    USED = "used"
+    LEASED = "leased"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by state; the five always add up to the pool."""
+
+    free: int
+    cached: int
+    used: int
+    leased: int
+    quarantined: int
+
+
+class BlockPool:
+    """All KV blocks of one node. One thread owns it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """`num_blocks` blocks of `block_size` token positions each, all free."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._states = [BlockState.FREE] * num_blocks
+        self._num_references = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._block_of_key: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first, the warmest next
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_leased = 0
+        self._num_quarantined = 0
+        self._num_promised = 0
+
+    # What there is
+
+    def counts(self) -> BlockCounts:
+        """Blocks by state."""
+        free, cached = len(self._free), len(self._cached)
+        used = self.num_blocks - free - cached - self._num_leased - self._num_quarantined
+        return BlockCounts(free, cached, used, self._num_leased, self._num_quarantined)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a newcomer may count on: free and cached ones that nobody was promised."""
+        return len(self._free) + len(self._cached) - self._num_promised
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that those who were admitted may still ask for."""
+        return self._num_promised
+
+    def can_allocate(self, num_blocks: int, evict: bool = True) -> bool:
+        """Whether allocate(), lease() or promise() of so many would succeed; `evict=False`: without evicting anything."""
+        room = self.num_available if evict else min(len(self._free), self.num_available)
+        return num_blocks <= room
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether acquiring this block would take it out of what is available (nobody references it)."""
+        return self._states[block_id] is BlockState.CACHED
+
+    def find(self, key: bytes) -> int | None:
+        """The block, used or cached, that holds this content."""
+        return self._block_of_key.get(key)
+
+    # Promises
+
+    def promise(self, num_blocks: int) -> None:
+        """Set room aside for later allocate(promised=True)."""
+        self._check_room(num_blocks, self.num_available, "promise")
+        self._num_promised += num_blocks
+
+    def unpromise(self, num_blocks: int) -> None:
+        """Give back room that will not be needed."""
+        self._check_room(num_blocks, self._num_promised, "unpromise")
+        self._num_promised -= num_blocks
+
+    # Used blocks
+
+    def allocate(self, num_blocks: int, promised: bool = False) -> list[int]:
+        """Take so many blocks, one reference each; least recently used cached ones are evicted when free ones are short.
+
+        `promised=True` consumes as many promises, and cannot fail for want of blocks.
+        """
+        self._check_room(num_blocks, self._num_promised if promised else self.num_available, "allocate")
+        if promised:
+            self._num_promised -= num_blocks
+        block_ids = self._take(num_blocks, BlockState.USED)
+        for block_id in block_ids:
+            self._num_references[block_id] = 1
+        return block_ids
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each; cached blocks become used, which needs that many available."""
+        self._check_states(block_ids, "acquire", BlockState.USED, BlockState.CACHED)
+        self._check_room(sum(map(self.is_cached, block_ids)), self.num_available, "acquire")
+        for block_id in block_ids:
+            if self._states[block_id] is BlockState.CACHED:
+                del self._cached[block_id]
+                self._states[block_id] = BlockState.USED
+            self._num_references[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference from each; without any left a keyed block is cached, another one free.
+
+        Of one call the last block counts as least recently used: a prefix cache is of no use without its leading blocks.
+        """
+        self._check_states(block_ids, "free", BlockState.USED)
+        for block_id in reversed(block_ids):
+            self._num_references[block_id] -= 1
+            if self._num_references[block_id] > 0:
+                continue
+            if self._keys[block_id] is None:
+                self._states[block_id] = BlockState.FREE
+                self._free.append(block_id)
+            else:
+                self._states[block_id] = BlockState.CACHED
+                self._cached[block_id] = None
+
+    def publish(self, block_id: int, key: bytes) -> bool:
+        """Let a used block, full and final, be found by its key; False, and no change, if another block has that key."""
+        self._check_states((block_id,), "publish", BlockState.USED)
+        if self._keys[block_id] not in (None, key):
+            raise BlockPoolError(f"publish: block {block_id} already holds other content")
+        if self._block_of_key.setdefault(key, block_id) != block_id:
+            return False
+        self._keys[block_id] = key
+        return True
+
+    # Leases
+
+    def lease(self, num_blocks: int) -> list[int]:
+        """Take so many blocks for a transfer to write into; they have no references until the lease is committed."""
+        self._check_room(num_blocks, self.num_available, "lease")
+        block_ids = self._take(num_blocks, BlockState.LEASED)
+        self._num_leased += num_blocks
+        return block_ids
+
+    def commit_lease(self, block_ids: Sequence[int]) -> None:
+        """The transfer is complete: the blocks are used, one reference each."""
+        self._check_states(block_ids, "commit_lease", BlockState.LEASED)
+        for block_id in block_ids:
+            self._states[block_id] = BlockState.USED
+            self._num_references[block_id] = 1
+        self._num_leased -= len(block_ids)
+
+    def quarantine(self, block_ids: Sequence[int]) -> None:
+        """The lease ended while something may still write into its blocks: keep them from everybody."""
+        self._check_states(block_ids, "quarantine", BlockState.LEASED)
+        for block_id in block_ids:
+            self._states[block_id] = BlockState.QUARANTINED
+        self._num_leased -= len(block_ids)
+        self._num_quarantined += len(block_ids)
+
+    def release_lease(self, block_ids: Sequence[int]) -> None:
+        """The lease is over and nothing writes any more: leased or quarantined blocks are free."""
+        self._check_states(block_ids, "release_lease", BlockState.LEASED, BlockState.QUARANTINED)
+        for block_id in block_ids:
+            if self._states[block_id] is BlockState.LEASED:
+                self._num_leased -= 1
+            else:
+                self._num_quarantined -= 1
+            self._states[block_id] = BlockState.FREE
+            self._free.append(block_id)
+
+    def snapshot(self) -> dict[str, object]:
+        """Everything, block by block: for tests and for a look into a sick node."""
+        return {
+            "states": tuple(self._states),
+            "num_references": tuple(self._num_references),
+            "keys": tuple(self._keys),
+            "num_promised": self._num_promised,
+        }
+
+    # Inside
+
+    def _take(self, num_blocks: int, state: BlockState) -> list[int]:
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id = self._free.pop() if self._free else self._evict()
+            self._states[block_id] = state
+            block_ids.append(block_id)
+        return block_ids
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        key = self._keys[block_id]
+        assert key is not None, "only keyed blocks are cached"
+        del self._block_of_key[key]
+        self._keys[block_id] = None
+        return block_id
+
+    def _check_room(self, num_blocks: int, room: int, operation: str) -> None:
+        if not 0 <= num_blocks <= room:
+            raise BlockPoolError(f"{operation}: {num_blocks} blocks where {room} are to be had")
+
+    def _check_states(self, block_ids: Sequence[int], operation: str, *legal: BlockState) -> None:
+        for block_id, times in Counter(block_ids).items():
+            if not 0 <= block_id < self.num_blocks:
+                raise BlockPoolError(f"{operation}: there is no block {block_id}")
+            if times > 1:
+                raise BlockPoolError(f"{operation}: block {block_id} named {times} times")
+            if self._states[block_id] not in legal:
+                raise BlockPoolError(f"{operation}: block {block_id} is {self._states[block_id].value}")

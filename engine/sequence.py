@@ -1,0 +1,111 @@
+"""What the scheduler knows about one sequence. No queues, no pool, no decisions.
+
+Three numbers say how far a sequence is, because steps overlap (position = index into prompt and completion together):
+
+    token_ids   0 ........................................... len - 1     known: given at the start, or read
+    computed    [ KV final, its steps were read )  num_computed
+    planned     [ ................ + KV that unread steps are writing )  num_planned
+
+so num_computed <= num_planned, and num_planned runs ahead of the known tokens while a sampled token is still unread. The last
+token sampled is never fed: a sequence at its limit has KV for one position less than it has tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.plan import SamplingParams
+from proto.block_key import next_key
+
+NEVER = -1  # step id of a sequence that no step was launched with
+
+
+class Phase(Enum):
+    """How far a sequence is, as plans go: steps that are launched count as done."""
+
+    WAITING = "waiting"  # holds nothing
+    RUNNING_PREFILL = "running_prefill"
+    RUNNING_DECODE = "running_decode"  # every token known at the start is planned; each further row feeds a sampled one
+    FINISHED = "finished"  # no further row; slot and blocks go when the last step launched with it was read
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What is asked for."""
+
+    sequence_id: Hashable
+    token_ids: tuple[int, ...]  # all tokens known at the start: the prompt, then completion tokens of earlier attempts
+    num_generated: int  # how many of them are completion tokens
+    sampling: SamplingParams
+    max_new_tokens: int  # how many more may be sampled here, at least 1
+    stop_token_ids: frozenset[int]
+    block_keys: tuple[bytes, ...]  # of the full blocks of token_ids; behind the last one given nothing is matched
+    lends: bool = False  # blocks stay referenced after the end until release(): a sender reads them
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        if num_tokens < 1 or self.max_new_tokens < 1 or not 0 <= self.num_generated <= num_tokens:
+            raise ValueError(
+                f"sequence {self.sequence_id}: {num_tokens} tokens, {self.num_generated} of them generated, "
+                f"and at most {self.max_new_tokens} more"
+            )
+
+    def num_blocks_at_limit(self, block_size: int) -> int:
+        """Blocks that the sequence holds if it runs to its limit."""
+        return blocks_for(len(self.token_ids) + self.max_new_tokens - 1, block_size)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """An admitted sequence: from the moment it has a slot until that slot is free again. The scheduler owns and changes it."""
+
+    spec: SequenceSpec
+    slot: int
+    generation: int  # of the slot
+    token_ids: list[int]
+    block_ids: list[int]  # the block table, one reference each
+    num_promised: int  # blocks that the pool still keeps for its growth
+    is_lending: bool  # its blocks are only dropped after release()
+    last_key: bytes  # key of the last published block; the seed before the first
+    num_published: int = 0  # leading full blocks that were offered to the prefix cache
+    phase: Phase = Phase.RUNNING_PREFILL
+    num_computed: int = 0
+    num_planned: int = 0
+    num_samples_planned: int = 0
+    num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
+    last_step_id: int = NEVER  # the last step launched with it
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled here and read."""
+        return len(self.token_ids) - len(self.spec.token_ids)
+
+    @property
+    def num_prompt_unplanned(self) -> int:
+        """Positions that prefill chunks have yet to cover."""
+        return len(self.spec.token_ids) - self.num_planned
+
+    @property
+    def may_sample_more(self) -> bool:
+        """Whether another row may sample, as far as is known: a stop token is discovered one step late."""
+        return self.num_samples_planned < self.spec.max_new_tokens
+
+    def next_key(self, block_size: int) -> bytes:
+        """The key of the block behind the published ones, all of whose tokens are known."""
+        if self.num_published < len(self.spec.block_keys):
+            return self.spec.block_keys[self.num_published]
+        start = self.num_published * block_size
+        return next_key(self.last_key, self.token_ids[start : start + block_size])
+
+    def finish_reason(self) -> str | None:
+        """Why the last read token ends the sequence, if it does."""
+        if self.num_sampled and self.token_ids[-1] in self.spec.stop_token_ids:
+            return "stop"
+        return "length" if self.num_sampled == self.spec.max_new_tokens else None
+
+
+def blocks_for(num_positions: int, block_size: int) -> int:
+    """Blocks that hold so many token positions."""
+    return -(-num_positions // block_size)

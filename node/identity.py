@@ -1,0 +1,31 @@
+"""Who a node is and what it can hold: the values that its core is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proto import baton_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """A node process; a restarted one has another incarnation."""
+
+    name: str
+    incarnation: int  # 64 random bits, not zero
+
+    def to_proto(self) -> pb.PeerId:
+        """The message form."""
+        return pb.PeerId(name=self.name, incarnation=self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """Bounds that a core keeps."""
+
+    max_model_len: int  # tokens of prompt and completion together
+    max_attempts: int = 256  # accepted attempts that have not ended; above it BUSY
+    max_fences: int = 65_536  # branches whose fence floor is remembered; above it BUSY
+    lease_life_s: float = 10.0  # of a lease that nobody renews
+    rpc_timeout_s: float = 2.0  # of one Reserve or Renew, never longer than the deadline
+    quiet_after_commit_s: float = 10.0  # how long a sender waits for the answer to Commit: one lease life

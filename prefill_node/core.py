@@ -1,0 +1,420 @@
+"""What a prefill node decides: which prompts it accepts, when it asks for a lease, what it writes when, who hears of failure.
+
+Pure: events and times in, actions out (node/events.py). The legal order of a handoff is connector/handoff.py; which rows a step
+computes is engine/scheduler.py; this file ties an attempt's computing to its handoff:
+
+    Dispatch -> queued -> first chunk planned: Reserve, beside the computing
+    chunk read -> blocks it completed are written (H01); last chunk read -> first token to the router, tail block, Commit
+
+A block's life here: in use while computed and while lent; the scheduler's reference is dropped by DROP_BLOCKS only, which
+connector/handoff.py allows only when no link reads it. Full blocks stay in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, cast
+
+from google.protobuf.message import DecodeError
+
+from connector.fence import FenceFloor
+from connector.handoff import SenderAction, SenderEvent, SenderState, step_sender
+from connector.transport import Answered, BlocksTaken, LeaseRef, LinkClosed
+from engine.block_pool import BlockPool
+from engine.scheduler import Progress, Scheduler
+from node.events import (
+    Action,
+    CloseLink,
+    Count,
+    Ended,
+    Event,
+    FromRouter,
+    NotifyLink,
+    OpenLink,
+    RenewAnswered,
+    ReserveAnswered,
+    RouterId,
+    RouterLost,
+    RunStep,
+    SendRelease,
+    SendRenew,
+    SendReserve,
+    StepDone,
+    ToRouter,
+    WriteBlocks,
+)
+from node.identity import NodeIdentity, NodeLimits
+from node.load import load_report
+from node.pd_error import pd_error
+from node.timers import Timers
+from prefill_node.links import Links
+from prefill_node.messages import commit, lease_flaw, release_request, renew_request, reserve_request
+from prefill_node.task import HeldLease, PrefillTask, Work, work_of
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey, attempt_key
+
+STEPS_AHEAD = 2  # plans given to the runner and not read yet
+
+_GIVEN_UP: Final = {SenderState.DRAINING, SenderState.FAILED, SenderState.DONE}
+
+
+class PrefillCore:
+    """The prefill role of one node process."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        limits: NodeLimits,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        fingerprint: pb.Fingerprint,
+        key_seed: bytes,
+    ) -> None:
+        self._identity = identity
+        self._limits = limits
+        self._scheduler = scheduler
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._key_seed = key_seed
+        self._tasks: dict[AttemptKey, PrefillTask] = {}
+        self._not_started: dict[AttemptKey, None] = {}  # the scheduler's waiting queue, in its order
+        self._asked: dict[AttemptKey, PrefillTask] = {}  # Reserve sent, answer not here; may outlive the task
+        self._links = Links()
+        self._fence = FenceFloor(limits.max_fences)
+        self._timers: Timers[AttemptKey] = Timers()
+        self._out: list[Action] = []
+
+    # ------------------------------------------------------------ the four methods of a core
+
+    def receive(self, event: Event, now: float) -> list[Action]:
+        """Take one event; see NodeCore."""
+        match event:
+            case FromRouter(router, message):
+                self._from_router(router, message, now)
+            case RouterLost(router):
+                for task in [t for t in self._tasks.values() if t.work.router == router]:
+                    self._step(task, SenderEvent.CANCEL, now)
+            case ReserveAnswered(key, reply):
+                self._reserve_answered(key, reply, now)
+            case RenewAnswered(key, answer):
+                self._renew_answered(key, answer, now)
+            case BlocksTaken(link_id, lease_id, indices):
+                self._blocks_taken(link_id, lease_id, len(indices), now)
+            case Answered(link_id, payload):
+                self._answered(link_id, payload, now)
+            case LinkClosed(link_id, reason):
+                for key in self._links.lost(link_id):
+                    error = self._error(self._tasks[key], pb.TRANSFER_FAILED, f"the link broke: {reason}")
+                    self._step(self._tasks[key], SenderEvent.LINK_LOST, now, error)
+            case StepDone(result):
+                self._step_done(self._scheduler.complete(result), now)
+            case _:
+                self._out.append(Count("unexpected_events"))  # a peer took us for a decode node
+        return self._finish_turn(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Fire what is due; see NodeCore."""
+        self._fence.tick(now)
+        for key in self._timers.pop_due(now):
+            self._on_timer(self._tasks[key], now)
+        return self._finish_turn(now)
+
+    def next_deadline(self) -> float | None:
+        """See NodeCore."""
+        times = [t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None]
+        return min(times, default=None)
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See NodeCore."""
+        states: dict[str, int] = {}
+        for task in self._tasks.values():
+            states[task.state.name] = states.get(task.state.name, 0) + 1
+        return {
+            "attempts": len(self._tasks),
+            "attempts_by_state": states,
+            "reserves_unanswered": len(self._asked),
+            "links": len(self._links),
+            "fences": len(self._fence),
+            "scheduler": self._scheduler.snapshot(),
+        }
+
+    def load(self) -> pb.LoadReport:
+        """See NodeCore."""
+        return load_report(self._scheduler, self._pool)
+
+    # ------------------------------------------------------------ from the router
+
+    def _from_router(self, router: RouterId, message: pb.RouterMessage, now: float) -> None:
+        match message.WhichOneof("kind"):
+            case "dispatch":
+                self._dispatch(work_of(router, message.dispatch, self._key_seed, self._pool.block_size, now), now)
+            case "cancel":
+                key = attempt_key(message.cancel.key)
+                self._fence.raise_to(key.branch, key.attempt + 1, now + message.cancel.ms_left / 1000)
+                self._end_below(key._replace(attempt=key.attempt + 1), now)
+            case _:
+                self._out.append(Count("unexpected_events"))
+
+    def _dispatch(self, work: Work, now: float) -> None:
+        key = work.key
+        if key in self._tasks or not self._fence.admits(key):
+            self._out.append(Count("stale_refused"))
+            return
+        if len(self._tasks) >= self._limits.max_attempts or not self._fence.has_room(key.branch):
+            reason = f"{len(self._tasks)} attempts and {len(self._fence)} fences are the most that it keeps"
+            self._refuse(work, pb.BUSY, reason)
+            return
+        self._fence.raise_to(key.branch, key.attempt, work.deadline)
+        self._end_below(key, now)
+        task = self._tasks[key] = PrefillTask(work)
+        self._not_started[key] = None
+        self._scheduler.submit(work.to_spec())
+        self._timers.set(key, task.next_timer())
+
+    def _end_below(self, key: AttemptKey, now: float) -> None:
+        """End every attempt of the branch that is older than `key`."""
+        for older in [k for k in self._tasks if k.branch == key.branch and k.attempt < key.attempt]:
+            self._step(self._tasks[older], SenderEvent.CANCEL, now)
+
+    def _refuse(self, work: Work, code: pb.ErrorCode.ValueType, reason: str) -> None:
+        error = pd_error(
+            code,
+            reason,
+            work.key,
+            self._identity.name,
+            completion_token_ids=work.generated_token_ids,
+            retry_after_ms=100,
+        )
+        self._out.append(ToRouter(work.router, pb.NodeMessage(error=error)))
+        self._out.append(Ended(work.key, pb.ErrorCode.Name(code)))
+
+    # ------------------------------------------------------------ from the receiver
+
+    def _reserve_answered(self, key: AttemptKey, reply: pb.ReserveReply | None, now: float) -> None:
+        task = self._asked.pop(key)
+        if reply is None:
+            error = self._error(task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} did not answer Reserve")
+            self._step(task, SenderEvent.UNANSWERED, now, error)
+        elif reply.WhichOneof("result") == "error":
+            refusal = reply.error
+            refusal.key.CopyFrom(key.to_proto())
+            refusal.completion_token_ids[:] = task.completion_token_ids()
+            self._step(task, SenderEvent.REFUSED, now, refusal)
+        elif task.state is SenderState.RESERVING:
+            if (flaw := lease_flaw(task.work, reply.lease, self._pool.block_size)) is not None:
+                error = self._error(
+                    task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} granted a lease with {flaw}"
+                )
+                self._step(task, SenderEvent.UNANSWERED, now, error)
+            else:
+                self._hold(task, reply.lease, now)
+                self._step(task, SenderEvent.GRANTED, now)
+        else:
+            self._step(task, SenderEvent.GRANTED, now)
+
+    def _hold(self, task: PrefillTask, lease: pb.Lease, now: float) -> None:
+        receiver = (task.work.target.node.name, task.work.target.node.incarnation)
+        link_id = self._links.find(receiver)
+        if link_id is None:
+            link_id = self._links.make(receiver)
+            self._out.append(OpenLink(link_id, lease.endpoint))
+        self._links.attach(link_id, lease.lease_id, task.work.key)
+        task.lease = HeldLease(LeaseRef(lease.lease_id, lease.secret), link_id, lease.life_ms / 1000)
+        task.num_queued = lease.num_blocks_held
+        task.renew_at = now + task.lease.life_s / 3
+        task.overdue_at = now + task.lease.life_s
+
+    def _renew_answered(self, key: AttemptKey, reply: pb.RenewReply | None, now: float) -> None:
+        task = self._tasks.get(key)
+        if task is None or task.lease is None or reply is None:
+            return  # unanswered: the next one may get through before the lease ends
+        if reply.life_ms == 0:
+            error = self._error(task, pb.LEASE_EXPIRED, f"{task.work.target.node.name} has no such lease any more")
+            self._step(task, SenderEvent.LEASE_GONE, now, error)
+        elif task.state is SenderState.WRITING:
+            task.overdue_at = now + reply.life_ms / 1000
+            self._timers.set(key, task.next_timer())
+
+    def _blocks_taken(self, link_id: str, lease_id: int, num_blocks: int, now: float) -> None:
+        key = self._links.attempt(link_id, lease_id)
+        if key is None:
+            return
+        task = self._tasks[key]
+        task.num_unread -= num_blocks
+        if task.num_unread == 0:
+            self._step(task, SenderEvent.QUIET, now)
+
+    def _answered(self, link_id: str, payload: bytes, now: float) -> None:
+        try:
+            answer = pb.DataMessage.FromString(payload).answer
+        except DecodeError:
+            self._out.append(Count("malformed_messages"))
+            return
+        key = self._links.attempt(link_id, answer.lease_id)
+        if key is None:
+            self._out.append(Count("stale_refused"))
+            return
+        task = self._tasks[key]
+        if task.state is not SenderState.COMMITTING or task.num_unread > 0:
+            self._out.append(Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
+        elif answer.HasField("error"):
+            answer.error.key.CopyFrom(key.to_proto())
+            answer.error.completion_token_ids[:] = task.completion_token_ids()
+            self._step(task, SenderEvent.COMMIT_REFUSED, now, answer.error)
+        else:
+            self._step(task, SenderEvent.ACKED, now)
+
+    # ------------------------------------------------------------ steps and timers
+
+    def _step_done(self, progress: Iterable[Progress], now: float) -> None:
+        batches: dict[RouterId, pb.TokenBatch] = {}
+        advanced: list[tuple[PrefillTask, bool]] = []
+        for item in progress:
+            task = self._tasks.get(cast(AttemptKey, item.sequence_id))
+            if task is None or task.state in _GIVEN_UP:
+                continue
+            task.num_computed = item.num_computed
+            ends = False
+            if item.token_id is not None:
+                task.first_token_id = item.token_id
+                ends = item.finish == "stop" or task.work.ends_with_first_token
+                finish = (
+                    pb.FINISH_STOP if item.finish == "stop" else pb.FINISH_LENGTH if ends else pb.FINISH_UNSPECIFIED
+                )
+                batches.setdefault(task.work.router, pb.TokenBatch()).branches.add(
+                    key=task.work.key.to_proto(),
+                    first_index=len(task.work.generated_token_ids),
+                    token_ids=[item.token_id],
+                    finish=finish,
+                )
+            advanced.append((task, ends))
+        self._out += [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+        for task, ends in advanced:
+            if ends:
+                task.outcome = "finished"
+                self._step(task, SenderEvent.WITHDRAW, now)
+            else:
+                self._write_computed(task, now)
+
+    def _write_computed(self, task: PrefillTask, now: float) -> None:
+        """Queue every block that is complete by now; the partial tail only behind the last chunk."""
+        if task.state is not SenderState.WRITING:
+            return
+        lease = _lease(task)
+        block_size = self._pool.block_size
+        is_computed = task.first_token_id is not None
+        num_ready = -(-task.work.num_tokens // block_size) if is_computed else task.num_computed // block_size
+        if num_ready > task.num_queued:
+            block_ids = self._scheduler.block_ids(task.work.key)
+            blocks = tuple((index, block_ids[index]) for index in range(task.num_queued, num_ready))
+            task.num_queued = num_ready
+            task.num_unread += len(blocks)
+            self._out.append(WriteBlocks(lease.link_id, lease.ref, blocks))
+        if is_computed:
+            self._step(task, SenderEvent.ALL_WRITTEN, now)
+
+    def _on_timer(self, task: PrefillTask, now: float) -> None:
+        if now >= task.work.deadline and task.state not in _GIVEN_UP:
+            if task.state is not SenderState.COMMITTING:  # after Commit the receiver says so
+                self._report(task, self._error(task, pb.DEADLINE, "the request's deadline has passed"))
+            self._step(task, SenderEvent.CANCEL, now)
+        elif now >= task.overdue_at:
+            if task.state is SenderState.WRITING:
+                error = self._error(task, pb.LEASE_EXPIRED, "a lease life passed without renewal")
+                self._step(task, SenderEvent.LEASE_GONE, now, error)
+            else:
+                error = self._error(task, pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
+                self._step(task, SenderEvent.OVERDUE, now, error)
+        elif now >= task.renew_at and task.state is SenderState.WRITING:
+            work, lease = task.work, _lease(task)
+            task.renew_at = now + lease.life_s / 3
+            request = renew_request(work, lease)
+            self._out.append(SendRenew(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
+        if task.work.key in self._tasks:
+            self._timers.set(task.work.key, task.next_timer())
+
+    def _finish_turn(self, now: float) -> list[Action]:
+        """Plan what can be planned, ask for leases for what the plans begin, hand out the turn's actions."""
+        while self._scheduler.steps_in_flight < STEPS_AHEAD and (plan := self._scheduler.plan()) is not None:
+            self._out.append(RunStep(plan))
+        while len(self._not_started) > self._scheduler.num_waiting:
+            key = next(iter(self._not_started))
+            del self._not_started[key]
+            task = self._tasks[key]
+            if not task.work.ends_with_first_token:
+                self._step(task, SenderEvent.START, now)
+        out, self._out = self._out, []
+        return out
+
+    # ------------------------------------------------------------ the handoff machine
+
+    def _step(self, task: PrefillTask, event: SenderEvent, now: float, error: pb.PDError | None = None) -> None:
+        before = task.state
+        task.state, actions = step_sender(before, event)
+        if task.state is SenderState.DRAINING and before is not SenderState.DRAINING:
+            task.overdue_at = now + self._limits.lease_life_s
+        for action in actions:
+            self._do(task, action, now, error)
+        if task.state is SenderState.DRAINING and task.num_unread == 0:
+            self._step(task, SenderEvent.QUIET, now)
+        if task.work.key in self._tasks:
+            self._timers.set(task.work.key, task.next_timer())
+
+    def _do(self, task: PrefillTask, action: SenderAction, now: float, error: pb.PDError | None) -> None:
+        work = task.work
+        match action:
+            case SenderAction.SEND_RESERVE:
+                self._asked[work.key] = task
+                request = reserve_request(work, self._identity, self._fingerprint, now)
+                self._out.append(SendReserve(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
+            case SenderAction.START_WRITING:
+                self._write_computed(task, now)
+            case SenderAction.SEND_COMMIT:
+                lease = _lease(task)
+                task.overdue_at = now + lease.life_s
+                self._out.append(NotifyLink(lease.link_id, commit(task, lease, now)))
+            case SenderAction.SEND_RELEASE:
+                self._out.append(SendRelease(work.target.grpc_address, release_request(work, now)))
+            case SenderAction.CLOSE_LINK:
+                task.overdue_at = float("inf")  # LinkClosed is certain to come
+                link_id = _lease(task).link_id
+                self._links.retire(link_id)
+                self._out.append(CloseLink(link_id))
+            case SenderAction.STOP_COMPUTING:
+                self._not_started.pop(work.key, None)
+                self._scheduler.abort(work.key)
+            case SenderAction.DROP_BLOCKS:
+                self._forget(task)
+            case SenderAction.REPORT | SenderAction.REPORT_UNANSWERED:
+                if error is None:
+                    raise AssertionError(f"{action.name} without an error")
+                error.commit_unanswered = action is SenderAction.REPORT_UNANSWERED
+                self._report(task, error)
+
+    def _patience_s(self, work: Work, now: float) -> float:
+        return min(self._limits.rpc_timeout_s, max(work.deadline - now, 0.001))
+
+    def _forget(self, task: PrefillTask) -> None:
+        key = task.work.key
+        if task.lease is not None:
+            self._links.detach(task.lease.link_id, task.lease.ref.lease_id)
+        self._scheduler.release(key)
+        self._timers.set(key, None)
+        del self._tasks[key]
+        outcome = "committed" if task.state is SenderState.DONE else task.outcome
+        self._out.append(Ended(key, outcome))
+
+    def _report(self, task: PrefillTask, error: pb.PDError) -> None:
+        task.outcome = pb.ErrorCode.Name(error.code)
+        self._out.append(ToRouter(task.work.router, pb.NodeMessage(error=error)))
+
+    def _error(self, task: PrefillTask, code: pb.ErrorCode.ValueType, reason: str) -> pb.PDError:
+        name, known = self._identity.name, task.completion_token_ids()
+        return pd_error(code, reason, task.work.key, name, completion_token_ids=known)
+
+
+def _lease(task: PrefillTask) -> HeldLease:
+    """The lease of a task from WRITING on."""
+    if task.lease is None:
+        raise AssertionError(f"{task.state.name} without a lease")
+    return task.lease

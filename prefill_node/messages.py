@@ -1,0 +1,72 @@
+"""What a prefill node says about a task: the messages of the handoff, and what is wrong with a granted lease."""
+
+from __future__ import annotations
+
+from node.identity import NodeIdentity
+from prefill_node.task import HeldLease, PrefillTask, Work
+from proto import baton_pb2 as pb
+
+
+def ms_left(work: Work, now: float) -> int:
+    """Milliseconds to the deadline, at least one: zero would read as no deadline at all."""
+    return max(1, int((work.deadline - now) * 1000))
+
+
+def reserve_request(work: Work, sender: NodeIdentity, fingerprint: pb.Fingerprint, now: float) -> pb.ReserveRequest:
+    """Asks for blocks for the KV of prompt and generated tokens, and for growth up to max_tokens."""
+    return pb.ReserveRequest(
+        key=work.key.to_proto(),
+        to_incarnation=work.target.node.incarnation,
+        sender=sender.to_proto(),
+        router=pb.PeerId(name=work.router.name, incarnation=work.router.incarnation),
+        num_tokens=work.num_tokens,
+        max_total_tokens=len(work.prompt_token_ids) + work.sampling.max_tokens,
+        block_keys=work.block_keys,
+        fingerprint=fingerprint,
+        ms_left=ms_left(work, now),
+    )
+
+
+def renew_request(work: Work, lease: HeldLease) -> pb.RenewRequest:
+    """Keeps the lease for another life."""
+    return pb.RenewRequest(
+        key=work.key.to_proto(),
+        to_incarnation=work.target.node.incarnation,
+        lease_id=lease.ref.lease_id,
+        secret=lease.ref.secret,
+    )
+
+
+def release_request(work: Work, now: float) -> pb.ReleaseRequest:
+    """Gives the attempt's lease back, whether or not its grant was heard of."""
+    return pb.ReleaseRequest(
+        key=work.key.to_proto(), to_incarnation=work.target.node.incarnation, ms_left=ms_left(work, now)
+    )
+
+
+def commit(task: PrefillTask, lease: HeldLease, now: float) -> pb.DataMessage:
+    """Hands the attempt over, with all that the receiver needs to go on."""
+    work = task.work
+    return pb.DataMessage(
+        commit=pb.Commit(
+            key=work.key.to_proto(),
+            lease_id=lease.ref.lease_id,
+            secret=lease.ref.secret,
+            prompt_token_ids=work.prompt_token_ids,
+            branch=pb.Branch(choice=work.key.choice, seed=work.seed, generated_token_ids=task.completion_token_ids()),
+            first_index=len(work.generated_token_ids),
+            sampling=work.sampling,
+            ms_left=ms_left(work, now),
+        )
+    )
+
+
+def lease_flaw(work: Work, lease: pb.Lease, block_size: int) -> str | None:
+    """What is wrong with a lease, in words, that a right receiver would not have granted; None if nothing is."""
+    if lease.num_blocks * block_size <= work.num_tokens:
+        return f"num_blocks {lease.num_blocks}, too few for {work.num_tokens + 1} tokens"
+    if lease.num_blocks_held > len(work.block_keys):
+        return f"num_blocks_held {lease.num_blocks_held}, above the {len(work.block_keys)} full blocks"
+    if lease.life_ms == 0:
+        return "life_ms 0"
+    return None

@@ -1,0 +1,235 @@
+"""What the router knows of each node process: its registry entry, its session, and what of ours is on it.
+
+The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
+is up. Work is held per request (`prefilling`, `branches`) and counted by looking, so a counter cannot drift. A process that
+appears under another's name or address has taken its place: the old one is lost at once. Not here: which node is chosen
+(placement.py), what happens to a lost node's requests (core.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from proto import baton_pb2 as pb
+from router.events import (
+    Dial,
+    HangUp,
+    LoadReported,
+    NodeListed,
+    NodeRef,
+    NodeUnlisted,
+    SessionBroken,
+    SessionLost,
+    SessionUp,
+)
+from router.placement import Candidate, Pair
+
+
+class Session(Enum):
+    """The state of the session with a node."""
+
+    DIALING = "dialing"  # never up yet
+    UP = "up"
+    BROKEN = "broken"  # may be resumed within its grace
+    LOST = "lost"  # what was there is gone; the dialer goes on trying while the node is listed
+
+
+@dataclass(slots=True)
+class Node:
+    """One node process."""
+
+    ref: NodeRef
+    entry: pb.NodeEntry
+    fingerprint: bytes
+    session: Session = Session.DIALING
+    is_listed: bool = True
+    load: pb.LoadReport = field(default_factory=pb.LoadReport)
+    prefilling: dict[str, int] = field(default_factory=dict)  # request id -> its tokens to prefill
+    branches: set[str] = field(default_factory=set)  # ids of requests that hold a sequence of a decode node
+    prefill_tokens: int = 0  # sum over `prefilling`
+
+    @property
+    def can_take_work(self) -> bool:
+        """Listed and connected; whether there is room is another question."""
+        return self.is_listed and self.session is Session.UP
+
+    @property
+    def is_expected(self) -> bool:
+        """Can take work now, or as soon as its broken stream is resumed."""
+        return self.is_listed and self.session in (Session.UP, Session.BROKEN)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence, prompt and completion, that the node can hold."""
+        return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
+
+    def candidate(self) -> Candidate:
+        """The node as placement sees it; see there for what load means."""
+        taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
+        blocks_share = taken / max(self.entry.num_blocks, 1)
+        if self.entry.role == pb.ROLE_PREFILL:
+            return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, 0.0))
+        return Candidate(
+            self.ref, self.fingerprint, (len(self.branches) / max(self.entry.max_num_seqs, 1), blocks_share)
+        )
+
+
+NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
+
+
+@dataclass(slots=True)
+class NodeChange:
+    """What an event about nodes brings about."""
+
+    actions: list[Dial | HangUp] = field(default_factory=list)
+    orphans: dict[str, NodeRef] = field(default_factory=dict)  # request id -> the lost node that it was on
+
+
+class NodeTable:
+    """All node processes that are listed or have a session; one per name and one per gRPC address."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[NodeRef, Node] = {}
+        self._max_total_tokens: int | None = None
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def find(self, ref: NodeRef) -> Node | None:
+        """The node process, if it is known."""
+        return self._nodes.get(ref)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def receive(self, event: NodeEvent) -> NodeChange:
+        """Take an event about a node; one about a process that is not known (any more) changes nothing."""
+        change = NodeChange()
+        if isinstance(event, NodeListed):
+            self._list(event.entry, change)
+        elif (node := self._nodes.get(event.node)) is not None:
+            match event:
+                case NodeUnlisted():
+                    node.is_listed = False
+                    if node.session in (Session.DIALING, Session.LOST):
+                        self._remove(node, change)
+                case SessionUp():
+                    node.session = Session.UP
+                case SessionBroken():
+                    node.session = Session.BROKEN
+                case SessionLost():
+                    self._lose(node, change)
+                case LoadReported(load=load):
+                    node.load = load
+                    return change
+        self._max_total_tokens = self._longest_pair()
+        return change
+
+    def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:
+        ref = NodeRef(entry.node.name, entry.node.incarnation)
+        for other in list(self):
+            if other.ref != ref and (other.ref.name == ref.name or other.entry.grpc_address == entry.grpc_address):
+                other.is_listed = False
+                self._lose(other, change)
+        fingerprint = entry.fingerprint.SerializeToString(deterministic=True)
+        node = self._nodes.get(ref)
+        if node is None:
+            self._nodes[ref] = Node(ref, entry, fingerprint)
+            change.actions.append(Dial(entry))
+            return
+        node.is_listed = True
+        if node.entry.grpc_address != entry.grpc_address:
+            self._lose(node, change)
+            node.session = Session.DIALING
+            change.actions += [HangUp(ref), Dial(entry)]
+        node.entry, node.fingerprint = entry, fingerprint
+
+    def _lose(self, node: Node, change: NodeChange) -> None:
+        node.session = Session.LOST
+        change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
+        if not node.is_listed:
+            self._remove(node, change)
+
+    def _remove(self, node: Node, change: NodeChange) -> None:
+        del self._nodes[node.ref]
+        change.actions.append(HangUp(node.ref))
+
+    # ---------------------------------------------------------------- what can be served
+
+    @property
+    def max_total_tokens(self) -> int | None:
+        """The longest sequence that some compatible pair of expected nodes can hold; None without such a pair."""
+        return self._max_total_tokens
+
+    def _longest_pair(self) -> int | None:
+        longest: dict[tuple[int, bytes], int] = {}
+        for node in self:
+            if node.is_expected:
+                group = (node.entry.role, node.fingerprint)
+                longest[group] = max(longest.get(group, 0), node.max_total_tokens)
+        pairs = [
+            min(tokens, longest[pb.ROLE_DECODE, fingerprint])
+            for (role, fingerprint), tokens in longest.items()
+            if role == pb.ROLE_PREFILL and (pb.ROLE_DECODE, fingerprint) in longest
+        ]
+        return max(pairs, default=None)
+
+    def missing(self) -> list[str]:
+        """What is lacking before a request can be served now, as sentences; empty when ready."""
+        ready = [node for node in self if node.can_take_work]
+        groups = [
+            {node.fingerprint for node in ready if node.entry.role == role}
+            for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)
+        ]
+        if groups[0] and groups[1]:
+            return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
+        return [
+            f"no {name} node can take work"
+            for name, group in zip(("prefill", "decode"), groups, strict=True)
+            if not group
+        ]
+
+    def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
+        """Prefill nodes with room for a sequence of at most `total_tokens`."""
+        return [
+            node.candidate()
+            for node in self
+            if node.entry.role == pb.ROLE_PREFILL
+            and node.can_take_work
+            and len(node.prefilling) < max_inflight
+            and total_tokens <= node.max_total_tokens
+        ]
+
+    def decode_candidates(self, total_tokens: int) -> list[Candidate]:
+        """Decode nodes with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
+        return [
+            node.candidate()
+            for node in self
+            if node.entry.role == pb.ROLE_DECODE
+            and node.can_take_work
+            and len(node.branches) < node.entry.max_num_seqs
+            and total_tokens <= node.max_total_tokens
+        ]
+
+    # ---------------------------------------------------------------- work
+
+    def occupy(self, request_id: str, pair: Pair, tokens_to_prefill: int) -> None:
+        """Count an attempt on both of its nodes."""
+        prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
+        prefill.prefilling[request_id] = tokens_to_prefill
+        prefill.prefill_tokens += tokens_to_prefill
+        decode.branches.add(request_id)
+
+    def vacate_prefill(self, request_id: str, pair: Pair) -> None:
+        """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
+        node = self._nodes.get(pair.prefill)
+        if node is not None:
+            node.prefill_tokens -= node.prefilling.pop(request_id, 0)
+
+    def vacate(self, request_id: str, pair: Pair) -> None:
+        """Count the attempt no more on either node."""
+        self.vacate_prefill(request_id, pair)
+        node = self._nodes.get(pair.decode)
+        if node is not None:
+            node.branches.discard(request_id)

@@ -1,0 +1,211 @@
+"""A scheduler, a pool and a fake runner, watched: every plan and every result is checked against the rules of the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.block_pool import BlockPool, BlockState
+from engine.fake_runner import FakeRunner, expected_tokens
+from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams
+from engine.prefix_cache import PrefixCache
+from engine.scheduler import Progress, Scheduler, SchedulerConfig
+from engine.sequence import Phase, SequenceSpec
+from proto.block_key import block_keys, seed_key
+
+KEY_SEED = seed_key(b"checked node")
+Owner = tuple[int, int]  # slot, generation
+ORDER = list(Phase)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_blocks: int = 64
+    block_size: int = 4
+    num_slots: int = 4
+    max_batched_tokens: int = 16
+    max_model_len: int = 64
+    vocab_size: int = 7
+    cache_generated: bool = True
+
+
+def make_spec(
+    sequence_id: Hashable,
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    sizes: Sizes,
+    *,
+    seed: int | None = None,
+    stop_token_ids: frozenset[int] = frozenset(),
+    num_generated: int = 0,
+    lends: bool = False,
+) -> SequenceSpec:
+    """A sequence with the block keys that its sender would have computed; greedy unless it has a seed."""
+    return SequenceSpec(
+        sequence_id=sequence_id,
+        token_ids=tuple(token_ids),
+        num_generated=num_generated,
+        sampling=SamplingParams(0.0 if seed is None else 1.0, seed or 0),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        block_keys=tuple(block_keys(KEY_SEED, token_ids, sizes.block_size)),
+        lends=lends,
+    )
+
+
+def right_answer(spec: SequenceSpec, vocab_size: int) -> list[int]:
+    """What the sequence must give, up to and with its first stop token."""
+    num_prompt = len(spec.token_ids) - spec.num_generated
+    prompt, generated = spec.token_ids[:num_prompt], spec.token_ids[num_prompt:]
+    token_ids = expected_tokens(prompt, generated, spec.sampling, spec.max_new_tokens, vocab_size)
+    stops = [index for index, token_id in enumerate(token_ids) if token_id in spec.stop_token_ids]
+    return token_ids[: stops[0] + 1] if stops else token_ids
+
+
+class CheckedNode:
+    """Plans run when their results are read: as late as they can, which is when early reuse of a block hurts."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.memory = np.zeros((sizes.num_blocks, 4 * sizes.block_size + 5), dtype=np.uint8)
+        self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
+        self.cache = PrefixCache(self.pool)
+        config = SchedulerConfig(sizes.num_slots, sizes.max_batched_tokens, sizes.max_model_len, sizes.cache_generated)
+        self.scheduler = Scheduler(config, self.pool, KEY_SEED)
+        self.runner = FakeRunner(self.memory, sizes.block_size, sizes.vocab_size, sizes.num_slots)
+        self.unread: deque[Plan] = deque()
+        self.specs: dict[Hashable, SequenceSpec] = {}
+        self.token_ids: dict[Hashable, list[int]] = {}  # new ones
+        self.finished: dict[Hashable, str] = {}
+        self.aborted: set[Hashable] = set()
+        self.phases: dict[Hashable, Phase] = {}
+        self.tables: dict[Owner, list[int]] = {}
+        self.generations: dict[int, int] = {}
+        self.positions: dict[Owner, int] = {}  # the next position of each owner
+
+    # What a caller does
+
+    def submit(self, spec: SequenceSpec) -> None:
+        self.scheduler.submit(spec)
+        self.specs[spec.sequence_id], self.token_ids[spec.sequence_id] = spec, []
+
+    def adopt(self, spec: SequenceSpec, block_ids: Sequence[int], num_promised: int) -> None:
+        self.scheduler.adopt(spec, block_ids, num_promised)
+        self.specs[spec.sequence_id], self.token_ids[spec.sequence_id] = spec, []
+
+    def abort(self, sequence_id: Hashable) -> None:
+        assert self.scheduler.abort(sequence_id)
+        if sequence_id not in self.finished:
+            self.aborted.add(sequence_id)
+
+    def plan(self) -> Plan | None:
+        """The next plan, checked."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._check_plan(plan)
+            self.unread.append(plan)
+        self.check()
+        return plan
+
+    def complete(self) -> list[Progress]:
+        """Run and read the oldest unread step, checked."""
+        progress = self.scheduler.complete(self.runner.run(self.unread.popleft()))
+        for item in progress:
+            self._check_progress(item)
+        self.check()
+        return progress
+
+    def run_to_the_end(self, depth: int = 2) -> None:
+        """Plan up to `depth` steps ahead until nothing is left to do."""
+        while True:
+            while len(self.unread) < depth and self.plan() is not None:
+                pass
+            if not self.unread:
+                return
+            self.complete()
+
+    # What must hold
+
+    def check(self) -> None:
+        counts = self.pool.counts()
+        assert counts.free + counts.cached + counts.used + counts.leased + counts.quarantined == self.pool.num_blocks
+        assert self.pool.num_available >= 0
+        assert 0 <= self.scheduler.num_free_slots <= self.sizes.num_slots
+        assert self.scheduler.steps_in_flight == len(self.unread)
+        phases = self.scheduler.snapshot()["phases"]
+        assert isinstance(phases, dict)
+        for sequence_id, phase in phases.items():  # nothing is ever preempted: nobody goes back
+            assert ORDER.index(phase) >= ORDER.index(self.phases.get(sequence_id, Phase.WAITING))
+            self.phases[sequence_id] = phase
+
+    def blocks_in_flight(self, but: Owner | None = None) -> set[int]:
+        """Blocks that unread steps read or write, those of one owner left out."""
+        owners = {(row.slot, row.generation) for plan in self.unread for row in rows_of(plan)} - {but}
+        return {block_id for owner in owners for block_id in self.tables[owner]}
+
+    def tokens_in(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens whose KV lies in these blocks."""
+        kv = self.memory[:, : 4 * self.sizes.block_size].view("<i4")
+        token_ids: list[int] = (kv[list(block_ids)].reshape(-1)[:num_tokens] - 1).tolist()
+        return token_ids
+
+    def is_idle(self) -> bool:
+        """No block is in use, leased or promised; no slot is taken."""
+        counts = self.pool.counts()
+        is_pool_idle = counts.free + counts.cached == self.pool.num_blocks and self.pool.num_promised == 0
+        return is_pool_idle and self.scheduler.num_free_slots == self.sizes.num_slots
+
+    def _check_plan(self, plan: Plan) -> None:
+        assert 0 < plan.num_tokens <= self.sizes.max_batched_tokens
+        assert len({row.slot for row in rows_of(plan)}) == len(rows_of(plan))
+        for start in plan.starts:
+            assert start.generation > self.generations.get(start.slot, 0)
+            assert start.slot not in {row.slot for unread in self.unread for row in rows_of(unread)}
+            self.generations[start.slot] = start.generation
+            self.tables[start.slot, start.generation] = []
+        states = self.pool.snapshot()["states"]
+        assert isinstance(states, tuple)
+        for row in rows_of(plan):
+            owner = (row.slot, row.generation)
+            table = self.tables[owner]
+            table += row.new_block_ids
+            assert all(states[block_id] is BlockState.USED for block_id in table)
+            first, end = span_of(row)
+            assert first == self.positions.get(owner, first), "a row continues where the last one ended"
+            self.positions[owner] = end
+            written = set(table[first // self.sizes.block_size : (end - 1) // self.sizes.block_size + 1])
+            assert not written & self.blocks_in_flight(but=owner), "reused while an unread step has it"
+
+    def _check_progress(self, item: Progress) -> None:
+        sequence_id = item.sequence_id
+        assert sequence_id not in self.finished and sequence_id not in self.aborted
+        if item.token_id is not None:
+            self.token_ids[sequence_id].append(item.token_id)
+        if item.finish is not None:
+            self.finished[sequence_id] = item.finish
+        spec = self.specs[sequence_id]
+        right = right_answer(spec, self.sizes.vocab_size)
+        got = self.token_ids[sequence_id]
+        assert got == right[: len(got)]
+        if item.finish is not None:
+            assert got == right
+            assert item.finish == ("stop" if got[-1] in spec.stop_token_ids else "length")
+        else:
+            known = [*spec.token_ids, *got]
+            table = self.scheduler.block_ids(sequence_id)
+            assert self.tokens_in(table, item.num_computed) == known[: item.num_computed]
+
+
+def rows_of(plan: Plan) -> tuple[DecodeRow | PrefillChunk, ...]:
+    """A plan's rows in the order of its results."""
+    return (*plan.decodes, *plan.chunks)
+
+
+def span_of(row: DecodeRow | PrefillChunk) -> tuple[int, int]:
+    """First and end position that a row computes."""
+    if isinstance(row, DecodeRow):
+        return row.position, row.position + 1
+    return row.start, row.start + len(row.token_ids)

@@ -1,0 +1,95 @@
+"""Matching a prefix: as long as possible, and safe against the allocation that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.block_pool import BlockPool, BlockState
+from engine.prefix_cache import PrefixCache
+from proto.block_key import block_keys, seed_key
+
+SEED = seed_key(b"prefix cache tests")
+BLOCK_SIZE = 2
+
+
+def cached_prefix(pool: BlockPool, token_ids: Sequence[int]) -> list[int]:
+    """Leave the full blocks of a sequence in the cache."""
+    keys = block_keys(SEED, token_ids, BLOCK_SIZE)
+    block_ids = pool.allocate(len(keys))
+    for block_id, key in zip(block_ids, keys, strict=True):
+        pool.publish(block_id, key)
+    pool.free(block_ids)
+    return block_ids
+
+
+@pytest.mark.covers("P02")
+@given(
+    held=st.lists(st.lists(st.integers(0, 1), max_size=10), max_size=5),
+    wanted=st.lists(st.integers(0, 1), max_size=12),
+    max_blocks=st.integers(0, 6),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_match_is_the_longest_common_prefix_in_whole_blocks(
+    held: list[list[int]], wanted: list[int], max_blocks: int
+) -> None:
+    pool = BlockPool(40, BLOCK_SIZE)
+    for token_ids in held:
+        cached_prefix(pool, token_ids)
+    longest = 0
+    while (longest + 1) * BLOCK_SIZE <= len(wanted) and any(
+        len(token_ids) >= (longest + 1) * BLOCK_SIZE
+        and token_ids[: (longest + 1) * BLOCK_SIZE] == wanted[: (longest + 1) * BLOCK_SIZE]
+        for token_ids in held
+    ):
+        longest += 1
+    keys = block_keys(SEED, wanted, BLOCK_SIZE)
+    before = pool.snapshot()
+    matched = PrefixCache(pool).match(keys, max_blocks)
+    assert len(matched) == min(longest, max_blocks)
+    assert [pool.find(key) for key in keys[: len(matched)]] == matched
+    assert pool.snapshot() == before, "matching alone takes nothing"
+
+
+@pytest.mark.covers("P02")
+def test_acquiring_a_match_takes_one_reference_on_each_block_and_freeing_it_gives_them_back() -> None:
+    pool = BlockPool(6, BLOCK_SIZE)
+    block_ids = cached_prefix(pool, range(6))
+    keys = block_keys(SEED, range(6), BLOCK_SIZE)
+    before = pool.snapshot()
+    first, second = PrefixCache(pool).acquire_match(keys, 3), PrefixCache(pool).acquire_match(keys, 2)
+    assert (first, second) == (block_ids, block_ids[:2])
+    assert pool.snapshot()["num_references"] == (2, 2, 1, 0, 0, 0)
+    pool.free(first)
+    pool.free(second)
+    assert pool.snapshot() == before
+
+
+@pytest.mark.covers("S12")
+def test_what_is_matched_is_never_evicted_by_the_allocation_behind_it() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    old, young = cached_prefix(pool, [1, 1, 1, 1]), cached_prefix(pool, [2, 2, 2, 2])
+    matched = PrefixCache(pool).acquire_match(block_keys(SEED, [1, 1, 1, 1], BLOCK_SIZE), 2)
+    assert matched == old, "the least recently used ones, next to be evicted"
+    assert not pool.can_allocate(1, evict=False)
+    assert sorted(pool.allocate(2)) == sorted(young)
+    assert not pool.can_allocate(1)
+
+
+@pytest.mark.covers("S12")
+def test_a_match_stops_where_it_would_break_a_promise() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    block_ids = cached_prefix(pool, range(6))
+    keys = block_keys(SEED, range(6), BLOCK_SIZE)
+    pool.promise(2)
+    matched = PrefixCache(pool).acquire_match(keys, 3)
+    assert matched == block_ids[:2]
+    assert pool.num_available == 0
+    also = PrefixCache(pool).acquire_match(keys, 3)
+    assert also == block_ids[:2], "blocks in use cost nobody anything"
+    promised = pool.allocate(2, promised=True)
+    states = pool.snapshot()["states"]
+    assert states == (BlockState.USED,) * 4 and not set(promised) & set(matched)
