@@ -1,0 +1,17 @@
+"""`python -m decode_node`: one decode node process; also `baton decode`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from decode_node.entry import run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until a signal; 0 after one, 2 for what the user can mend."""
+    return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

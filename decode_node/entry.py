@@ -1,0 +1,40 @@
+"""Starts a decode node: the knobs, then this role's core in the shell that all nodes share.
+
+Not here: the shell (node/process.py). It is imported late, because it loads torch, which takes its threads from an
+environment that the knobs decide.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from decode_node.core import DecodeCore
+from node.config import NodeConfig
+from node.validate import SECRET_BYTES
+from runtime.config import load, set_thread_environment
+
+if TYPE_CHECKING:
+    from node.assembly import CoreParts
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Run the node until a signal; its exit code."""
+    config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
+    set_thread_environment(config.num_threads)
+    from node.process import run_node
+
+    return run_node("decode", config, make_core)
+
+
+def make_core(parts: CoreParts) -> DecodeCore:
+    """This role's core over a node's engine."""
+    return DecodeCore(
+        parts.identity, parts.limits, parts.scheduler, parts.pool, parts.fingerprint, parts.key_seed, draw_lease
+    )
+
+
+def draw_lease() -> tuple[int, bytes]:
+    """A lease id that is not 0, and the secret that goes with it."""
+    return secrets.randbelow(2**64 - 1) + 1, secrets.token_bytes(SECRET_BYTES)

@@ -1,0 +1,31 @@
+"""Starts a prefill node: the knobs, then this role's core in the shell that all nodes share.
+
+Not here: the shell (node/process.py). It is imported late, because it loads torch, which takes its threads from an
+environment that the knobs decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from node.config import NodeConfig
+from prefill_node.core import PrefillCore
+from runtime.config import load, set_thread_environment
+
+if TYPE_CHECKING:
+    from node.assembly import CoreParts
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Run the node until a signal; its exit code."""
+    config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
+    set_thread_environment(config.num_threads)
+    from node.process import run_node
+
+    return run_node("prefill", config, make_core)
+
+
+def make_core(parts: CoreParts) -> PrefillCore:
+    """This role's core over a node's engine."""
+    return PrefillCore(parts.identity, parts.limits, parts.scheduler, parts.pool, parts.fingerprint, parts.key_seed)
