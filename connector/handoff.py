@@ -187,11 +187,7 @@ RECEIVER_IGNORED: Final[frozenset[tuple[ReceiverState, ReceiverEvent]]] = frozen
     # A lease that was committed in time cannot expire any more (D05), and one Commit is enough.
     {(_R.COMMITTED, e) for e in (_V.EXPIRE, _V.COMMIT)}
     # Whatever else would end a lease that is over.
-    | {
-        (s, e)
-        for s in (_R.QUARANTINED, _R.RELEASED)
-        for e in (_V.BAD_WRITE, _V.RELEASE, _V.CANCEL, _V.EXPIRE)
-    }
+    | {(s, e) for s in (_R.QUARANTINED, _R.RELEASED) for e in (_V.BAD_WRITE, _V.RELEASE, _V.CANCEL, _V.EXPIRE)}
 )
 
 

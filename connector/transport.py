@@ -49,7 +49,7 @@ class BlocksTaken:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The receiver's answer to a notification (a serialized CommitAnswer), or its early refusal of a write."""
+    """The receiver's answer to a notification: a serialized DataMessage with a CommitAnswer, unchecked."""
 
     link_id: str
     payload: bytes

@@ -26,34 +26,14 @@ from decode_node.lease import Lease, RunningBranch, commit_flaw, spec_of
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Progress, Scheduler
-from node.events import (
-    Action,
-    AdmitLease,
-    AnswerCommit,
-    AnswerRenew,
-    AnswerReserve,
-    Count,
-    Ended,
-    Event,
-    FromRouter,
-    ReleaseAsked,
-    RenewAsked,
-    ReserveAsked,
-    RevokeLease,
-    RouterId,
-    RouterLost,
-    RunStep,
-    StepDone,
-    ToRouter,
-)
+from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.pd_error import pd_error
+from node.steps import plan_ahead
 from node.timers import Timers
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
-
-STEPS_AHEAD = 2  # plans given to the runner and not read yet
 
 _FINISH: Final = {None: pb.FINISH_UNSPECIFIED, "stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
 _OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
@@ -85,18 +65,18 @@ class DecodeCore:
         self._running: dict[AttemptKey, RunningBranch] = {}
         self._fence = FenceFloor(limits.max_fences)
         self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
-        self._out: list[Action] = []
+        self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
 
-    def receive(self, event: Event, now: float) -> list[Action]:
+    def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
         match event:
-            case ReserveAsked(call_id, request):
-                self._out.append(AnswerReserve(call_id, self._reserve(request, now)))
-            case RenewAsked(call_id, request):
-                self._out.append(AnswerRenew(call_id, self._renew(request, now)))
-            case ReleaseAsked(request):
+            case ev.ReserveAsked(call_id, request):
+                self._out.append(ev.AnswerReserve(call_id, self._reserve(request, now)))
+            case ev.RenewAsked(call_id, request):
+                self._out.append(ev.AnswerRenew(call_id, self._renew(request, now)))
+            case ev.ReleaseAsked(request):
                 self._release(request, now)
             case BlocksLanded(lease_id, indices):
                 self._landed(lease_id, indices, now)
@@ -106,17 +86,17 @@ class DecodeCore:
                 self._notified(reply_to, payload, now)
             case RevokeDone(lease_id):
                 self._step(self._leases[lease_id], ReceiverEvent.QUIET, now)
-            case StepDone(result):
+            case ev.StepDone(result):
                 self._step_done(self._scheduler.complete(result))
-            case FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
+            case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._cancel(message.cancel, now)
-            case RouterLost(router):
+            case ev.RouterLost(router):
                 self._router_lost(router, now)
             case _:
-                self._out.append(Count("unexpected_events"))
+                self._out.append(ev.Count("unexpected_events"))
         return self._finish_turn()
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
         self._fence.tick(now)
         for timer in self._timers.pop_due(now):
@@ -161,7 +141,7 @@ class DecodeCore:
             reason = f"max_total_tokens {request.max_total_tokens} exceeds max_model_len {self._limits.max_model_len}"
             return self._refused(key, pb.INCOMPATIBLE, reason)
         if not self._fence.admits(key):
-            self._out.append(Count("stale_refused"))
+            self._out.append(ev.Count("stale_refused"))
             return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is below the fence floor")
         lease = self._lease_of.get(key)
         if lease is not None and lease.state in _OPEN:
@@ -190,7 +170,7 @@ class DecodeCore:
             lease_id=lease_id,
             secret=secret,
             key=key,
-            router=RouterId(request.router.name, request.router.incarnation),
+            router=ev.RouterId(request.router.name, request.router.incarnation),
             blocks=blocks,
             num_tokens=request.num_tokens,
             block_keys=tuple(request.block_keys),
@@ -201,13 +181,13 @@ class DecodeCore:
         )
         self._leases[lease_id] = self._lease_of[key] = lease
         self._timers.set(lease_id, lease.next_timer())
-        self._out.append(AdmitLease(lease_id, secret, lease.writable(num_written)))
+        self._out.append(ev.AdmitLease(lease_id, secret, lease.writable(num_written)))
         if not lease.missing:
             self._step(lease, ReceiverEvent.LAST_BLOCK, now)
         return pb.ReserveReply(lease=lease.to_message())
 
     def _refused(self, key: AttemptKey, code: pb.ErrorCode.ValueType, reason: str) -> pb.ReserveReply:
-        self._out.append(Count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}"))
+        self._out.append(ev.Count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}"))
         retry_after_ms = 50 if code in (pb.NO_BLOCKS, pb.BUSY) else 0
         error = pd_error(code, reason, key, self._identity.name, retry_after_ms=retry_after_ms)
         return pb.ReserveReply(error=error)
@@ -215,7 +195,7 @@ class DecodeCore:
     def _renew(self, request: pb.RenewRequest, now: float) -> pb.RenewReply:
         lease = self._leases.get(request.lease_id)
         if lease is None or lease.secret != request.secret or lease.state not in _OPEN:
-            self._out.append(Count("stale_refused"))
+            self._out.append(ev.Count("stale_refused"))
             return pb.RenewReply(life_ms=0)
         self._prolong(lease, now)
         return pb.RenewReply(life_ms=int(lease.life_s * 1000))
@@ -247,7 +227,7 @@ class DecodeCore:
         for older in [k for k in self._running if k.branch == key.branch and k.attempt < key.attempt]:
             self._stop(older, "cancelled")
 
-    def _router_lost(self, router: RouterId, now: float) -> None:
+    def _router_lost(self, router: ev.RouterId, now: float) -> None:
         for lease in [lease for lease in self._lease_of.values() if lease.router == router]:
             self._step(lease, ReceiverEvent.CANCEL, now)
         for key in [b.key for b in self._running.values() if b.router == router]:
@@ -261,7 +241,7 @@ class DecodeCore:
     def _forget_branch(self, key: AttemptKey, outcome: str) -> None:
         del self._running[key]
         self._timers.set(key, None)
-        self._out.append(Ended(key, outcome))
+        self._out.append(ev.Ended(key, outcome))
 
     # ------------------------------------------------------------ writes and Commit
 
@@ -275,7 +255,7 @@ class DecodeCore:
             self._step(lease, ReceiverEvent.LAST_BLOCK, now)
 
     def _write_refused(self, lease_id: int, code: pb.ErrorCode.ValueType, now: float) -> None:
-        self._out.append(Count(f"writes_refused_{pb.ErrorCode.Name(code).lower()}"))
+        self._out.append(ev.Count(f"writes_refused_{pb.ErrorCode.Name(code).lower()}"))
         lease = self._leases.get(lease_id)
         if lease is not None:
             if lease.state in _OPEN:
@@ -286,16 +266,16 @@ class DecodeCore:
         try:
             commit = pb.DataMessage.FromString(payload).commit
         except DecodeError:
-            self._out.append(Count("malformed_messages"))
+            self._out.append(ev.Count("malformed_messages"))
             return
         lease = self._leases.get(commit.lease_id)
         if lease is None or lease.secret != commit.secret or lease.key != attempt_key(commit.key):
-            self._out.append(Count("commits_refused"))
+            self._out.append(ev.Count("commits_refused"))
             self._answer_commit(reply_to, commit, pb.LEASE_EXPIRED, "no lease of that id, secret and attempt")
             return
         flaw = commit_flaw(commit, lease, self._key_seed, self._pool.block_size, self._limits.max_model_len)
         if flaw is not None:
-            self._out.append(Count("commits_refused"))
+            self._out.append(ev.Count("commits_refused"))
             self._answer_commit(reply_to, commit, pb.INTERNAL, f"the Commit has {flaw}")
             self._step(lease, ReceiverEvent.BAD_WRITE, now)
             return
@@ -311,7 +291,7 @@ class DecodeCore:
         answer = pb.CommitAnswer(key=commit.key, lease_id=commit.lease_id)
         if code is not None:
             answer.error.CopyFrom(pd_error(code, reason, attempt_key(commit.key), self._identity.name))
-        self._out.append(AnswerCommit(reply_to, pb.DataMessage(answer=answer)))
+        self._out.append(ev.AnswerCommit(reply_to, pb.DataMessage(answer=answer)))
 
     # ------------------------------------------------------------ the handoff machine
 
@@ -323,11 +303,11 @@ class DecodeCore:
     def _do(self, lease: Lease, action: ReceiverAction, now: float) -> None:
         match action:
             case ReceiverAction.REVOKE:
-                self._out.append(RevokeLease(lease.lease_id))
+                self._out.append(ev.RevokeLease(lease.lease_id))
             case ReceiverAction.QUARANTINE:
                 self._pool.quarantine(lease.blocks.leased)
                 del self._lease_of[lease.key]
-                self._out.append(Ended(lease.key, lease.outcome))
+                self._out.append(ev.Ended(lease.key, lease.outcome))
             case ReceiverAction.FREE_BLOCKS:
                 return_blocks(self._pool, lease.blocks)
                 self._scheduler.unreserve_slot()
@@ -363,12 +343,12 @@ class DecodeCore:
         batch = pb.TokenBatch(from_receiver=True)
         tokens = branch.token_ids[commit.first_index :]
         batch.branches.add(key=key.to_proto(), first_index=commit.first_index, token_ids=tokens)
-        self._out.append(ToRouter(lease.router, pb.NodeMessage(tokens=batch)))
+        self._out.append(ev.ToRouter(lease.router, pb.NodeMessage(tokens=batch)))
 
     # ------------------------------------------------------------ steps and timers
 
     def _step_done(self, progress: Iterable[Progress]) -> None:
-        batches: dict[RouterId, pb.TokenBatch] = {}
+        batches: dict[ev.RouterId, pb.TokenBatch] = {}
         for item in progress:
             branch = self._running.get(cast(AttemptKey, item.sequence_id))
             if branch is None or item.token_id is None:
@@ -383,14 +363,14 @@ class DecodeCore:
             branch.token_ids.append(item.token_id)
             if item.finish is not None:
                 self._forget_branch(branch.key, "finished")
-        self._out += [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+        self._out += [ev.ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
 
     def _lease_due(self, lease: Lease, now: float) -> None:
         if lease.state in _OPEN:
             expired = now >= lease.expires_at
             lease.outcome = "expired" if expired else "DEADLINE"
             if expired:
-                self._out.append(Count("leases_expired"))
+                self._out.append(ev.Count("leases_expired"))
             self._step(lease, ReceiverEvent.EXPIRE if expired else ReceiverEvent.CANCEL, now)
         elif lease.state is ReceiverState.RELEASED:
             del self._leases[lease.lease_id]
@@ -403,13 +383,12 @@ class DecodeCore:
             self._identity.name,
             completion_token_ids=branch.token_ids,
         )
-        self._out.append(ToRouter(branch.router, pb.NodeMessage(error=error)))
+        self._out.append(ev.ToRouter(branch.router, pb.NodeMessage(error=error)))
         self._stop(branch.key, "DEADLINE")
 
-    def _finish_turn(self) -> list[Action]:
+    def _finish_turn(self) -> list[ev.Action]:
         """Plan what can be planned, hand out the turn's actions."""
-        while self._scheduler.steps_in_flight < STEPS_AHEAD and (plan := self._scheduler.plan()) is not None:
-            self._out.append(RunStep(plan))
+        self._out += plan_ahead(self._scheduler)
         out, self._out = self._out, []
         return out
 

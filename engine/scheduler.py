@@ -289,9 +289,6 @@ class Scheduler:
         del self._waiting[spec.sequence_id]
         sequence = self._occupy_slot(spec, matched, num_missing)
         sequence.num_planned = sequence.num_computed = len(matched) * self._pool.block_size
-        sequence.num_published = len(matched)
-        if matched:
-            sequence.last_key = spec.block_keys[len(matched) - 1]
         self._prefilling[spec.sequence_id] = sequence
         return sequence
 
@@ -352,7 +349,10 @@ class Scheduler:
         return Progress(sequence.spec.sequence_id, sequence.num_computed, token_id, finish)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found."""
+        """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.
+
+        Of matched and adopted blocks some have their keys already: offering them again changes nothing.
+        """
         block_size, end = self._pool.block_size, sequence.num_computed
         if not self._config.cache_generated:
             end = min(end, len(sequence.spec.token_ids) - sequence.spec.num_generated)

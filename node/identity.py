@@ -28,4 +28,3 @@ class NodeLimits:
     max_fences: int = 65_536  # branches whose fence floor is remembered; above it BUSY
     lease_life_s: float = 10.0  # of a lease that nobody renews
     rpc_timeout_s: float = 2.0  # of one Reserve or Renew, never longer than the deadline
-    quiet_after_commit_s: float = 10.0  # how long a sender waits for the answer to Commit: one lease life

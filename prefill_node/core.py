@@ -22,38 +22,17 @@ from connector.handoff import SenderAction, SenderEvent, SenderState, step_sende
 from connector.transport import Answered, BlocksTaken, LeaseRef, LinkClosed
 from engine.block_pool import BlockPool
 from engine.scheduler import Progress, Scheduler
-from node.events import (
-    Action,
-    CloseLink,
-    Count,
-    Ended,
-    Event,
-    FromRouter,
-    NotifyLink,
-    OpenLink,
-    RenewAnswered,
-    ReserveAnswered,
-    RouterId,
-    RouterLost,
-    RunStep,
-    SendRelease,
-    SendRenew,
-    SendReserve,
-    StepDone,
-    ToRouter,
-    WriteBlocks,
-)
+from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.pd_error import pd_error
+from node.steps import plan_ahead
 from node.timers import Timers
 from prefill_node.links import Links
 from prefill_node.messages import commit, lease_flaw, release_request, renew_request, reserve_request
 from prefill_node.task import HeldLease, PrefillTask, Work, work_of
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
-
-STEPS_AHEAD = 2  # plans given to the runner and not read yet
 
 _GIVEN_UP: Final = {SenderState.DRAINING, SenderState.FAILED, SenderState.DONE}
 
@@ -82,21 +61,21 @@ class PrefillCore:
         self._links = Links()
         self._fence = FenceFloor(limits.max_fences)
         self._timers: Timers[AttemptKey] = Timers()
-        self._out: list[Action] = []
+        self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
 
-    def receive(self, event: Event, now: float) -> list[Action]:
+    def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
         match event:
-            case FromRouter(router, message):
+            case ev.FromRouter(router, message):
                 self._from_router(router, message, now)
-            case RouterLost(router):
+            case ev.RouterLost(router):
                 for task in [t for t in self._tasks.values() if t.work.router == router]:
                     self._step(task, SenderEvent.CANCEL, now)
-            case ReserveAnswered(key, reply):
+            case ev.ReserveAnswered(key, reply):
                 self._reserve_answered(key, reply, now)
-            case RenewAnswered(key, answer):
+            case ev.RenewAnswered(key, answer):
                 self._renew_answered(key, answer, now)
             case BlocksTaken(link_id, lease_id, indices):
                 self._blocks_taken(link_id, lease_id, len(indices), now)
@@ -106,13 +85,13 @@ class PrefillCore:
                 for key in self._links.lost(link_id):
                     error = self._error(self._tasks[key], pb.TRANSFER_FAILED, f"the link broke: {reason}")
                     self._step(self._tasks[key], SenderEvent.LINK_LOST, now, error)
-            case StepDone(result):
+            case ev.StepDone(result):
                 self._step_done(self._scheduler.complete(result), now)
             case _:
-                self._out.append(Count("unexpected_events"))  # a peer took us for a decode node
+                self._out.append(ev.Count("unexpected_events"))  # a peer took us for a decode node
         return self._finish_turn(now)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
         self._fence.tick(now)
         for key in self._timers.pop_due(now):
@@ -144,7 +123,7 @@ class PrefillCore:
 
     # ------------------------------------------------------------ from the router
 
-    def _from_router(self, router: RouterId, message: pb.RouterMessage, now: float) -> None:
+    def _from_router(self, router: ev.RouterId, message: pb.RouterMessage, now: float) -> None:
         match message.WhichOneof("kind"):
             case "dispatch":
                 self._dispatch(work_of(router, message.dispatch, self._key_seed, self._pool.block_size, now), now)
@@ -153,12 +132,12 @@ class PrefillCore:
                 self._fence.raise_to(key.branch, key.attempt + 1, now + message.cancel.ms_left / 1000)
                 self._end_below(key._replace(attempt=key.attempt + 1), now)
             case _:
-                self._out.append(Count("unexpected_events"))
+                self._out.append(ev.Count("unexpected_events"))
 
     def _dispatch(self, work: Work, now: float) -> None:
         key = work.key
         if key in self._tasks or not self._fence.admits(key):
-            self._out.append(Count("stale_refused"))
+            self._out.append(ev.Count("stale_refused"))
             return
         if len(self._tasks) >= self._limits.max_attempts or not self._fence.has_room(key.branch):
             reason = f"{len(self._tasks)} attempts and {len(self._fence)} fences are the most that it keeps"
@@ -185,8 +164,8 @@ class PrefillCore:
             completion_token_ids=work.generated_token_ids,
             retry_after_ms=100,
         )
-        self._out.append(ToRouter(work.router, pb.NodeMessage(error=error)))
-        self._out.append(Ended(work.key, pb.ErrorCode.Name(code)))
+        self._out.append(ev.ToRouter(work.router, pb.NodeMessage(error=error)))
+        self._out.append(ev.Ended(work.key, pb.ErrorCode.Name(code)))
 
     # ------------------------------------------------------------ from the receiver
 
@@ -217,7 +196,7 @@ class PrefillCore:
         link_id = self._links.find(receiver)
         if link_id is None:
             link_id = self._links.make(receiver)
-            self._out.append(OpenLink(link_id, lease.endpoint))
+            self._out.append(ev.OpenLink(link_id, lease.endpoint))
         self._links.attach(link_id, lease.lease_id, task.work.key)
         task.lease = HeldLease(LeaseRef(lease.lease_id, lease.secret), link_id, lease.life_ms / 1000)
         task.num_queued = lease.num_blocks_held
@@ -248,15 +227,15 @@ class PrefillCore:
         try:
             answer = pb.DataMessage.FromString(payload).answer
         except DecodeError:
-            self._out.append(Count("malformed_messages"))
+            self._out.append(ev.Count("malformed_messages"))
             return
         key = self._links.attempt(link_id, answer.lease_id)
         if key is None:
-            self._out.append(Count("stale_refused"))
+            self._out.append(ev.Count("stale_refused"))
             return
         task = self._tasks[key]
         if task.state is not SenderState.COMMITTING or task.num_unread > 0:
-            self._out.append(Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
+            self._out.append(ev.Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
         elif answer.HasField("error"):
             answer.error.key.CopyFrom(key.to_proto())
             answer.error.completion_token_ids[:] = task.completion_token_ids()
@@ -267,7 +246,7 @@ class PrefillCore:
     # ------------------------------------------------------------ steps and timers
 
     def _step_done(self, progress: Iterable[Progress], now: float) -> None:
-        batches: dict[RouterId, pb.TokenBatch] = {}
+        batches: dict[ev.RouterId, pb.TokenBatch] = {}
         advanced: list[tuple[PrefillTask, bool]] = []
         for item in progress:
             task = self._tasks.get(cast(AttemptKey, item.sequence_id))
@@ -288,7 +267,7 @@ class PrefillCore:
                     finish=finish,
                 )
             advanced.append((task, ends))
-        self._out += [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+        self._out += [ev.ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
         for task, ends in advanced:
             if ends:
                 task.outcome = "finished"
@@ -309,7 +288,7 @@ class PrefillCore:
             blocks = tuple((index, block_ids[index]) for index in range(task.num_queued, num_ready))
             task.num_queued = num_ready
             task.num_unread += len(blocks)
-            self._out.append(WriteBlocks(lease.link_id, lease.ref, blocks))
+            self._out.append(ev.WriteBlocks(lease.link_id, lease.ref, blocks))
         if is_computed:
             self._step(task, SenderEvent.ALL_WRITTEN, now)
 
@@ -329,14 +308,13 @@ class PrefillCore:
             work, lease = task.work, _lease(task)
             task.renew_at = now + lease.life_s / 3
             request = renew_request(work, lease)
-            self._out.append(SendRenew(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
+            self._out.append(ev.SendRenew(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
         if task.work.key in self._tasks:
             self._timers.set(task.work.key, task.next_timer())
 
-    def _finish_turn(self, now: float) -> list[Action]:
+    def _finish_turn(self, now: float) -> list[ev.Action]:
         """Plan what can be planned, ask for leases for what the plans begin, hand out the turn's actions."""
-        while self._scheduler.steps_in_flight < STEPS_AHEAD and (plan := self._scheduler.plan()) is not None:
-            self._out.append(RunStep(plan))
+        self._out += plan_ahead(self._scheduler)
         while len(self._not_started) > self._scheduler.num_waiting:
             key = next(iter(self._not_started))
             del self._not_started[key]
@@ -366,20 +344,22 @@ class PrefillCore:
             case SenderAction.SEND_RESERVE:
                 self._asked[work.key] = task
                 request = reserve_request(work, self._identity, self._fingerprint, now)
-                self._out.append(SendReserve(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
+                self._out.append(
+                    ev.SendReserve(work.key, work.target.grpc_address, request, self._patience_s(work, now))
+                )
             case SenderAction.START_WRITING:
                 self._write_computed(task, now)
             case SenderAction.SEND_COMMIT:
                 lease = _lease(task)
                 task.overdue_at = now + lease.life_s
-                self._out.append(NotifyLink(lease.link_id, commit(task, lease, now)))
+                self._out.append(ev.NotifyLink(lease.link_id, commit(task, lease, now)))
             case SenderAction.SEND_RELEASE:
-                self._out.append(SendRelease(work.target.grpc_address, release_request(work, now)))
+                self._out.append(ev.SendRelease(work.target.grpc_address, release_request(work, now)))
             case SenderAction.CLOSE_LINK:
                 task.overdue_at = float("inf")  # LinkClosed is certain to come
                 link_id = _lease(task).link_id
                 self._links.retire(link_id)
-                self._out.append(CloseLink(link_id))
+                self._out.append(ev.CloseLink(link_id))
             case SenderAction.STOP_COMPUTING:
                 self._not_started.pop(work.key, None)
                 self._scheduler.abort(work.key)
@@ -402,11 +382,11 @@ class PrefillCore:
         self._timers.set(key, None)
         del self._tasks[key]
         outcome = "committed" if task.state is SenderState.DONE else task.outcome
-        self._out.append(Ended(key, outcome))
+        self._out.append(ev.Ended(key, outcome))
 
     def _report(self, task: PrefillTask, error: pb.PDError) -> None:
         task.outcome = pb.ErrorCode.Name(error.code)
-        self._out.append(ToRouter(task.work.router, pb.NodeMessage(error=error)))
+        self._out.append(ev.ToRouter(task.work.router, pb.NodeMessage(error=error)))
 
     def _error(self, task: PrefillTask, code: pb.ErrorCode.ValueType, reason: str) -> pb.PDError:
         name, known = self._identity.name, task.completion_token_ids()

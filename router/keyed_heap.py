@@ -27,6 +27,11 @@ class KeyedHeap:
     def __contains__(self, key: str) -> bool:
         return key in self._live
 
+    @property
+    def num_entries(self) -> int:
+        """Entries in memory, dead ones included."""
+        return len(self._entries)
+
     def put(self, key: str, priority: float) -> None:
         """Add the key, or move it."""
         self._serial += 1

@@ -85,16 +85,24 @@ class CheckedNode:
         self.tables: dict[Owner, list[int]] = {}
         self.generations: dict[int, int] = {}
         self.positions: dict[Owner, int] = {}  # the next position of each owner
+        self.block_of_key: dict[bytes, list[int]] = {}  # token ids of every block that may ever be published
 
     # What a caller does
 
     def submit(self, spec: SequenceSpec) -> None:
         self.scheduler.submit(spec)
-        self.specs[spec.sequence_id], self.token_ids[spec.sequence_id] = spec, []
+        self._remember(spec)
 
     def adopt(self, spec: SequenceSpec, block_ids: Sequence[int], num_promised: int) -> None:
         self.scheduler.adopt(spec, block_ids, num_promised)
+        self._remember(spec)
+
+    def _remember(self, spec: SequenceSpec) -> None:
         self.specs[spec.sequence_id], self.token_ids[spec.sequence_id] = spec, []
+        size = self.sizes.block_size
+        token_ids = [*spec.token_ids, *right_answer(spec, self.sizes.vocab_size)]
+        for index, key in enumerate(block_keys(KEY_SEED, token_ids, size)):
+            self.block_of_key[key] = token_ids[index * size : (index + 1) * size]
 
     def abort(self, sequence_id: Hashable) -> None:
         assert self.scheduler.abort(sequence_id)
@@ -135,6 +143,10 @@ class CheckedNode:
         assert self.pool.num_available >= 0
         assert 0 <= self.scheduler.num_free_slots <= self.sizes.num_slots
         assert self.scheduler.steps_in_flight == len(self.unread)
+        keys = self.pool.snapshot()["keys"]
+        assert isinstance(keys, tuple)
+        for block_id, key in enumerate(keys):  # what the prefix cache hands out is final, and what its key says
+            assert key is None or self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
         phases = self.scheduler.snapshot()["phases"]
         assert isinstance(phases, dict)
         for sequence_id, phase in phases.items():  # nothing is ever preempted: nobody goes back
@@ -209,3 +221,15 @@ def span_of(row: DecodeRow | PrefillChunk) -> tuple[int, int]:
     if isinstance(row, DecodeRow):
         return row.position, row.position + 1
     return row.start, row.start + len(row.token_ids)
+
+
+SIZES = Sizes()
+
+
+def phase_of(node: CheckedNode, sequence_id: object) -> Phase:
+    """The phase of a sequence that the scheduler knows."""
+    phases = node.scheduler.snapshot()["phases"]
+    assert isinstance(phases, dict)
+    phase = phases[sequence_id]
+    assert isinstance(phase, Phase)
+    return phase

@@ -146,6 +146,25 @@ class PoolMachine(RuleBasedStateMachine):
             if published[0]:
                 self.model.blocks[block_id].key = key
 
+    @rule(count=st.integers(1, 4), keys=st.permutations(KEYS))
+    def leave_in_the_cache(self, count: int, keys: list[bytes]) -> None:
+        """What a short sequence does, so that cached blocks are common."""
+        fresh = [key for key in keys if self.pool.find(key) is None][:count]
+        if len(fresh) <= self.model.num_available:
+            block_ids = self.pool.allocate(len(fresh))
+            self.model.took(block_ids, BlockState.USED)
+            for block_id, key in zip(block_ids, fresh, strict=True):
+                assert self.pool.publish(block_id, key) == (self.pool.find(key) == block_id)
+                self.model.blocks[block_id].key = key
+            self.pool.free(block_ids)
+            self.model.free(block_ids)
+
+    @precondition(lambda self: self.model.lru)
+    @rule()
+    def promise_all_there_is(self) -> None:
+        self.pool.promise(self.pool.num_available)
+        self.model.num_promised += self.model.num_available
+
     @precondition(lambda self: self.model.ids(BlockState.LEASED, BlockState.QUARANTINED))
     @rule(data=st.data(), what=st.sampled_from(["commit", "quarantine", "release"]))
     def end_lease(self, data: st.DataObject, what: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.fake_runner import FakeRunnerError
 from engine.local_engine import LocalEngine
-from engine.plan import SamplingParams
+from engine.plan import DecodeRow, Plan, SamplingParams, SlotStart, StepResult
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, right_answer
 
 PURE_MODULES = "block_pool, fake_runner, local_engine, plan, prefix_cache, scheduler, sequence"
@@ -52,6 +53,22 @@ def test_tokens_depend_on_nothing_but_the_sequence(
     assert node.is_idle()
 
 
+def test_the_next_step_is_planned_before_the_results_of_the_last_one_are_read() -> None:
+    node = CheckedNode(Sizes())
+
+    depths: list[int] = []
+
+    class Watch:
+        """A runner that notes how many steps are in flight while it runs."""
+
+        def run(self, plan: Plan) -> StepResult:
+            depths.append(node.scheduler.steps_in_flight)
+            return node.runner.run(plan)
+
+    LocalEngine(node.scheduler, Watch()).generate([make_spec("a", [1], 4, node.sizes)])
+    assert depths == [2, 2, 2, 1]
+
+
 def test_a_batch_with_one_impossible_sequence_runs_nothing() -> None:
     node = CheckedNode(Sizes())
     specs = [make_spec("a", [1], 1, node.sizes), make_spec("b", [1] * 64, 1, node.sizes)]
@@ -69,7 +86,7 @@ def test_an_engine_whose_blocks_are_held_from_outside_says_so_instead_of_spinnin
 
 @pytest.mark.covers("Q03")
 def test_the_fake_runner_notices_kv_that_is_missing_or_somebody_elses() -> None:
-    """Also in a vocabulary of one token, whose KV a fresh block would otherwise seem to hold."""
+    """Also that of token 0, which a block of zeros would otherwise seem to hold."""
     for garbage in (0, 255):
         node = CheckedNode(replace(Sizes(), vocab_size=1000))
         spec = make_spec("a", [0] * 4, 9, node.sizes)
@@ -79,6 +96,25 @@ def test_the_fake_runner_notices_kv_that_is_missing_or_somebody_elses() -> None:
         node.memory[list(node.scheduler.block_ids("a"))[:1]] = garbage
         with pytest.raises(AssertionError):
             node.run_to_the_end()
+
+
+START = SlotStart(slot=0, generation=1, sampling=SamplingParams(0.0, 0), next_index=0, last_token_id=1)
+
+
+@pytest.mark.covers("Q05")
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan(1, (), (), ()), "where 0 comes next"),
+        (Plan(0, (START,), (DecodeRow(0, 2, 0, (0,)),), ()), "not in generation 2"),
+        (Plan(0, (START, START), (), ()), "from generation 1 to 1"),
+        (Plan(0, (START,), (DecodeRow(0, 1, 4, (0,)),), ()), "positions 4..5 in 1 blocks"),
+        (Plan(0, (START,), (DecodeRow(0, 1, 0, (0,)), DecodeRow(0, 1, 1, ())), ()), "two rows for one slot"),
+    ],
+)
+def test_the_fake_runner_refuses_a_plan_that_breaks_the_rules(plan: Plan, why: str) -> None:
+    with pytest.raises(FakeRunnerError, match=why):
+        CheckedNode(Sizes()).runner.run(plan)
 
 
 def test_greedy_ignores_the_seed_and_sampling_does_not() -> None:

@@ -68,6 +68,15 @@ def test_acquiring_a_match_takes_one_reference_on_each_block_and_freeing_it_give
     assert pool.snapshot() == before
 
 
+@pytest.mark.covers("P02")
+def test_a_match_ends_at_a_hole_though_a_later_block_is_still_cached() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    keys = block_keys(SEED, range(8), BLOCK_SIZE)
+    for block_id, index in zip(pool.allocate(3), (0, 1, 3), strict=True):
+        pool.publish(block_id, keys[index])
+    assert PrefixCache(pool).match(keys, 4) == [0, 1]
+
+
 @pytest.mark.covers("S12")
 def test_what_is_matched_is_never_evicted_by_the_allocation_behind_it() -> None:
     pool = BlockPool(4, BLOCK_SIZE)

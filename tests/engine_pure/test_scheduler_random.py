@@ -2,166 +2,184 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
+from random import Random
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.block_pool import BlockState
 from engine.sequence import Phase, blocks_for
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec
 
 STREAMS = ([0, 0, 1, 2, 0, 1] * 8, [0, 0, 1, 2, 3, 4] * 8)  # prompts are starts of these, so prefixes are shared
+EVENTS = {
+    "submit": 3,
+    "submit_to_hand_over": 3,
+    "plan": 10,
+    "complete": 8,
+    "abort": 1,
+    "release": 1,
+    "hand_over": 4,
+    "lease": 1,
+    "end_lease": 2,
+}
+MAX_UNREAD = 3
+NUM_EVENTS = 250
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """One node that prefills for others, decodes for others, and runs its own; checks are CheckedNode's."""
+class Life:
+    """One node that prefills for others, decodes for others, and runs its own; CheckedNode checks every step."""
 
-    @initialize(
-        num_blocks=st.integers(8, 14),
-        num_slots=st.integers(1, 4),
-        spare_tokens=st.integers(0, 12),
-        cache_generated=st.booleans(),
-    )
-    def start(self, num_blocks: int, num_slots: int, spare_tokens: int, cache_generated: bool) -> None:
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        num_slots = self.random.randint(1, 5)
         self.sizes = Sizes(
-            num_blocks=num_blocks,
+            num_blocks=self.random.randint(8, 20),
             block_size=4,
             num_slots=num_slots,
-            max_batched_tokens=num_slots + spare_tokens,
+            max_batched_tokens=num_slots + self.random.randint(0, 12),
             max_model_len=32,
             vocab_size=5,
-            cache_generated=cache_generated,
+            cache_generated=self.random.random() < 0.7,
         )
         self.node = CheckedNode(self.sizes)
-        self.next_id = 0
+        self.happened: Counter[str] = Counter()
         self.unreleased: set[Hashable] = set()  # lending sequences
-        self.leases: list[list[int]] = []  # of blocks nobody will ever commit
+        self.to_hand_over: set[Hashable] = set()
+        self.leases: list[list[int]] = []  # of blocks that nobody will ever commit
 
-    def new_id(self) -> int:
-        self.next_id += 1
-        return self.next_id
+    def live(self) -> None:
+        for _ in range(NUM_EVENTS):
+            event = self.random.choices(list(EVENTS), list(EVENTS.values()))[0]
+            self.happened[event] += getattr(self, event)()
+            self.node.check()
+            self.check_lent()
 
-    def alive(self) -> list[Hashable]:
-        gone = self.node.aborted | set(self.node.finished)
-        return [sequence_id for sequence_id in self.node.specs if sequence_id not in gone]
+    # Events: each says whether it could happen
 
-    @rule(
-        stream=st.sampled_from(STREAMS),
-        num_tokens=st.integers(1, 20),
-        max_new_tokens=st.integers(1, 12),
-        seed=st.none() | st.integers(1, 2**64 - 1),
-        stops=st.frozensets(st.integers(0, 4), max_size=2),
-        lends=st.booleans(),
-        data=st.data(),
-    )
-    def submit(
-        self,
-        stream: list[int],
-        num_tokens: int,
-        max_new_tokens: int,
-        seed: int | None,
-        stops: frozenset[int],
-        lends: bool,
-        data: st.DataObject,
-    ) -> None:
+    def submit(self) -> bool:
+        if self.node.scheduler.num_waiting > 4:
+            return False
+        lends = self.random.random() < 0.3
+        num_tokens = self.random.randint(1, 20)
         spec = make_spec(
-            self.new_id(),
-            stream[:num_tokens],
-            1 if lends and data.draw(st.booleans()) else max_new_tokens,
+            len(self.node.specs),
+            self.random.choice(STREAMS)[:num_tokens],
+            self.random.randint(1, 12),
             self.sizes,
-            seed=seed,
-            stop_token_ids=stops,
-            num_generated=data.draw(st.integers(0, num_tokens)),
+            seed=self.draw_seed(),
+            stop_token_ids=frozenset(self.random.sample(range(5), self.random.randint(0, 2))),
+            num_generated=self.random.randint(0, num_tokens),
             lends=lends,
         )
         self.node.submit(spec)
-        if lends:
-            self.unreleased.add(spec.sequence_id)
+        self.unreleased |= {spec.sequence_id} if lends else set()
+        return True
 
-    @precondition(lambda self: len(self.node.unread) < 3)
-    @rule()
-    def plan(self) -> None:
-        self.node.plan()
+    def submit_to_hand_over(self) -> bool:
+        """What a prefill node does: one token, then somebody else goes on."""
+        if self.node.scheduler.num_waiting > 4:
+            return False
+        token_ids = self.random.choice(STREAMS)[: self.random.randint(1, 20)]
+        spec = make_spec(len(self.node.specs), token_ids, 1, self.sizes, seed=self.draw_seed(), lends=True)
+        self.node.submit(spec)
+        self.unreleased.add(spec.sequence_id)
+        self.to_hand_over.add(spec.sequence_id)
+        return True
 
-    @precondition(lambda self: self.node.unread)
-    @rule()
-    def complete(self) -> None:
+    def plan(self) -> bool:
+        return len(self.node.unread) < MAX_UNREAD and self.node.plan() is not None
+
+    def complete(self) -> bool:
+        if not self.node.unread:
+            return False
         self.node.complete()
-        self.check_lent()
+        return True
 
-    @precondition(lambda self: self.alive())
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        sequence_id = data.draw(st.sampled_from(self.alive()))
-        was_waiting = self.node.phases.get(sequence_id, Phase.WAITING) is Phase.WAITING
+    def abort(self) -> bool:
+        if not self.alive():
+            return False
+        sequence_id = self.random.choice(self.alive())
+        if self.node.phases.get(sequence_id, Phase.WAITING) is Phase.WAITING:
+            self.unreleased.discard(sequence_id)  # it held nothing: nothing to release
         self.node.abort(sequence_id)
-        if was_waiting:
-            self.unreleased.discard(sequence_id)
-        self.check_lent()
+        return True
 
-    def ended_lenders(self) -> list[Hashable]:
-        return sorted(self.unreleased - set(self.alive()), key=str)
-
-    @precondition(lambda self: self.ended_lenders())
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        sequence_id = data.draw(st.sampled_from(self.ended_lenders()))
+    def release(self) -> bool:
+        candidates = [n for n in self.ended_lenders() if n not in self.to_hand_over or n in self.node.aborted]
+        if not candidates:
+            return False
+        sequence_id = self.random.choice(candidates)
         assert self.node.scheduler.release(sequence_id)
         self.unreleased.remove(sequence_id)
+        return True
 
-    @rule(count=st.integers(1, 4))
-    def lease(self, count: int) -> None:
-        if self.node.pool.can_allocate(count):
-            block_ids = self.node.pool.lease(count)
-            assert not set(block_ids) & self.node.blocks_in_flight(), "leased while an unread step has it"
-            self.node.memory[block_ids] = 255  # a transfer writes what it likes
-            self.leases.append(block_ids)
+    def lease(self) -> bool:
+        count = self.random.randint(1, 3)
+        if not self.node.pool.can_allocate(count):
+            return False
+        block_ids = self.node.pool.lease(count)
+        assert not set(block_ids) & self.node.blocks_in_flight(), "leased while an unread step has it"
+        self.node.memory[block_ids] = 255  # a transfer writes what it likes
+        self.leases.append(block_ids)
+        return True
 
-    @precondition(lambda self: self.leases)
-    @rule(in_quarantine=st.booleans())
-    def end_lease(self, in_quarantine: bool) -> None:
+    def end_lease(self) -> bool:
+        if not self.leases:
+            return False
         block_ids = self.leases.pop(0)
-        if in_quarantine:
+        if self.random.random() < 0.5:
             self.node.pool.quarantine(block_ids)
         self.node.pool.release_lease(block_ids)
+        return True
 
-    def handable(self) -> list[Hashable]:
-        """Lenders whose first token is there and is not their last."""
-        finished = self.node.finished
-        return [n for n in self.ended_lenders() if finished.get(n) == "length" and len(self.node.token_ids[n]) == 1]
-
-    @precondition(lambda self: self.handable())
-    @rule(data=st.data(), max_new_tokens=st.integers(1, 8), uses_cache=st.booleans())
-    def hand_over(self, data: st.DataObject, max_new_tokens: int, uses_cache: bool) -> None:
+    def hand_over(self) -> bool:
         """What a receiver does from reserve to commit, with this node at both ends."""
-        sender_id = data.draw(st.sampled_from(self.handable()))
+        sender_id = next(iter(self.to_hand_over & self.unreleased & set(self.node.finished)), None)
+        if sender_id is None:
+            return False
         sent, pool = self.node.specs[sender_id], self.node.pool
         spec = make_spec(
-            self.new_id(),
+            len(self.node.specs),
             [*sent.token_ids, *self.node.token_ids[sender_id]],
-            max_new_tokens,
+            self.random.randint(1, 9),
             self.sizes,
             seed=sent.sampling.seed if sent.sampling.temperature else None,
-            num_generated=sent.num_generated + 1,
+            num_generated=1,
+            stop_token_ids=frozenset(self.random.sample(range(5), self.random.randint(0, 1))),
         )
         num_full = len(sent.token_ids) // self.sizes.block_size
-        held = self.node.cache.acquire_match(spec.block_keys, num_full if uses_cache else 0)
+        held = self.node.cache.acquire_match(spec.block_keys, num_full if self.random.random() < 0.5 else 0)
         num_leased = blocks_for(len(spec.token_ids), self.sizes.block_size) - len(held)
         num_promised = spec.num_blocks_at_limit(self.sizes.block_size) - num_leased - len(held)
         if not pool.can_allocate(num_leased + num_promised) or not self.node.scheduler.reserve_slot():
             pool.free(held)
-            return
+            return False
         leased = pool.lease(num_leased)
         pool.promise(num_promised)
+        assert not set(leased) & self.node.blocks_in_flight(), "leased while an unread step has it"
         source = self.node.scheduler.block_ids(sender_id)[len(held) :]
         self.node.memory[leased[: len(source)]] = self.node.memory[list(source)]
         pool.commit_lease(leased)
         self.node.adopt(spec, [*held, *leased], num_promised)
         assert self.node.scheduler.release(sender_id)
         self.unreleased.remove(sender_id)
+        return True
+
+    # What it looks at
+
+    def draw_seed(self) -> int | None:
+        return self.random.choice([None, self.random.getrandbits(64)])
+
+    def alive(self) -> list[Hashable]:
+        gone = self.node.aborted | set(self.node.finished)
+        return [sequence_id for sequence_id in self.node.specs if sequence_id not in gone]
+
+    def ended_lenders(self) -> list[Hashable]:
+        return [
+            n for n in self.node.specs if n in self.unreleased and (n in self.node.aborted or n in self.node.finished)
+        ]
 
     def check_lent(self) -> None:
         """What is lent stays in use, and readable, until it is released."""
@@ -174,22 +192,35 @@ class SchedulerMachine(RuleBasedStateMachine):
                 token_ids = self.node.specs[sequence_id].token_ids
                 assert self.node.tokens_in(block_ids, len(token_ids)) == list(token_ids)
 
-    def teardown(self) -> None:
-        if not hasattr(self, "node"):
-            return
+    def end(self) -> None:
+        """Nothing new comes; everything that was accepted ends."""
         for block_ids in self.leases:
             self.node.pool.release_lease(block_ids)
-        for _ in range(len(self.node.specs) + 1):  # each release may let the head of the queue in
-            self.node.run_to_the_end()
-            for sequence_id in self.ended_lenders():
+        while self.alive():
+            for sequence_id in self.ended_lenders():  # may be what the head of the queue waits for
                 self.node.scheduler.release(sequence_id)
                 self.unreleased.remove(sequence_id)
-        assert not self.alive(), "every sequence ended"
+            assert self.node.plan() is not None or self.node.unread, "something is alive, but nothing can be done"
+            while self.node.unread:
+                self.node.complete()
+        self.node.run_to_the_end()
+        for sequence_id in self.ended_lenders():
+            self.node.scheduler.release(sequence_id)
         assert self.node.is_idle()
 
 
 @pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q08", "S12", "S13", "S14")
-def test_whatever_happens_each_sequence_gets_its_own_tokens_and_no_block_is_lost_or_reused_early() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(deadline=None, max_examples=100, stateful_step_count=60)
-    )
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_happens_each_sequence_gets_its_own_tokens_and_no_block_is_lost_or_reused_early(seed: int) -> None:
+    life = Life(seed)
+    life.live()
+    life.end()
+
+
+def test_everything_does_happen() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(5):
+        life = Life(seed)
+        life.live()
+        happened += life.happened
+    assert set(happened) == set(EVENTS)

@@ -8,7 +8,8 @@ import secrets
 import pytest
 
 from router.events import Failed, Finished
-from tests.sim.world import BLOCK_SIZE, VOCAB_SIZE, Sizes, World
+from tests.sim.parts import Sizes
+from tests.sim.world import BLOCK_SIZE, VOCAB_SIZE, World
 
 NUM_REQUESTS = 100
 HOSTILE = Sizes(

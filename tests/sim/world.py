@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,7 +19,7 @@ from connector.transport import ReceiverEvent, SenderEvent
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner, expected_tokens
-from engine.plan import Plan, SamplingParams
+from engine.plan import SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
@@ -30,6 +29,7 @@ from proto.block_key import seed_key
 from router import events as rev
 from router.core import RouterCore, RouterCoreConfig
 from router.placement import Placement
+from tests.sim.parts import Client, Rpc, SimNode, Sizes
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 11
@@ -38,65 +38,6 @@ FINGERPRINT = pb.Fingerprint(
     architecture="fake", num_layers=1, dtype="i4", block_size=BLOCK_SIZE, weights="w", kernels="f"
 )
 KEY_SEED = seed_key(FINGERPRINT.SerializeToString(deterministic=True))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the cluster is, and how hostile its network; probabilities are per opportunity."""
-
-    num_prefill: int = 2
-    num_decode: int = 2
-    num_blocks: int = 40
-    num_slots: int = 4
-    max_batched_tokens: int = 16
-    max_model_len: int = 96
-    p_lose_rpc: float = 0.0
-    p_repeat_reserve: float = 0.0
-    p_lose_answer: float = 0.0
-    p_cut_link: float = 0.0
-    p_flip: float = 0.0
-    p_abort: float = 0.0
-
-
-@dataclass
-class Rpc:
-    """One message of an RPC on its way; `on_lost` is what the caller sees instead of an answer."""
-
-    deliver: Callable[[], None]
-    on_lost: Callable[[], None]
-    timeout_s: float
-
-
-@dataclass
-class SimNode:
-    """A node: its core and the shell's work, done by the world."""
-
-    identity: NodeIdentity
-    role: pb.Role.ValueType
-    core: PrefillCore | DecodeCore
-    pool: BlockPool
-    scheduler: Scheduler
-    runner: FakeRunner
-    transport: MemoryTransport
-    plans: deque[Plan] = field(default_factory=deque)
-    inbox: deque[SenderEvent | ReceiverEvent] = field(default_factory=deque)
-    to_router: deque[pb.NodeMessage] = field(default_factory=deque)
-    from_router: deque[pb.RouterMessage] = field(default_factory=deque)
-
-    @property
-    def ref(self) -> rev.NodeRef:
-        return rev.NodeRef(self.identity.name, self.identity.incarnation)
-
-
-@dataclass
-class Client:
-    """One request, its right answer, and what came of it."""
-
-    request: rev.GenerationRequest
-    expected: tuple[int, ...]
-    expected_reason: str
-    received: list[int] = field(default_factory=list)
-    end: rev.Finished | rev.Failed | str | None = None
 
 
 class World:

@@ -1,0 +1,72 @@
+# What a user touches. Needs make, a Python >= 3.11 with venv, and pip's access to a package index; everything else goes into .venv.
+#   make up PORT=9000 DECODE=2      every capital word below can be set like this
+
+MODEL   ?= models/llama-tiny
+PREFILL ?= 1
+DECODE  ?= 1
+PORT    ?= 8000
+RUN_DIR ?= run
+UP_FLAGS ?=
+TEST_FLAGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+TINY := models/llama-tiny
+PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
+
+.DELETE_ON_ERROR:
+.PHONY: help setup up test lint format proto tree coverage-table clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## fill .venv with the pinned versions; a second call does nothing
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	for name in python3 python3.13 python3.12 python3.11 python3.14; do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$${python:-}" ]; then echo "make setup: no Python >= 3.11 on the PATH" >&2; exit 2; fi; \
+	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+	  echo "make setup: $$python has no venv module; install it first (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; \
+	fi; \
+	echo "make setup: .venv with $$($$python --version); the first time takes a minute or two"; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
+	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'; \
+	touch $(STAMP)
+
+# Made beside its place and moved: an interrupted run leaves no half model.
+$(TINY)/config.json: | $(STAMP)
+	@rm -rf $(TINY).part
+	$(BIN)/python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
+	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
+
+up: $(STAMP) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
+	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
+
+test: lint ## lint, types, then every test
+	@$(BIN)/python -m pytest $(TEST_FLAGS)
+
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: $(STAMP) ## generate the modules of proto/baton.proto anew
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. $(PROTO_FLAGS) proto/baton.proto
+
+tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
+	@$(BIN)/python -m tests.architecture.readme_tree
+
+coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+	@$(BIN)/python -m pytest --coverage-table docs/coverage.md
+
+clean: ## remove everything that make made, .venv included
+	rm -rf .venv run models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

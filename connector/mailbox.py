@@ -1,0 +1,51 @@
+"""How the loop thread tells a transport thread what to do: a queue that wakes a poll.
+
+A thread that polls sockets sleeps in the poll, so the queue has a file descriptor that becomes readable when something was put.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Mailbox(Generic[_T]):
+    """Commands in order. `put` never blocks; one thread drains. Unbounded: the cores bound what they have under way."""
+
+    def __init__(self) -> None:
+        self._items: deque[_T] = deque()
+        self._is_closed = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._wake_reader.fileno()
+
+    def put(self, item: _T) -> None:
+        """Queue an item and wake the thread; does nothing after close."""
+        if self._is_closed:
+            return
+        self._items.append(item)
+        with contextlib.suppress(BlockingIOError):  # full of wake-ups that nobody has read: one is on its way already
+            self._wake_writer.send(b"\0")
+
+    def drain(self) -> list[_T]:
+        """Take all that is queued."""
+        # Wake-ups first: an item put from here on leaves a wake-up behind, at worst one too many.
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def close(self) -> None:
+        """Release the descriptors; called by the thread that puts, after the draining thread has ended."""
+        self._is_closed = True
+        self._items.clear()
+        self._wake_reader.close()
+        self._wake_writer.close()

@@ -1,0 +1,93 @@
+"""One process that the launcher started: its log, its ready file, its end.
+
+A child is told our process id: it has the kernel kill it when we die (runtime/process.py). It has a process group of its own,
+so that Ctrl-C reaches the launcher alone, and inherits no file but its log. Not here: which processes there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+READY_POLL_S: Final = 0.02  # a rename cannot be awaited without inotify, which the standard library lacks
+
+
+class ChildProcess:
+    """A running child; made by `start`."""
+
+    def __init__(self, name: str, log_path: Path, ready_path: Path, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.pid = process.pid
+        self._ready_path = ready_path
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], run_dir: Path, environment: Mapping[str, str]
+    ) -> ChildProcess:
+        """Run `python -m <command>` with a log and a ready file in `run_dir`."""
+        log_path, ready_path = run_dir / f"{name}.log", run_dir / f".{name}.ready.json"
+        ready_path.unlink(missing_ok=True)
+        with log_path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the current directory is the user's: a folder called `node` there is not ours
+                "-m",
+                *command,
+                *("--ready-file", str(ready_path.resolve())),
+                *("--parent-pid", str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                process_group=0,
+            )
+        return cls(name, log_path, ready_path, process)
+
+    async def ready(self) -> dict[str, Any]:
+        """What the child wrote when it began to listen; waits for ever if it ends instead (see `ended`)."""
+        while not self._ready_path.exists():  # noqa: ASYNC110 - another process makes the file
+            await asyncio.sleep(READY_POLL_S)
+        content: dict[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
+        self._ready_path.unlink()
+        return content
+
+    async def ended(self) -> None:
+        """Wait until it has ended."""
+        await self._process.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the ended process; minus the signal's number if one ended it; None while it runs."""
+        return self._process.returncode
+
+    def how_it_ended(self) -> str:
+        """One line for the user about a child that has ended."""
+        code = self._process.returncode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return f"{self.name} (pid {self.pid}) ended with {how}; see {self.log_path}"
+
+    def last_sentence(self) -> str:
+        """The last line of its log: for a process that ended, why."""
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        # An exception group is drawn with a frame, which says nothing.
+        lines = [line.strip(" |+-") for line in text.splitlines()]
+        return next((line for line in reversed(lines) if line), "nothing")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask it to stop; after `timeout_s` seconds do not ask."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), timeout_s)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._ready_path.unlink(missing_ok=True)

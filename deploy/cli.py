@@ -1,0 +1,66 @@
+"""The command `baton`: finds the process that a word means and becomes it.
+
+Every role is its own program with its own flags (`python -m router`, …); this one only knows their names, so that `baton` imports
+nothing of theirs. Not here: flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from runtime.process import fatal
+
+# The words of a command -> what `python -m` runs.
+COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    ("up",): ("deploy.launcher",),
+    ("router",): ("router",),
+    ("prefill",): ("deploy.node_process", "prefill"),
+    ("decode",): ("deploy.node_process", "decode"),
+    ("model", "make"): ("engine.make_model",),
+}
+
+HELP: Final = """\
+usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with their defaults
+
+  up           a whole cluster on this machine: baton up --model DIR --prefill 1 --decode 1 --port 8000
+  router       the process that clients talk to, and the registry where nodes announce themselves
+  prefill      a prefill node: computes the prompts' KV cache and hands it over
+  decode       a decode node: generates
+  model make   a small random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
+
+Every flag is also a variable (--block-size: BATON_BLOCK_SIZE) and a key of a TOML file (block_size, with --config FILE);
+a flag wins over the variable, the variable over the file. A wrong value is one line and exit code 2.
+
+Several machines, or by hand:
+  baton router  --model DIR --port 8000 --registry-port 8001
+  baton prefill --model DIR --router 127.0.0.1:8001
+  baton decode  --model DIR --router 127.0.0.1:8001
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name; comes back only for `--help`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(HELP)
+        return 0
+    for name, target in COMMANDS.items():
+        if tuple(words[: len(name)]) == name:
+            # -P: the current directory is the user's, a folder called `router` there is not ours
+            os.execv(sys.executable, [sys.executable, "-P", "-m", *target, *words[len(name) :]])
+    known = [" ".join(name) for name in COMMANDS]
+    if not words:
+        fatal(f"baton: a command is missing, one of {', '.join(known)}; see baton --help")
+    close = difflib.get_close_matches(" ".join(words[:2]), known, n=1) or difflib.get_close_matches(
+        words[0], known, n=1
+    )
+    hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(known)}"
+    fatal(f"baton: {words[0]}: unknown command; {hint}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""`baton up`: a router and its nodes on this machine, each a process of its own, until a signal.
+
+    router --(ready file: registry address)--> nodes --(ready files)--> /ready --> cluster.json, a curl line
+
+Everything that was started ends with this process: on a signal each child is asked, then killed; if this process itself is
+killed, the kernel kills the children (deploy/child_process.py). Restarts nothing. Not here: anything that serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+
+from deploy.child_process import ChildProcess
+from deploy.up_config import UpConfig
+from runtime.config import child_environment, load, tables_in
+from runtime.process import EXIT_USAGE, fatal, is_loopback, stop_on_signals, write_atomically
+
+READY_POLL_S: Final = 0.05
+HANDED_ON: Final = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "dtype",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `baton up` and return its exit code."""
+    config = load(UpConfig, "baton up", "Start a router, prefill nodes and decode nodes on this machine.", argv)
+    with _run_dir_of_our_own(config.run_dir):
+        return asyncio.run(_run(config))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel and wait; its own exception, if it had one, is whoever's who asked for its result."""
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def _run(config: UpConfig) -> int:
+    return await _Launcher(config, Console(soft_wrap=True, highlight=False, markup=False)).run()
+
+
+class _Launcher:
+    """One cluster from start to stop."""
+
+    def __init__(self, config: UpConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._children: list[ChildProcess] = []
+        self._ends: dict[asyncio.Task[None], ChildProcess] = {}
+        self._first_end: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
+        self._started_at = time.monotonic()
+
+    async def run(self) -> int:
+        """Start, wait, stop; 0 after a signal, 1 or 2 if the cluster did not come up or nothing of it is left."""
+        stop = stop_on_signals()
+        stopped = asyncio.create_task(stop.wait())
+        start = asyncio.create_task(self._start())
+        try:
+            waits: set[asyncio.Future[Any]] = {start, stopped, self._first_end}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return 0
+            if not start.done():  # whatever the start waits for will not come
+                await _cancel(start)
+                return self._report_failed_start(self._first_end.result())
+            start.result()
+            return await self._watch(stopped)
+        except TimeoutError:
+            waited_s = self._config.start_timeout_s
+            sys.stderr.write(f"baton up: not ready after {waited_s:g} s; see the logs in {self._config.run_dir}\n")
+            return 1
+        finally:
+            await _cancel(start)
+            await self._stop()
+
+    async def _start(self) -> None:
+        """Everything up to the curl lines."""
+        config = self._config
+        with self._console.status("baton up: starting the router") as status:
+            async with asyncio.timeout(config.start_timeout_s):
+                router_child = await self._start_child("router", self._router_command(), threads=1)
+                router = await self._ready(router_child)
+                status.update("baton up: the nodes load the model")
+                nodes = await self._start_nodes(router["registry"])
+                status.update("baton up: waiting for /ready")
+                model_id = await self._wait_until_ready(router["url"])
+        cluster = {
+            "router": {"url": router["url"], "pid": router["pid"]},
+            "nodes": [{key: node[key] for key in ("node_id", "role", "pid", "http", "grpc")} for node in nodes],
+        }
+        write_atomically(config.run_dir / "cluster.json", cluster)
+        self._say_how_to_use(router["url"], model_id)
+
+    async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
+        """Start all nodes at once; what each of them wrote into its ready file."""
+        config = self._config
+        names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+        threads = config.threads or max(len(os.sched_getaffinity(0)) // len(names), 1)
+        children = [
+            await self._start_child(name, self._node_command(name, registry, threads), threads) for name in names
+        ]
+        return await asyncio.gather(*(self._ready(child) for child in children))
+
+    async def _ready(self, child: ChildProcess) -> dict[str, Any]:
+        content = await child.ready()
+        if not self._console.is_terminal:
+            self._console.print(f"baton up: {child.name} is up")
+        return content
+
+    async def _wait_until_ready(self, url: str) -> str:
+        """Wait until the router can place a request; the id of the model that it serves."""
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            while True:
+                with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
+                    if (await client.get("/ready")).status_code == httpx.codes.OK:
+                        models: dict[str, Any] = (await client.get("/v1/models")).json()
+                        return str(models["data"][0]["id"])
+                await asyncio.sleep(READY_POLL_S)
+
+    def _report_failed_start(self, child: ChildProcess) -> int:
+        """Show the child's own words: the user asked for one command and gets one answer."""
+        if child.exit_code == EXIT_USAGE:
+            sys.stderr.write(f"baton up: {child.last_sentence()}\n")
+            return EXIT_USAGE
+        sys.stderr.write(f"baton up: {child.how_it_ended()}; its last line: {child.last_sentence()}\n")
+        return 1
+
+    async def _stop(self) -> None:
+        """End every child: the nodes first, so that they can still take their leave of the router."""
+        timeout_s = self._config.stop_timeout_s
+        router, nodes = self._children[:1], self._children[1:]
+        for children in (nodes, router):
+            await asyncio.gather(*(child.stop(timeout_s) for child in children))
+
+    async def _watch(self, stopped: asyncio.Task[bool]) -> int:
+        """Report each child that ends, until a signal comes or none is left."""
+        while self._ends and not stopped.done():
+            waits: set[asyncio.Future[Any]] = {stopped, *self._ends}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for end in [end for end in self._ends if end.done()]:
+                sys.stderr.write(f"baton up: {self._ends.pop(end).how_it_ended()}\n")
+        if stopped.done():
+            return 0
+        sys.stderr.write("baton up: no process is left\n")
+        return 1
+
+    async def _start_child(self, name: str, command: Sequence[str], threads: int) -> ChildProcess:
+        child = await ChildProcess.start(name, command, self._config.run_dir, child_environment(threads))
+        self._children.append(child)
+        task = asyncio.create_task(child.ended())
+        task.add_done_callback(lambda _: self._note_end(child))
+        self._ends[task] = child
+        return child
+
+    def _note_end(self, child: ChildProcess) -> None:
+        if not self._first_end.done():
+            self._first_end.set_result(child)
+
+    def _router_command(self) -> list[str]:
+        config = self._config
+        command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(config.port)]
+        return [*command, "--registry-port", "0", *self._shared_file()]
+
+    def _node_command(self, name: str, registry: str, threads: int) -> list[str]:
+        config = self._config
+        command = ["deploy.node_process", name.split("-")[0], "--model", str(config.model), "--node-id", name]
+        command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0", "--router", registry]
+        for field in HANDED_ON:
+            value = getattr(config, field)
+            if value is not None:
+                command += ["--" + field.replace("_", "-"), str(value)]
+        return [*command, "--threads", str(threads), *self._shared_file()]
+
+    def _shared_file(self) -> list[str]:
+        """The user's TOML file, if it says anything to the children."""
+        path = self._config.config
+        if path is None or not tables_in(path) - {"up"}:
+            return []
+        return ["--config", str(path)]
+
+    def _say_how_to_use(self, url: str, model_id: str) -> None:
+        config, say = self._config, self._console.print
+        body = {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
+        took_s = time.monotonic() - self._started_at
+        say(
+            f"baton up: ready in {took_s:.1f} s, {config.prefill} prefill + {config.decode} decode, logs in {config.run_dir}"
+        )
+        if not is_loopback(config.host):
+            say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
+        for each in (body, body | {"stream": True}):
+            say(
+                f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(each))}"
+            )
+        say("baton up: Ctrl-C stops everything")
+
+
+@contextmanager
+def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory (a lock that ends with this process, and leaves no file) and clear the last run's cluster.json."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        fatal(f"baton up: --run-dir {run_dir}: {error.strerror}")
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fatal(f"baton up: --run-dir {run_dir}: another baton up runs there; choose another directory")
+    try:
+        (run_dir / "cluster.json").unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The knobs of `baton up`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.config import knob
+
+
+def _of_nodes(help: str, low: float | None = 1, **details: Any) -> Any:
+    """A knob that is handed on to the nodes when given; its default is the node's."""
+    return knob(None, f"handed on to every node: {help}", low=low, **details)
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """One cluster on this machine."""
+
+    model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
+    prefill: int = knob(1, "number of prefill nodes", low=1, high=64)
+    decode: int = knob(1, "number of decode nodes", low=1, high=64)
+    host: str = knob("127.0.0.1", "address of the router's HTTP server; nodes stay on loopback", metavar="ADDRESS")
+    port: int = knob(8000, "port of the router's HTTP server; 0 takes a free one", low=0, high=65535)
+    run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
+    start_timeout_s: float = knob(120.0, "seconds until /ready before giving up: a large model loads slowly", low=1)
+    stop_timeout_s: float = knob(5.0, "seconds that a process may take to stop before it is killed", low=0)
+    block_size: int | None = _of_nodes("token positions per KV block")
+    num_blocks: int | None = _of_nodes("KV blocks in the pool")
+    max_num_seqs: int | None = _of_nodes("sequences that run at once")
+    max_num_batched_tokens: int | None = _of_nodes("token positions computed per step")
+    max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
+    dtype: Literal["auto", "fp32", "bf16"] | None = _of_nodes("what the node computes in", low=None)
+    threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
+    config: Path | None = (
+        None  # the file that --config named: its tables [router], [prefill], [decode] go to the children
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model.is_dir():
+            raise ValueError(
+                f"--model {self.model}: is not a directory; make one with: baton model make --out {self.model}"
+            )
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"--model {self.model}: has no config.json, so it is not a Hugging Face model directory")

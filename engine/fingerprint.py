@@ -1,0 +1,76 @@
+"""What two nodes must have in common before KV may go from one to the other.
+
+Field names are those of proto's Fingerprint message. Not here: comparing two of them, and the message itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from engine.model_config import ModelError, read_model_config
+from engine.weights import find_weight_files
+from kernels.torch_reference import TorchKernels
+
+_SAMPLE_BYTES: Final = 64 << 10
+_NUM_SAMPLES: Final = 16  # per file, evenly spaced: a megabyte read of files that may have a hundred gigabytes
+_MAX_HEADER_BYTES: Final = 100_000_000  # the format's own bound
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Two nodes with equal fingerprints compute the same KV for the same tokens, in the same layout."""
+
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # "fp32" or "bf16"
+    block_size: int
+    weights: str  # hex SHA-256 over config.json and headers, sizes and samples of the weight files
+    kernels: str  # back end
+
+    def to_bytes(self) -> bytes:
+        """Same fields, same bytes, on every machine: what block keys are seeded with."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+
+def fingerprint_fields(model_dir: Path, dtype: str, block_size: int) -> Fingerprint:
+    """Take the fingerprint of a model directory for dtype "fp32", "bf16" or "auto". Raises ModelError.
+
+    Reads config.json, each file's header and a megabyte of samples; a changed byte between samples goes unseen.
+    """
+    config = read_model_config(model_dir)
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in find_weight_files(model_dir):
+        digest.update(_file_digest(path))
+    return Fingerprint(
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.resolve_dtype(dtype),
+        block_size=block_size,
+        weights=digest.hexdigest(),
+        kernels=TorchKernels.name,
+    )
+
+
+def _file_digest(path: Path) -> bytes:
+    """Hash name, size, safetensors header and samples: the first and last bytes of the tensors are always in."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(path.name.encode() + b"\0" + size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            raise ModelError(f"{path} is not a safetensors file: its header would have {header_bytes} bytes")
+        digest.update(file.read(header_bytes))
+        begin = 8 + header_bytes
+        last = max(begin, size - _SAMPLE_BYTES)
+        for offset in sorted({begin + (last - begin) * index // (_NUM_SAMPLES - 1) for index in range(_NUM_SAMPLES)}):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()

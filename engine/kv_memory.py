@@ -1,0 +1,40 @@
+"""A node's KV memory: one array that transports see as bytes and the runner as numbers.
+
+    bytes    numpy [num_blocks, block_bytes] uint8
+    tensor   torch [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]      (2: keys, values)
+
+A block, all layers, K and V, is one contiguous span: a handoff moves a block with one copy. Not here: who owns which block.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.model_config import ModelConfig
+
+TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block for dtype "fp32" or "bf16"."""
+    numbers = config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim
+    return numbers * TORCH_DTYPES[dtype].itemsize
+
+
+class KvMemory:
+    """Owns the memory of all blocks for the life of the process."""
+
+    def __init__(self, config: ModelConfig, block_size: int, num_blocks: int, dtype: str) -> None:
+        self.block_size: Final = block_size
+        self.num_blocks: Final = num_blocks
+        self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
+        self.bytes: Final[NDArray[np.uint8]] = np.empty((num_blocks, self.block_bytes), np.uint8)
+        # Touches every page now: a pool that does not fit fails at the start, and no step pays for page faults.
+        self.bytes.fill(0)
+        shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+        self.tensor: Final = torch.from_numpy(self.bytes).view(TORCH_DTYPES[dtype]).view(shape)

@@ -1,0 +1,41 @@
+"""Ask this machine, at start, whether a row's bits depend on its own tokens only.
+
+The law was measured for one release of torch on a few CPUs; elsewhere the libraries below may choose their kernels by batch.
+Then sequences recomputed after a fault may differ from the lost ones, and the node has to say so rather than find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.batch import Segment, build_batch
+from engine.kv_memory import KvMemory
+from engine.model import Model
+
+_NUM_TOKENS = 70  # past one attention tile of 64
+_BLOCK_SIZE = 16
+_BLOCKS_EACH = -(-_NUM_TOKENS // _BLOCK_SIZE)
+
+
+def probe_bit_exact(model: Model) -> bool:
+    """Compute some rows whole, in chunks, alone and in a batch; return whether all logits have the same bits.
+
+    One layer and the head: the others have the same shapes. Costs four small steps.
+    """
+    shallow = replace(model, config=replace(model.config, num_layers=1), layers=model.layers[:1])
+    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype)
+    stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
+    one = [index * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]
+    two = [(index + _NUM_TOKENS) * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]
+    blocks_one, blocks_two = range(_BLOCKS_EACH), range(_BLOCKS_EACH, 2 * _BLOCKS_EACH)
+
+    def logits(*segments: Segment) -> torch.Tensor:
+        return shallow.forward(build_batch(segments, _BLOCK_SIZE), kv.tensor)
+
+    whole = logits(Segment(one, 0, blocks_one, 3))
+    logits(Segment(one[:67], 0, blocks_one, 0), Segment(two, 0, blocks_two, 0))
+    chunk = logits(Segment(one[67:69], 67, blocks_one, 2), Segment(two[-1:], _NUM_TOKENS - 1, blocks_two, 0))
+    decode = logits(Segment(one[69:], 69, blocks_one, 1))
+    return torch.equal(whole, torch.cat((chunk, decode)))

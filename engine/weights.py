@@ -1,0 +1,114 @@
+"""The tensors of a model directory: found, checked against what the model needs, read one at a time.
+
+Safetensors only, in one file or in shards with an index; every other format is refused, because reading pickles runs them.
+Not here: what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.model_config import ModelError
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_READABLE_DTYPES: Final = ("F32", "BF16", "F16")
+# Everything else that weights come in, for the sentence that refuses it.
+_REFUSED_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
+    """The safetensors files of the model, sorted by name. Raises ModelError if there are none or one is missing."""
+    index_path = model_dir / INDEX_FILE
+    if index_path.exists():
+        names = sorted(set(_read_weight_map(index_path).values()))
+    elif (model_dir / SINGLE_FILE).exists():
+        names = [SINGLE_FILE]
+    else:
+        others = sorted(p.name for p in model_dir.glob("*") if p.suffix in _REFUSED_SUFFIXES)
+        found = f"{others[0]} is not read, only safetensors" if others else f"no {SINGLE_FILE} and no {INDEX_FILE}"
+        raise ModelError(f"{model_dir} has no weights that can be loaded: {found}")
+    for name in names:
+        if not (model_dir / name).is_file():
+            raise ModelError(f"{index_path.name} names {name}, which does not exist in {model_dir}")
+    return tuple(model_dir / name for name in names)
+
+
+class TensorFiles:
+    """Open safetensors files as one mapping from tensor name to tensor. A context manager."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._open_files = ExitStack()
+        self._readers: dict[str, Any] = {}  # safe_open has no types for what is read from it
+        for path in find_weight_files(model_dir):
+            try:
+                reader = self._open_files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._open_files.close()
+                raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                if name in self._readers:
+                    self._open_files.close()
+                    raise ModelError(f"tensor {name} is in two files of {model_dir}, the second is {path.name}")
+                self._readers[name] = reader
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open_files.close()
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
+        """Raise ModelError that names the first missing, misshapen, unreadable or extra tensor.
+
+        `ignored` may be there or not: leftovers that some exporters write and the model does not read.
+        """
+        for name, shape in expected.items():
+            if name not in self._readers:
+                raise ModelError(f"tensor {name} is missing")
+            stored = self._readers[name].get_slice(name)
+            found, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if found != shape:
+                raise ModelError(f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            if dtype not in _READABLE_DTYPES:
+                raise ModelError(f"tensor {name} has dtype {dtype}, not one of {', '.join(_READABLE_DTYPES)}")
+        extra = sorted(self._readers.keys() - expected.keys() - ignored)
+        if extra:
+            raise ModelError(f"tensor {extra[0]} is extra: {len(extra)} that the architecture does not have")
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Copy one checked tensor into memory of its own."""
+        tensor: Tensor = self._readers[name].get_tensor(name)
+        return tensor.to(dtype, copy=True)
+
+
+def _read_weight_map(index_path: Path) -> Mapping[str, str]:
+    """Tensor name to file name. A file name with a directory in it is refused: it would leave the model directory."""
+    try:
+        index = json.loads(index_path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{index_path} is not JSON: {error}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index_path} has no weight_map")
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise ModelError(
+                f"{index_path.name} puts tensor {name} into {file_name!r}, which is not a safetensors file name"
+            )
+    return weight_map

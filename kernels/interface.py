@@ -1,0 +1,75 @@
+"""What a decoder layer asks of a back end: a handful of primitives, and one object per step for attention over paged KV.
+
+Not here: any arithmetic. Every back end keeps one law, and the whole cluster leans on it:
+
+    A row's bits depend on its own tokens only: not on how many rows there are or which, not on where prompts were cut into
+    chunks, not on prefill or decode, not on the number of threads.
+
+Shapes: a *row* is one token position of one sequence. `num_heads = num_kv_heads * group_size`; query head h reads KV head
+h // group_size. All tensors are on the CPU, contiguous, fp32 or bf16 ("the dtype").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class RowSpan(NamedTuple):
+    """Rows of a step that are consecutive positions of one sequence."""
+
+    first_row: int
+    num_rows: int
+    first_position: int  # of first_row; each row sees all positions up to its own
+
+
+class AttentionBatch(NamedTuple):
+    """Which KV the rows of one step write and see. A block belongs to one writing sequence at most."""
+
+    spans: tuple[RowSpan, ...]  # every row in exactly one, in row order
+    block_tables: Tensor  # [num_spans, max_blocks] int64; columns past a span's last position are never looked at
+    write_positions: Tensor  # [num_rows] int64: block id * block_size + offset in the block
+
+
+class Linear(Protocol):
+    """A weight matrix in the form that the back end likes best."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features], same dtype."""
+
+
+class StepAttention(Protocol):
+    """Attention of one step; made once, used by every layer."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the step's own keys and values, each [num_rows, num_kv_heads, head_dim], where the batch says."""
+
+    def attend(self, layer: int, queries: Tensor) -> Tensor:
+        """Causal softmax attention, [num_rows, num_heads, head_dim] to the same shape and dtype, scaled by 1/sqrt(head_dim)."""
+
+
+class Kernels(Protocol):
+    """A back end."""
+
+    @property
+    def name(self) -> str:
+        """Part of the model's fingerprint: KV of back ends with different names is never mixed."""
+
+    def pack_linear(self, weight: Tensor) -> Linear:
+        """Take [out_features, in_features]; the caller drops its own copy."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale each row of [num_rows, hidden_size] to unit mean square, then by weight [hidden_size]."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Apply rotary embedding in Llama's half-and-half form to [num_rows, heads, head_dim].
+
+        cos, sin: [num_rows, head_dim / 2] fp32, of each row's position.
+        """
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [num_rows, 2 * width], gate first, to [num_rows, width]."""
+
+    def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
+        """Prepare one step over kv [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""

@@ -1,0 +1,77 @@
+"""The reference back end: plain torch operations on the CPU, chosen so that a row's bits depend on its own tokens only.
+
+Which operations keep that law was measured (torch 2.13, fp32 and bf16, 1 to 16 threads; tests/engine_torch repeats it):
+
+    kept      oneDNN linears on packed weights from 2 rows up; batched matmul with a fixed shape per element from 2 elements up;
+              sums and means over a contiguous last dimension; exp, rsqrt, + - * / and casts
+    broken    F.linear, matmul and SDPA in fp32 (the kernel is chosen by the number of rows); a packed linear with a single
+              row (a matrix-vector kernel); sigmoid and silu (vector body and scalar tail of the loop differ in the last bit)
+
+So single rows are doubled before a matrix product, and silu is composed from exp. Attention is in torch_attention.py.
+Where bf16 is rounded follows transformers, whose logits are the oracle.
+Fast kernels are another back end's business; this one must be right.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.interface import AttentionBatch, Linear, StepAttention
+from kernels.torch_attention import TiledAttention
+
+
+class PackedLinear:
+    """A oneDNN-packed weight: the same arithmetic for any number of rows from 2 up."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]."""
+        num_rows = x.shape[0]
+        if num_rows == 1:
+            x = torch.cat((x, x))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return product[:num_rows]
+
+
+class TorchKernels:
+    """kernels.interface.Kernels in plain torch."""
+
+    name: Final = "torch"
+
+    def pack_linear(self, weight: Tensor) -> Linear:
+        """Pack [out_features, in_features] for oneDNN."""
+        return PackedLinear(weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise in fp32 and round before the weight, as the models were trained."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate in x's dtype, rounding where transformers rounds: element i pairs with i + head_dim / 2."""
+        first, second = x.chunk(2, -1)
+        cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """Compute silu in fp32, round, multiply. Below about -88 exp(-gate) is infinite and the quotient the right zero."""
+        gate, up = gate_up.chunk(2, -1)
+        wide = gate.float().contiguous()
+        return (wide / ((-wide).exp_() + 1)).to(gate_up.dtype) * up
+
+    def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
+        """Prepare the tiles of one step."""
+        return TiledAttention(kv, batch, num_heads)
+
+
+def can_compute(dtype: torch.dtype) -> bool:
+    """Whether this CPU has the packed linears in this dtype (bf16 needs AVX-512 or its like)."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

@@ -1,0 +1,81 @@
+"""Builds one node's engine from its knobs and the model directory: weights, KV memory, pool, scheduler, runner.
+
+Not here: the core (the role's), sockets, threads (node/process.py). Loads torch, so its environment must be set by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.fingerprint import fingerprint_fields
+from engine.kv_memory import KvMemory, kv_block_bytes
+from engine.model import load_model
+from engine.model_config import ModelConfig, read_model_config
+from engine.probe import probe_bit_exact
+from engine.runner import TorchRunner
+from engine.scheduler import Scheduler, SchedulerConfig
+from node.config import NodeConfig
+from node.identity import NodeIdentity, NodeLimits
+from node.sizes import EngineSizes, engine_sizes, free_memory_bytes
+from proto import baton_pb2 as pb
+from proto.block_key import seed_key
+
+
+@dataclass(frozen=True, slots=True)
+class CoreParts:
+    """What a role's core is made with; the draw of secrets is the decode role's own."""
+
+    identity: NodeIdentity
+    limits: NodeLimits
+    scheduler: Scheduler
+    pool: BlockPool
+    fingerprint: pb.Fingerprint
+    key_seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEngine:
+    """One node's engine, ready to run plans."""
+
+    model_config: ModelConfig
+    sizes: EngineSizes
+    memory: KvMemory
+    runner: TorchRunner
+    parts: CoreParts
+    is_bit_exact: bool
+
+
+def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
+    """Load and allocate everything.
+
+    Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
+    """
+    torch.set_num_threads(config.num_threads)
+    model_config = read_model_config(config.model)
+    dtype = model_config.resolve_dtype(config.dtype)
+    block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
+    free_bytes = free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
+    sizes = engine_sizes(config, model_config.max_position_embeddings, block_bytes, free_bytes)
+    if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
+        wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
+        raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
+    fields = fingerprint_fields(config.model, dtype, config.block_size)
+    model = load_model(config.model, dtype)
+    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype)
+    key_seed = seed_key(fields.to_bytes())
+    pool = BlockPool(sizes.num_blocks, config.block_size)
+    scheduler_config = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    parts = CoreParts(
+        identity=identity,
+        limits=NodeLimits(sizes.max_model_len, lease_life_s=config.lease_life_s),
+        scheduler=Scheduler(scheduler_config, pool, key_seed),
+        pool=pool,
+        fingerprint=pb.Fingerprint(**asdict(fields)),
+        key_seed=key_seed,
+    )
+    runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
+    return NodeEngine(model_config, sizes, memory, runner, parts, probe_bit_exact(model))

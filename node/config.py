@@ -1,0 +1,90 @@
+"""The knobs of a node process, equal for both roles.
+
+Not here: what follows from them and the model together (`node/sizes.py`), because that needs the model's own config.
+Imports nothing heavy: `--help` and a wrong flag answer before torch is loaded, and the threads must be known by then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from runtime.config import knob
+
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
+_NODE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What a node is told when it starts."""
+
+    model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
+    router: tuple[str, ...] = knob(help="registry of each router to register with", metavar="HOST:PORT,…")
+    node_id: str | None = knob(None, "name in the cluster; none: the role and a random number", metavar="NAME")
+
+    host: str = knob(
+        "127.0.0.1", "address to listen on and be known by; loopback, because nothing asks for credentials yet"
+    )
+    http_port: int = knob(0, "port of /health, /metrics, /state; 0 takes a free one", low=0, high=65535)
+    grpc_port: int = knob(
+        0, "port of the sessions and the handoff's control calls; 0 takes a free one", low=0, high=65535
+    )
+    ready_file: Path | None = knob(
+        None, "JSON file to write once the node takes work: its ids, ports and pid", metavar="FILE"
+    )
+    parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
+
+    dtype: Literal["auto", "fp32", "bf16"] = knob("auto", "of weights and KV; auto: what the model's files hold")
+    threads: int | None = knob(
+        None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
+    )
+    block_size: int = knob(16, "token positions of a KV block; equal on all nodes of a cluster", low=1, high=1024)
+    num_blocks: int | None = knob(
+        None,
+        "KV blocks of the pool; none: room for max_num_seqs full sequences, at most a quarter of the free memory",
+        low=1,
+    )
+    max_num_seqs: int = knob(32, "sequences that run at once: rows of a step's batch", low=1, high=4096)
+    max_num_batched_tokens: int = knob(
+        512, "token positions of a step, which also bounds a prompt's chunk", low=1, high=1 << 20
+    )
+    max_model_len: int | None = knob(
+        None,
+        "tokens of prompt and completion together; none: what the model was made for, at most 4096",
+        low=2,
+        high=1 << 24,
+    )
+
+    lease_life_s: float = knob(
+        10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600
+    )
+    session_grace_s: float = knob(2.0, "seconds without a router's stream until its work here ends", low=0.1, high=3600)
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+
+    def __post_init__(self) -> None:
+        """Check what a bound cannot say."""
+        if not self.router:
+            raise ValueError("--router: at least one HOST:PORT is needed")
+        for address in self.router:
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(f"--router {address}: must be HOST:PORT")
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"--host {self.host}: must be an address that others can reach, for it is what they are told"
+            )
+        if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
+            raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least max_num_seqs "
+                f"{self.max_num_seqs}, or a full batch cannot decode"
+            )
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads, the default worked out."""
+        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))

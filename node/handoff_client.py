@@ -1,0 +1,119 @@
+"""The handoff's control calls to other nodes: Reserve, Renew, Release.
+
+Every call is a task of its own with a time limit of its own, so that a slow or dead peer delays nobody else's call. What
+became of it goes to the core as an event; no answer (unreachable, timed out, refused by gRPC) is an answer too: None.
+Not here: what follows from it. The bytes of the KV take another way (connector).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Final, TypeVar
+
+import grpc
+
+from node.events import RenewAnswered, ReserveAnswered, SendRelease, SendRenew, SendReserve
+from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
+
+LOG = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+RELEASE_TRIES: Final = 5
+RELEASE_TIMEOUT_S: Final = 1.0  # of one try
+RELEASE_BACKOFF_S: Final = 0.05  # doubles with every try
+MAX_CHANNELS: Final = 256  # addresses of nodes that came and went must not add up for ever
+
+# gRPC's own reconnect backoff begins at 1 s and grows to 2 minutes: far beyond a lease's life.
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # which is also how long one connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),  # the core decides what is tried again
+)
+
+
+class HandoffClient:
+    """Performs the core's SendReserve, SendRenew and SendRelease."""
+
+    def __init__(
+        self,
+        post: Callable[[ReserveAnswered | RenewAnswered], None],
+        spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+    ) -> None:
+        """`post` takes the outcome; `spawn` starts a task whose exceptions end the process (TaskGroup.create_task)."""
+        self._post = post
+        self._spawn = spawn
+        self._channels: dict[str, grpc.aio.Channel] = {}  # least recently used first
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def reserve(self, action: SendReserve) -> None:
+        """Ask for blocks; ReserveAnswered follows."""
+        self._track(self._reserve(action))
+
+    def renew(self, action: SendRenew) -> None:
+        """Keep a lease alive; RenewAnswered follows."""
+        self._track(self._renew(action))
+
+    def release(self, action: SendRelease) -> None:
+        """Give an attempt's lease back, best effort; nothing follows."""
+        self._track(self._release(action))
+
+    async def close(self) -> None:
+        """Cancel what is under way and close the channels."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _track(self, call: Coroutine[None, None, None]) -> None:
+        task = self._spawn(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reserve(self, action: SendReserve) -> None:
+        call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s)
+        self._post(ReserveAnswered(action.key, await _answer("reserve", action.address, call)))
+
+    async def _renew(self, action: SendRenew) -> None:
+        call = self._stub(action.address).Renew(action.request, timeout=action.timeout_s)
+        self._post(RenewAnswered(action.key, await _answer("renew", action.address, call)))
+
+    async def _release(self, action: SendRelease) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + action.request.ms_left / 1000
+        request = pb.ReleaseRequest()
+        request.CopyFrom(action.request)
+        for attempt in range(RELEASE_TRIES):
+            # Time passes between tries; the fence that the peer raises stands no longer than the request's deadline.
+            request.ms_left = max(0, int((deadline - loop.time()) * 1000))
+            call = self._stub(action.address).Release(request, timeout=RELEASE_TIMEOUT_S)
+            if await _answer("release", action.address, call) is not None:
+                return
+            pause_s = RELEASE_BACKOFF_S * 2**attempt
+            if loop.time() + pause_s >= deadline:
+                return
+            await asyncio.sleep(pause_s)
+
+    def _stub(self, address: str) -> pb_grpc.NodeAsyncStub:
+        channel = self._channels.pop(address, None) or grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channels[address] = channel
+        if len(self._channels) > MAX_CHANNELS:
+            oldest = next(iter(self._channels))
+            # Grace: its calls under way have time limits of their own.
+            self._track(self._channels.pop(oldest).close(grace=60.0))
+        return pb_grpc.NodeStub(channel)
+
+
+async def _answer(what: str, address: str, call: Awaitable[Reply]) -> Reply | None:
+    """The reply, or None if the peer gave none."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        LOG.info("event=no_answer call=%s peer=%s code=%s detail=%r", what, address, error.code().name, error.details())
+        return None

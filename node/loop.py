@@ -1,0 +1,166 @@
+"""The loop of a node: one task that owns the core, and with it scheduler, block pool, prefix cache and leases.
+
+    Session, Reserve, … --+                                 +--> ToRouter, AnswerReserve, …
+    transport's threads --+--> inbox --> tick, receive --> actions, in order
+    runner's thread ------+      ^          |               +--> RunStep, WriteBlocks, …
+                                 +- timer <-+ next_deadline()
+
+For every event: first `tick(now)`, so that what expired before the event came has expired when it is judged; then
+`receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new work
+arriving. Not here: any decision, and any state of a request beyond the handles that actions name.
+
+An exception out of the core, or out of performing an action, is a bug: it ends `run`, and the process with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol, assert_never
+
+from connector.transport import Transport
+from engine.plan import Plan
+from node import events as ev
+from node.handoff_client import HandoffClient
+from node.inbox import Inbox
+from node.metrics import Counters
+from proto import baton_pb2 as pb
+from runtime.alarm import Alarm
+from runtime.logs import log_event
+
+LOG = logging.getLogger(__name__)
+
+MAX_EVENTS_AT_ONCE: Final = 256  # before sessions, HTTP and timers get a turn
+
+
+class StepQueue(Protocol):
+    """Takes plans for the runner (node/runner_thread.py)."""
+
+    def submit(self, plan: Plan) -> None:
+        """Run this plan behind all earlier ones."""
+
+
+class RouterSessions(Protocol):
+    """Sends to routers (node/service.py)."""
+
+    def send(self, router: ev.RouterId, message: pb.NodeMessage) -> None:
+        """Queue a message on the router's session; dropped if that is lost."""
+
+
+class Calls(Protocol):
+    """Answers the handoff calls of other nodes (node/service.py)."""
+
+    def answer_reserve(self, call_id: int, reply: pb.ReserveReply) -> None:
+        """Answer a ReserveAsked."""
+
+    def answer_renew(self, call_id: int, reply: pb.RenewReply) -> None:
+        """Answer a RenewAsked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where the core's actions go."""
+
+    runner: StepQueue
+    transport: Transport
+    routers: RouterSessions
+    calls: Calls
+    peers: HandoffClient
+    counters: Counters
+
+
+class NodeLoop:
+    """Drives one core."""
+
+    def __init__(self, name: str, core: ev.NodeCore, inbox: Inbox, outlets: Outlets) -> None:
+        self._name = name
+        self._core = core
+        self._inbox = inbox
+        self._out = outlets
+        self._loop = asyncio.get_running_loop()
+        self._alarm = Alarm(self._loop, inbox.wake)
+
+    async def run(self) -> None:
+        """Feed events until cancelled."""
+        try:
+            while True:
+                self._feed_all()
+                self._alarm.arm(self._core.next_deadline())
+                await self._inbox.wait()
+        finally:
+            self._alarm.cancel()
+
+    def _feed_all(self) -> None:
+        """Take what is there, a bounded lot of it. Ticks also when nothing is there: a timer may have fired."""
+        for _ in range(MAX_EVENTS_AT_ONCE):
+            now = self._loop.time()
+            self._perform(self._core.tick(now))
+            event = self._inbox.take()
+            if event is None:
+                return
+            self._perform(self._core.receive(event, now))
+        self._inbox.wake()
+
+    def _perform(self, actions: Iterable[ev.Action]) -> None:
+        out = self._out
+        for action in actions:
+            match action:
+                case ev.ToRouter():
+                    out.routers.send(action.router, action.message)
+                case ev.RunStep():
+                    out.runner.submit(action.plan)
+                case ev.WriteBlocks():
+                    out.transport.write(action.link_id, action.lease, action.blocks)
+                case ev.SendReserve():
+                    out.peers.reserve(action)
+                case ev.SendRenew():
+                    out.peers.renew(action)
+                case ev.SendRelease():
+                    out.peers.release(action)
+                case ev.AnswerReserve():
+                    out.calls.answer_reserve(action.call_id, self._with_endpoint(action.reply))
+                case ev.AnswerRenew():
+                    out.calls.answer_renew(action.call_id, action.reply)
+                case ev.OpenLink():
+                    out.transport.open(action.link_id, action.endpoint)
+                case ev.NotifyLink():
+                    out.transport.notify(action.link_id, action.message.SerializeToString())
+                case ev.CloseLink():
+                    out.transport.close(action.link_id)
+                case ev.AdmitLease():
+                    out.transport.admit(action.lease_id, action.secret, action.block_ids)
+                case ev.RevokeLease():
+                    out.transport.revoke(action.lease_id)
+                case ev.AnswerCommit():
+                    out.transport.answer(action.reply_to, action.message.SerializeToString())
+                case ev.Count():
+                    out.counters.count(action.name, action.amount)
+                case ev.Ended():
+                    self._log_end(action)
+                case _:
+                    assert_never(action)
+
+    def _with_endpoint(self, reply: pb.ReserveReply) -> pb.ReserveReply:
+        """The reply with this node's transport endpoint in its lease; the core's message stays as it was."""
+        if reply.WhichOneof("result") != "lease":
+            return reply
+        completed = pb.ReserveReply()
+        completed.CopyFrom(reply)
+        completed.lease.endpoint.CopyFrom(self._out.transport.endpoint())
+        return completed
+
+    def _log_end(self, ended: ev.Ended) -> None:
+        self._out.counters.count("attempts_ended")
+        key = ended.key
+        log_event(
+            LOG,
+            logging.INFO,
+            "attempt_ended",
+            request=key.request_id,
+            choice=key.choice,
+            attempt=key.attempt,
+            node=self._name,
+            outcome=ended.outcome,
+        )

@@ -1,0 +1,270 @@
+"""One node process from its knobs to its exit code: builds the parts, wires them to one loop, takes them down again.
+
+    engine            inbox --> NodeLoop(core) --> transport, runner thread, gRPC client, sessions
+      |                 ^
+    build, bind         +-- gRPC service, sessions, transport threads, runner thread
+      |
+    register with the routers --> ready file --> serve --> signal --> deregister --> take down, in reverse order
+
+What the user can mend (model directory, sizes, a taken port) is one line and exit code 2. Every other exception is a bug, wherever
+it arises: in a task, in a callback, on the runner thread. It ends the process with a traceback and exit code 1, and whoever
+starts it again gets a new incarnation. Not here: draining; what runs at a signal is lost to this node, and its routers are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import grpc
+import zmq
+
+from connector.zmq_transport import ZmqTransport
+from node.assembly import CoreParts, NodeEngine, build_engine
+from node.config import NodeConfig
+from node.events import NodeCore, StepDone
+from node.handoff_client import HandoffClient
+from node.http import HttpServer, make_app
+from node.identity import NodeIdentity
+from node.inbox import Inbox
+from node.loop import NodeLoop, Outlets
+from node.metrics import Counters
+from node.routers import Routers
+from node.runner_thread import RunnerThread
+from node.service import NodeService, PendingCalls
+from node.validate import Bounds
+from node.view import NodeFacts, NodeView, Sources
+from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
+from runtime.logs import log_event, set_up_logging
+from runtime.process import die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.registry_client import RegistryClient
+from runtime.session import SessionTiming
+from runtime.session_driver import CHANNEL_OPTIONS
+
+LOG = logging.getLogger(__name__)
+
+RoleName = Literal["prefill", "decode"]
+
+ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRPC refuses the rest
+GRPC_STOP_GRACE_S: Final = 0.2
+
+
+class RunnerEnded(RuntimeError):
+    """The runner thread died of an exception, which it has written to stderr itself."""
+
+
+def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts], NodeCore]) -> int:
+    """Run a node until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+    die_with_parent(config.parent_pid)
+    name = config.node_id or f"{role}-{secrets.token_hex(4)}"
+    set_up_logging(config.log_level, name)
+    identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
+    try:
+        engine = build_engine(config, identity)
+    except ValueError as error:
+        fatal(f"baton {role}: {error}")
+    if not engine.is_bit_exact:
+        # A recomputed sequence may then differ from the one that was lost.
+        log_event(LOG, logging.WARNING, "not_bit_exact", node=name, dtype=engine.parts.fingerprint.dtype)
+    if not is_loopback(config.host):
+        log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
+    try:
+        asyncio.run(_serve(role, config, engine, make_core(engine.parts)))
+    except (_CannotListen, _Refused) as error:
+        fatal(f"baton {role}: {error}")
+    log_event(LOG, logging.INFO, "node_stopped", node=name)
+    return 0
+
+
+async def _serve(role: RoleName, config: NodeConfig, engine: NodeEngine, core: NodeCore) -> None:
+    await _NodeProcess(role, config, engine, core).run()
+
+
+class _CannotListen(Exception):
+    """An address is taken or not ours; the message names the flag."""
+
+
+class _Refused(Exception):
+    """A router does not take this node, and never will as it is; the message is the router's sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listeners:
+    """What the process listens on, all bound before anything is started."""
+
+    http: socket.socket
+    http_address: str
+    grpc: grpc.aio.Server
+    grpc_address: str
+    transport: ZmqTransport
+
+
+class _NodeProcess:
+    """One run of the loop, in which it is made."""
+
+    def __init__(self, role: RoleName, config: NodeConfig, engine: NodeEngine, core: NodeCore) -> None:
+        self._role = role
+        self._config = config
+        self._engine = engine
+        self._core = core
+        self._identity = engine.parts.identity
+        self._counters = Counters()
+        self._calls = PendingCalls()
+        self._stop = stop_on_signals()
+        self._refusal: str | None = None
+
+    async def run(self) -> None:
+        """Serve until a signal. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
+        inbox = Inbox()
+        bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+        async with AsyncExitStack() as bound:
+            listeners = await self._bind(inbox, bound)
+            async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
+                _keep(tasks, started, bug)
+                entry = await self._start(listeners, inbox, tasks, started)
+                log_event(LOG, logging.INFO, "node_ready", node=entry.node.name, grpc=entry.grpc_address)
+                await self._stop.wait()
+        if self._refusal is not None:
+            raise _Refused(self._refusal)
+
+    async def _bind(self, inbox: Inbox, bound: AsyncExitStack) -> _Listeners:
+        """Take every address; what is bound is released by `bound`."""
+        config = self._config
+        http = bound.enter_context(_listen("--http-port", config.host, config.http_port))
+        # gRPC binds for itself, and would tell of a taken port in lines of its own.
+        _listen("--grpc-port", config.host, config.grpc_port).close()
+        # Without so_reuseport: a second node on a taken port is an error, not a second half of the first one's traffic.
+        options = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+        bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
+        try:
+            grpc_port = server.add_insecure_port(f"{host}:{config.grpc_port}")
+        except RuntimeError as error:
+            raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
+        memory, identity = self._engine.memory.bytes, self._identity
+        try:
+            transport = ZmqTransport(memory, identity.name, identity.incarnation, inbox.post, config.host)
+        except zmq.ZMQError as error:
+            raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+        bound.callback(transport.stop)
+        return _Listeners(http, f"{host}:{http.getsockname()[1]}", server, f"{host}:{grpc_port}", transport)
+
+    async def _start(
+        self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
+    ) -> pb.NodeEntry:
+        """Start everything, from the inside out; `started` stops it in reverse order."""
+        runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
+        started.push_async_callback(runner.stop)
+        _keep(tasks, started, runner.ended, RunnerEnded("the runner thread has ended"))
+        peers = HandoffClient(inbox.post, tasks.create_task)
+        started.push_async_callback(peers.close)
+        bounds = Bounds(
+            role=ROLES[self._role],
+            vocab_size=self._engine.model_config.vocab_size,
+            max_model_len=self._engine.sizes.max_model_len,
+        )
+        timing = SessionTiming(grace_s=self._config.session_grace_s)
+        routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
+        outlets = Outlets(runner, listeners.transport, routers, self._calls, peers, self._counters)
+        loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
+        started.callback(loop.cancel)
+        started.push_async_callback(routers.sessions.close)
+        service = NodeService(self._identity, bounds, self._counters, inbox.post, routers.sessions, self._calls)
+        pb_grpc.add_NodeServicer_to_server(service, listeners.grpc)
+        await listeners.grpc.start()
+        http = HttpServer(make_app(self._view(listeners.transport, routers)), listeners.http)
+        tasks.create_task(http.run())
+        started.callback(http.stop)
+        entry = self._entry(listeners)
+        registry = RegistryClient(self._config.router, lambda: entry, self._on_refused)
+        registry.start()
+        started.push_async_callback(registry.deregister)
+        self._write_ready_file(entry)
+        return entry
+
+    def _on_refused(self, sentence: str) -> None:
+        self._refusal = f"refused by the router: {sentence}"
+        self._stop.set()
+
+    def _view(self, transport: ZmqTransport, routers: Routers) -> NodeView:
+        facts = NodeFacts(
+            identity=self._identity,
+            role=self._role,
+            threads=self._config.num_threads,
+            is_bit_exact=self._engine.is_bit_exact,
+            fingerprint=self._engine.parts.fingerprint,
+            sizes=self._engine.sizes,
+        )
+        return NodeView(facts, Sources(self._core, self._counters, transport.snapshot, routers.sessions.snapshot))
+
+    def _entry(self, listeners: _Listeners) -> pb.NodeEntry:
+        """What the routers are told."""
+        return pb.NodeEntry(
+            node=self._identity.to_proto(),
+            role=ROLES[self._role],
+            grpc_address=listeners.grpc_address,
+            http_address=listeners.http_address,
+            fingerprint=self._engine.parts.fingerprint,
+            num_blocks=self._engine.sizes.num_blocks,
+            max_num_seqs=self._config.max_num_seqs,
+            max_model_len=self._engine.sizes.max_model_len,
+        )
+
+    def _write_ready_file(self, entry: pb.NodeEntry) -> None:
+        if self._config.ready_file is not None:
+            content = {"node_id": entry.node.name, "role": self._role, "pid": os.getpid()}
+            content |= {"http": entry.http_address, "grpc": entry.grpc_address}
+            write_atomically(self._config.ready_file, content)
+
+
+def _listen(flag: str, host: str, port: int) -> socket.socket:
+    """A listening socket; raises _CannotListen."""
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
+        )
+    except OSError as error:
+        raise _CannotListen(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None
+
+
+def _keep(
+    tasks: asyncio.TaskGroup,
+    started: AsyncExitStack,
+    end: asyncio.Future[None],
+    error: Exception | None = None,
+) -> None:
+    """Let the process die when `end` comes: of its exception, or of `error`."""
+
+    async def watch() -> None:
+        await asyncio.shield(end)
+        if error is not None:
+            raise error
+
+    started.callback(tasks.create_task(watch()).cancel)
+
+
+def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
+
+    What asyncio reports without one of these two (a connection that broke in an odd way, a result that nobody fetched) is logged:
+    a peer must not be able to end the process with it.
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if error is not None and ("handle" in context or "task" in context) and not bug.done():
+            bug.set_exception(error)
+
+    return handle

@@ -1,0 +1,82 @@
+"""The routers' side of a node: what they say goes to the core, what the core says goes to them.
+
+A Dispatch that the core cannot act on is answered here with a PD Error that names the field: the router accepted that request,
+so it must end. Not here: the session protocol (runtime/session_server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from node.events import Event, FromRouter, RouterId, RouterLost
+from node.identity import NodeIdentity
+from node.metrics import Counters
+from node.pd_error import pd_error
+from node.validate import MAX_CHOICE, Bounds, cancel_problem, dispatch_problem
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
+from runtime.logs import log_event
+from runtime.session import Peer, SessionTiming
+from runtime.session_server import SessionServer
+
+LOG = logging.getLogger(__name__)
+
+
+class Routers:
+    """Holds the sessions with all routers."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        bounds: Bounds,
+        counters: Counters,
+        post: Callable[[Event], None],
+        load: Callable[[], pb.LoadReport],
+        timing: SessionTiming,
+    ) -> None:
+        self._name = identity.name
+        self._bounds = bounds
+        self._counters = counters
+        self._post = post
+        self.sessions = SessionServer(Peer(identity.name, identity.incarnation), self, load, timing)
+
+    def send(self, router: RouterId, message: pb.NodeMessage) -> None:
+        """Queue a message on the router's session; dropped if that is lost."""
+        self.sessions.send(Peer(router.name, router.incarnation), message)
+
+    def on_message(self, router: Peer, message: pb.RouterMessage) -> None:
+        """Check a message of a session, which came in order and once, and hand it to the core."""
+        router_id = RouterId(router.name, router.incarnation)
+        match message.WhichOneof("kind"):
+            case "dispatch":
+                problem = dispatch_problem(message.dispatch, self._bounds)
+                if problem is not None:
+                    self._refuse(router_id, message.dispatch, problem)
+                    return
+            case "cancel":
+                problem = cancel_problem(message.cancel)
+            case None:
+                problem = "kind: none that this version knows"
+        if problem is None:
+            self._post(FromRouter(router_id, message))
+        else:
+            self._counters.count("malformed_messages")
+            log_event(LOG, logging.WARNING, "message_dropped", router=router.name, node=self._name, problem=problem)
+
+    def on_lost(self, router: Peer) -> None:
+        """Tell the core that the session with this router is lost for good."""
+        self._post(RouterLost(RouterId(router.name, router.incarnation)))
+
+    def _refuse(self, router: RouterId, dispatch: pb.Dispatch, problem: str) -> None:
+        self._counters.count("malformed_messages")
+        log_event(LOG, logging.WARNING, "dispatch_refused", router=router.name, node=self._name, problem=problem)
+        for branch in dispatch.branches[:MAX_CHOICE] or (pb.Branch(),):
+            key = AttemptKey(dispatch.request_id, branch.choice, dispatch.attempt)
+            error = pd_error(
+                pb.INTERNAL, problem, key, self._name, completion_token_ids=tuple(branch.generated_token_ids)
+            )
+            error.retryable = False  # no other node would find it sound
+            # Not from inside the session's own callback.
+            asyncio.get_running_loop().call_soon(self.send, router, pb.NodeMessage(error=error))

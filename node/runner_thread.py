@@ -1,0 +1,52 @@
+"""The thread that owns torch: it runs plans in the order in which the loop gave them.
+
+Not here: deciding what to run (the core), and the tensors (the runner). Plans go down through a queue, results come back by a
+callable that hops to the loop. How many plans are under way is the core's business (two: one running, one planned behind it).
+
+A step that raises is a bug. It ends the thread, the thread's end resolves `ended`, and whoever runs the process dies of it:
+a node whose runner is gone would otherwise answer keepalives for ever and serve nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+
+from engine.plan import Plan, Runner, StepResult
+
+
+class RunnerThread:
+    """Feeds one runner; made and stopped on the loop's thread."""
+
+    def __init__(self, runner: Runner, on_result: Callable[[StepResult], None]) -> None:
+        """`on_result` is called on the runner's thread, once per plan, in order: it must be thread-safe and not block."""
+        self._runner = runner
+        self._on_result = on_result
+        self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        # Daemon: a step that hangs must not keep a process alive that was told to stop.
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: Plan) -> None:
+        """Run this plan behind all earlier ones."""
+        self._plans.put(plan)
+
+    async def stop(self, timeout_s: float = 2.0) -> bool:
+        """End behind the plans already given; False if the thread did not end in time."""
+        self._plans.put(None)
+        done, _ = await asyncio.wait({self.ended}, timeout=timeout_s)
+        if done:
+            self._thread.join()  # has nothing left to do but write its traceback, if it died of an exception
+        return bool(done)
+
+    def _run(self) -> None:
+        try:
+            for plan in iter(self._plans.get, None):
+                self._on_result(self._runner.run(plan))
+        finally:
+            # An exception goes on to threading.excepthook, which writes its traceback.
+            self._loop.call_soon_threadsafe(self.ended.set_result, None)

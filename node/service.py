@@ -1,0 +1,149 @@
+"""The node's gRPC service: what routers and other nodes call.
+
+Everything received is checked before the core hears of it: is it meant for this process, does this role take it, is it sound
+(node/validate.py). A Reserve that fails gets a PD Error that names the field, so that the attempt ends at once; the other two
+calls fail with INVALID_ARGUMENT. Not here: the sessions (node/routers.py), and any decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc
+
+from node.events import Event, ReleaseAsked, RenewAsked, ReserveAsked
+from node.identity import NodeIdentity
+from node.metrics import Counters
+from node.pd_error import pd_error
+from node.validate import Bounds, release_problem, renew_problem, reserve_problem
+from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
+from proto.attempt_key import attempt_key
+from runtime.logs import log_event
+from runtime.session_server import SessionServer
+
+if TYPE_CHECKING:
+    from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+
+LOG = logging.getLogger(__name__)
+
+
+class PendingCalls:
+    """Calls of other nodes that the core has not answered yet, by call id."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._reserves: dict[int, asyncio.Future[pb.ReserveReply]] = {}
+        self._renews: dict[int, asyncio.Future[pb.RenewReply]] = {}
+
+    async def reserve(self, request: pb.ReserveRequest, post: Callable[[Event], None]) -> pb.ReserveReply:
+        """Ask the core and wait for its answer; the caller's time limit ends the wait by cancelling it."""
+        call_id = next(self._ids)
+        answer: asyncio.Future[pb.ReserveReply] = asyncio.get_running_loop().create_future()
+        self._reserves[call_id] = answer
+        post(ReserveAsked(call_id, request))
+        try:
+            return await answer
+        finally:
+            del self._reserves[call_id]
+
+    async def renew(self, request: pb.RenewRequest, post: Callable[[Event], None]) -> pb.RenewReply:
+        """As `reserve`."""
+        call_id = next(self._ids)
+        answer: asyncio.Future[pb.RenewReply] = asyncio.get_running_loop().create_future()
+        self._renews[call_id] = answer
+        post(RenewAsked(call_id, request))
+        try:
+            return await answer
+        finally:
+            del self._renews[call_id]
+
+    def answer_reserve(self, call_id: int, reply: pb.ReserveReply) -> None:
+        """Answer a ReserveAsked; nothing happens if the caller hung up meanwhile (its lease then ends by Release or expiry)."""
+        answer = self._reserves.get(call_id)
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def answer_renew(self, call_id: int, reply: pb.RenewReply) -> None:
+        """Answer a RenewAsked; nothing happens if the caller hung up meanwhile."""
+        answer = self._renews.get(call_id)
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+
+class NodeService(pb_grpc.NodeServicer):
+    """The servicer; on the loop's thread, like everything that decides."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        bounds: Bounds,
+        counters: Counters,
+        post: Callable[[Event], None],
+        sessions: SessionServer,
+        calls: PendingCalls,
+    ) -> None:
+        self._identity = identity
+        self._bounds = bounds
+        self._counters = counters
+        self._post = post
+        self._sessions = sessions
+        self._calls = calls
+
+    async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: _MaybeAsyncIterator[pb.Frame], context: _ServicerContext
+    ) -> None:
+        """One stream of a router's session."""
+        await self._sessions.Session(request_iterator, context)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: _ServicerContext) -> pb.ReserveReply:
+        """Ask for blocks; the core answers at once with a lease or a PD Error."""
+        if request.to_incarnation != self._identity.incarnation:
+            self._counters.count("wrong_incarnation")
+            # Retryable: whoever was meant holds nothing any more, and the router soon knows that it is gone.
+            return self._refused(
+                request, pb.TRANSFER_FAILED, "Reserve is meant for an earlier process at this address", True
+            )
+        problem = reserve_problem(request, self._bounds)
+        if problem is not None:
+            self._malformed("Reserve", problem)
+            return self._refused(request, pb.INTERNAL, problem, False)
+        return await self._calls.reserve(request, self._post)
+
+    async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
+        """Keep a lease alive; a life of 0 says that there is none."""
+        if request.to_incarnation != self._identity.incarnation:
+            self._counters.count("wrong_incarnation")
+            return pb.RenewReply(life_ms=0)
+        problem = renew_problem(request, self._bounds)
+        if problem is not None:
+            self._malformed("Renew", problem)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        return await self._calls.renew(request, self._post)
+
+    async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
+        """Give an attempt's lease back. Acknowledged on arrival: what it asks for cannot fail."""
+        if request.to_incarnation != self._identity.incarnation:
+            self._counters.count("wrong_incarnation")  # the lease went with its process
+            return pb.ReleaseReply()
+        problem = release_problem(request, self._bounds)
+        if problem is not None:
+            self._malformed("Release", problem)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        self._post(ReleaseAsked(request))
+        return pb.ReleaseReply()
+
+    def _malformed(self, call: str, problem: str) -> None:
+        self._counters.count("malformed_messages")
+        log_event(LOG, logging.WARNING, "call_refused", call=call, node=self._identity.name, problem=problem)
+
+    def _refused(
+        self, request: pb.ReserveRequest, code: pb.ErrorCode.ValueType, reason: str, is_retryable: bool
+    ) -> pb.ReserveReply:
+        error = pd_error(code, reason, attempt_key(request.key), self._identity.name)
+        error.retryable = is_retryable
+        return pb.ReserveReply(error=error)

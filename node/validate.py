@@ -1,0 +1,153 @@
+"""Is this message one that a core can act on? Pure; every received message of another process is asked about here first.
+
+A core may rely on what these functions promise: token ids are in the vocabulary, lengths fit the model, the numbers are in
+order. Not here: anything that needs state (fences, leases, blocks, fingerprints); that is the core's.
+
+Each function returns None, or one sentence that names the field, its value and its bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from proto import baton_pb2 as pb
+from proto.block_key import KEY_BYTES
+
+MAX_ID_BYTES: Final = 256  # of a request id, a node's name, an address
+MAX_STOP_TOKEN_IDS: Final = 1_024
+MAX_CHOICE: Final = 1_024  # choices of a request
+MAX_MS_LEFT: Final = 24 * 3600 * 1000  # a day: no request may hold a fence for longer
+SECRET_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What this node's role, model and pool allow."""
+
+    role: pb.Role.ValueType
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and completion together
+
+
+def dispatch_problem(dispatch: pb.Dispatch, bounds: Bounds) -> str | None:
+    """Why this node cannot start such a request."""
+    if bounds.role != pb.ROLE_PREFILL:
+        return f"dispatch: the role of this node is {pb.Role.Name(bounds.role)}, only prefill nodes take one"
+    if len(dispatch.branches) != 1:
+        return f"branches: {len(dispatch.branches)} given, a dispatch carries exactly 1"
+    branch = dispatch.branches[0]
+    return (
+        _id_problem("request_id", dispatch.request_id)
+        or _choice_problem(branch.choice)
+        or _tokens_problem("prompt_token_ids", dispatch.prompt_token_ids, bounds.vocab_size)
+        or _tokens_problem("generated_token_ids", branch.generated_token_ids, bounds.vocab_size)
+        or _lengths_problem(dispatch, branch, bounds)
+        or _sampling_problem(dispatch.sampling)
+        or _target_problem(dispatch.target)
+        or _ms_left_problem(dispatch.ms_left)
+    )
+
+
+def cancel_problem(cancel: pb.Cancel) -> str | None:
+    """Why this cancel cannot be obeyed. One without time left is still obeyed: its deadline has just passed."""
+    return _key_problem(cancel.key)
+
+
+def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
+    """Why no lease could ever be made of this request. The incarnation that it is meant for is the service's check."""
+    if bounds.role != pb.ROLE_DECODE:
+        return _no_leases(bounds)
+    if request.num_tokens < 1:
+        return "num_tokens: 0, at least 1 is needed"
+    if request.max_total_tokens < request.num_tokens:
+        return f"max_total_tokens: {request.max_total_tokens} is less than num_tokens {request.num_tokens}"
+    # Whatever the sender's block size (the fingerprint's business), a block holds a token at least.
+    if len(request.block_keys) > request.num_tokens:
+        return f"block_keys: {len(request.block_keys)} for {request.num_tokens} tokens"
+    if any(len(key) != KEY_BYTES for key in request.block_keys):
+        return f"block_keys: each must have {KEY_BYTES} bytes"
+    return (
+        _key_problem(request.key)
+        or _peer_problem("sender", request.sender)
+        or _peer_problem("router", request.router)
+        or _ms_left_problem(request.ms_left)
+    )
+
+
+def renew_problem(request: pb.RenewRequest, bounds: Bounds) -> str | None:
+    """Why this cannot name a lease of this node."""
+    if bounds.role != pb.ROLE_DECODE:
+        return _no_leases(bounds)
+    if len(request.secret) != SECRET_BYTES:
+        return f"secret: {len(request.secret)} bytes, {SECRET_BYTES} are needed"
+    return _key_problem(request.key)
+
+
+def release_problem(request: pb.ReleaseRequest, bounds: Bounds) -> str | None:
+    """Why this cannot name an attempt that this node reserved for."""
+    return _no_leases(bounds) if bounds.role != pb.ROLE_DECODE else _key_problem(request.key)
+
+
+def _no_leases(bounds: Bounds) -> str:
+    return f"lease: the role of this node is {pb.Role.Name(bounds.role)}, only decode nodes hold any"
+
+
+def _id_problem(field: str, value: str) -> str | None:
+    if not value:
+        return f"{field}: is empty"
+    num_bytes = len(value.encode())
+    if num_bytes > MAX_ID_BYTES:
+        return f"{field}: {num_bytes} bytes, at most {MAX_ID_BYTES} are allowed"
+    return None
+
+
+def _choice_problem(choice: int) -> str | None:
+    return f"choice: {choice} is not below {MAX_CHOICE}" if choice >= MAX_CHOICE else None
+
+
+def _key_problem(key: pb.AttemptKey) -> str | None:
+    return _id_problem("request_id", key.request_id) or _choice_problem(key.choice)
+
+
+def _peer_problem(field: str, peer: pb.PeerId) -> str | None:
+    if not peer.incarnation:
+        return f"{field}.incarnation: is 0"
+    return _id_problem(f"{field}.name", peer.name)
+
+
+def _target_problem(target: pb.Target) -> str | None:
+    return _peer_problem("target.node", target.node) or _id_problem("target.grpc_address", target.grpc_address)
+
+
+def _ms_left_problem(ms_left: int) -> str | None:
+    if 0 < ms_left <= MAX_MS_LEFT:
+        return None
+    return f"ms_left: {ms_left}, must be from 1 to {MAX_MS_LEFT}"
+
+
+def _tokens_problem(field: str, token_ids: Iterable[int], vocab_size: int) -> str | None:
+    highest = max(token_ids, default=0)
+    return f"{field}: {highest} is not below the vocabulary's {vocab_size}" if highest >= vocab_size else None
+
+
+def _lengths_problem(dispatch: pb.Dispatch, branch: pb.Branch, bounds: Bounds) -> str | None:
+    num_prompt, num_generated = len(dispatch.prompt_token_ids), len(branch.generated_token_ids)
+    max_tokens = dispatch.sampling.max_tokens
+    if num_prompt < 1:
+        return "prompt_token_ids: is empty"
+    if num_generated >= max_tokens:
+        return f"max_tokens: {max_tokens}, must be above the {num_generated} tokens generated already"
+    if num_prompt + max_tokens > bounds.max_model_len:
+        return f"max_tokens: {num_prompt} prompt tokens + {max_tokens} exceed max_model_len {bounds.max_model_len}"
+    return None
+
+
+def _sampling_problem(sampling: pb.Sampling) -> str | None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature: {sampling.temperature}, must be finite and at least 0"
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        return f"stop_token_ids: {len(sampling.stop_token_ids)}, at most {MAX_STOP_TOKEN_IDS} are allowed"
+    return None

@@ -1,0 +1,135 @@
+"""What a node shows of itself: the answers of /state and /metrics, read from the parts when somebody asks.
+
+Not here: HTTP (node/http.py). There is no second copy of any state, so nothing shown can be stale.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from node.events import NodeCore
+from node.identity import NodeIdentity
+from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
+from node.sizes import EngineSizes
+from proto import baton_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What does not change while the process lives."""
+
+    identity: NodeIdentity
+    role: str  # "prefill", "decode"
+    threads: int
+    is_bit_exact: bool  # the start-up probe found a row's bits to depend on its own tokens only
+    fingerprint: pb.Fingerprint
+    sizes: EngineSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What is asked anew every time."""
+
+    core: NodeCore
+    counters: Counters
+    transport: Callable[[], Mapping[str, object]]  # its snapshot: `kv_bytes_sent` and `kv_bytes_received` by peer, …
+    sessions: Callable[[], object]  # JSON-able
+
+
+class NodeView(Collector):
+    """One node, to be looked at from the loop's thread."""
+
+    def __init__(self, facts: NodeFacts, sources: Sources) -> None:
+        self._facts = facts
+        self._sources = sources
+        self._registry = CollectorRegistry()  # of its own: nothing is global
+        self._registry.register(self)
+
+    @property
+    def node_id(self) -> str:
+        """The node's name."""
+        return self._facts.identity.name
+
+    def state(self) -> dict[str, object]:
+        """The answer of /state, JSON-able."""
+        facts, sources = self._facts, self._sources
+        load, snapshot, transport = sources.core.load(), sources.core.snapshot(), sources.transport()
+        return {
+            "node_id": facts.identity.name,
+            "role": facts.role,
+            "incarnation": f"{facts.identity.incarnation:016x}",  # as text: 64 bits are more than a JSON reader must keep
+            "pid": os.getpid(),
+            "threads": facts.threads,
+            "bit_exact": facts.is_bit_exact,
+            "fingerprint": MessageToDict(facts.fingerprint, preserving_proto_field_name=True),
+            "block_size": facts.sizes.block_size,
+            "num_blocks": facts.sizes.num_blocks,
+            "max_model_len": facts.sizes.max_model_len,
+            "blocks": blocks_by_state(load),
+            "running": load.running,
+            "waiting": load.waiting,
+            "leases": _num_leases(snapshot),
+            "attempts": {name: value for name, value in snapshot.items() if name not in ("leases", "scheduler")},
+            "kv_bytes_sent": transport["kv_bytes_sent"],
+            "kv_bytes_received": transport["kv_bytes_received"],
+            "transport": {name: value for name, value in transport.items() if not name.startswith("kv_bytes_")},
+            "counters": sources.counters.counts() | sources.counters.counts_by_code(),
+            "sessions": sources.sessions(),
+        }
+
+    def metrics(self) -> bytes:
+        """The answer of /metrics, Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric family as of now; called by the registry."""
+        sources = self._sources
+        load = sources.core.load()
+        blocks = GaugeMetricFamily("baton_blocks", "KV blocks by state, which add up to the pool", labels=["state"])
+        for state, number in blocks_by_state(load).items():
+            blocks.add_metric([state], number)
+        yield blocks
+        yield GaugeMetricFamily("baton_sequences_running", "Sequences that hold a slot", value=load.running)
+        yield GaugeMetricFamily("baton_sequences_waiting", "Sequences that hold nothing yet", value=load.waiting)
+        leases = _num_leases(sources.core.snapshot())
+        yield GaugeMetricFamily("baton_leases", "Reservations for other nodes that stand", value=leases)
+        counts, by_code = sources.counters.counts(), sources.counters.counts_by_code()
+        for name, help_text in PLAIN_COUNTERS.items():
+            yield CounterMetricFamily(f"baton_{name}", help_text, value=counts[name])
+        for name, help_text in CODED_COUNTERS.items():
+            yield _family(f"baton_{name}", help_text, "code", by_code[name])
+        transport = sources.transport()
+        for direction, help_text in (("sent", "KV sent to other nodes"), ("received", "KV that landed in place")):
+            by_peer = cast(Mapping[str, int], transport[f"kv_bytes_{direction}"])
+            yield _family(f"baton_kv_{direction}_bytes", help_text, "peer", by_peer)
+
+
+def _num_leases(snapshot: Mapping[str, object]) -> int:
+    leases = snapshot.get("leases")
+    return leases if isinstance(leases, int) else 0  # a role that reserves for nobody has no such entry
+
+
+def blocks_by_state(load: pb.LoadReport) -> dict[str, int]:
+    """The five counts that add up to the pool."""
+    return {
+        "free": load.blocks_free,
+        "cached": load.blocks_cached,
+        "used": load.blocks_used,
+        "leased": load.blocks_leased,
+        "quarantined": load.blocks_quarantined,
+    }
+
+
+def _family(name: str, help_text: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family

@@ -1,0 +1,23 @@
+"""`python -m router`: the router process; also `baton router`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from router.config import RouterConfig
+from runtime.config import load
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until a signal; 0 after one, 2 for what the user can mend."""
+    config = load(
+        RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
+    )
+    from router.process import run_router  # heavy: --help and a wrong flag answer without it
+
+    return run_router(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

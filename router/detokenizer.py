@@ -1,0 +1,85 @@
+"""Token ids to text, one by one, so that a stream and a whole answer read the same. Pure; the tokenizer is given.
+
+A token's text depends on its neighbours: a character may be split over up to four tokens, and many tokenizers put a space
+before a word only if something precedes it. So each token is decoded together with those of the last piece given out
+(`context`), and what it adds is given out once it cannot change any more: while the text ends in U+FFFD, the replacement of
+an incomplete character, it is held back.
+
+    … given out │ context │ fresh ...   text = decode(context + fresh)
+                            └ held back while it ends in U+FFFD
+
+Tokens are taken strictly one at a time, so the text does not depend on how they were grouped on the way. A model may also
+produce bytes that never become a character; then what is held back would grow, so a long run is cut where both parts decode to
+the same as the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+REPLACEMENT: Final = "\ufffd"
+_LONG_RUN: Final = 8  # tokens held back; an incomplete character has three at most
+_LONGEST_RUN: Final = 64  # then it is given out as it is
+_CHARACTER_TAIL: Final = 3  # tokens that may still be an incomplete character
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class IncrementalDetokenizer:
+    """Turns one completion's tokens into text; tokens of `skipped_ids` (special ones) have none."""
+
+    __slots__ = ("_context", "_context_text", "_decode", "_fresh", "_skipped_ids")
+
+    def __init__(self, decode: Decode, skipped_ids: Collection[int]) -> None:
+        self._decode = decode
+        self._skipped_ids = skipped_ids
+        self._context: list[int] = []
+        self._context_text = ""
+        self._fresh: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped_ids])
+
+    def finish(self) -> str:
+        """What is still held back: an incomplete character at the very end reads U+FFFD."""
+        if not self._fresh:
+            return ""
+        text = self._fresh_text()
+        self._fresh = []
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        self._fresh.append(token_id)
+        text = self._fresh_text()
+        if text.endswith(REPLACEMENT):
+            return self._cut_long_run(text) if len(self._fresh) > _LONG_RUN else ""
+        if text:  # an empty text stays in front of what follows: it may be a mark that joins its neighbours
+            self._give_out(len(self._fresh))
+        return text
+
+    def _fresh_text(self) -> str:
+        """What `fresh` adds to the context."""
+        text = self._decode(self._context + self._fresh)
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        self._context, self._context_text = [], ""  # the context would read differently now; it has been given out
+        return self._decode(self._fresh)
+
+    def _give_out(self, num_tokens: int) -> None:
+        """The first `num_tokens` of fresh become the context."""
+        self._context, self._fresh = self._fresh[:num_tokens], self._fresh[num_tokens:]
+        self._context_text = self._decode(self._context)
+
+    def _cut_long_run(self, text: str) -> str:
+        for num_tokens in range(len(self._fresh) - _CHARACTER_TAIL, 0, -1):
+            rest = self._decode(self._fresh[num_tokens:])
+            head = text.removesuffix(rest)
+            if self._decode(self._fresh[:num_tokens]) + rest == self._decode(self._fresh):
+                self._give_out(num_tokens)
+                return head
+        if len(self._fresh) < _LONGEST_RUN:
+            return ""
+        self._give_out(len(self._fresh))
+        return text

@@ -1,0 +1,101 @@
+"""The router's Prometheus metrics, in a registry of their own.
+
+Counters are raised by the shell; gauges are read from the core when somebody scrapes, so nothing has to be kept in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+# Counters of the core (events.Count): name -> (help, name of its label).
+CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
+    "dispatches": ("attempts sent to a prefill node", None),
+    "retries": ("attempts that followed a broken handoff, by PD Error code", "code"),
+    "pd_errors": ("PD Errors of current attempts, by code", "code"),
+    "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
+    "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
+}
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RouterMetrics:
+    """Everything that /metrics shows."""
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
+        """`snapshot` is the core's."""
+        self._registry = CollectorRegistry()
+        self._core = {
+            name: Counter(f"baton_router_{name}", text, [label] if label else [], registry=self._registry)
+            for name, (text, label) in CORE_COUNTERS.items()
+        }
+        self._ends = Counter(
+            "baton_router_requests", "requests that ended, by outcome", ["outcome"], registry=self._registry
+        )
+        self._tokens = Counter(
+            "baton_router_tokens", "tokens of requests that ended", ["kind"], registry=self._registry
+        )
+        self._first_token = Histogram(
+            "baton_router_time_to_first_token_seconds",
+            "from a request's arrival to its first token",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._duration = Histogram(
+            "baton_router_request_seconds",
+            "from a request's arrival to its end",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._registry.register(_CoreGauges(snapshot))
+
+    def count(self, name: str, label: str) -> None:
+        """Raise a counter of the core."""
+        counter = self._core[name]
+        (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token."""
+        self._first_token.observe(seconds)
+
+    def request_ended(self, outcome: str, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
+        """A request ended: with a finish reason, a failure's code, or "aborted"."""
+        self._ends.labels(outcome).inc()
+        self._duration.observe(seconds)
+        self._tokens.labels("prompt").inc(prompt_tokens)
+        self._tokens.labels("completion").inc(completion_tokens)
+
+    def render(self) -> bytes:
+        """The text format."""
+        return generate_latest(self._registry)
+
+
+class _CoreGauges(Collector):
+    """What the core holds now."""
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the core."""
+        state = self._snapshot()
+        yield GaugeMetricFamily("baton_router_queued_requests", "requests waiting for room", state["queued"])
+        yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", len(state["requests"]))
+        labels = ["node", "role"]
+        up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
+        prefilling = GaugeMetricFamily("baton_router_node_prefilling", "requests in prefill there", labels=labels)
+        branches = GaugeMetricFamily("baton_router_node_branches", "sequences placed there", labels=labels)
+        for name, node in state["nodes"].items():
+            identity = [name.rpartition("@")[0], node["role"]]
+            up.add_metric(identity, float(node["session"] == "up"))
+            prefilling.add_metric(identity, node["prefilling"])
+            branches.add_metric(identity, node["branches"])
+        yield from (up, prefilling, branches)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to collide with: the registry is ours."""
+        return []

@@ -1,0 +1,154 @@
+"""The router process from its knobs to its exit code: builds the parts, wires them to one loop, takes them down again.
+
+    model text    registry server (gRPC) ──> shell(core) <── session dialer
+        └──────────────> HTTP API ─────────────┘
+
+What the user can mend (model directory, a taken port) is one line and exit code 2. Any other exception is a bug, wherever it
+arises: in a task, in a callback. It ends the process with a traceback and exit code 1; whoever starts it again gets a new
+incarnation, and nodes free the old one's work within the grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import uvloop
+
+from proto import baton_pb2_grpc as pb_grpc
+from router.api import Api, ApiSettings
+from router.config import RouterConfig
+from router.core import RouterCore, RouterCoreConfig
+from router.http_server import BACKLOG, HttpServer
+from router.placement import Placement
+from router.shell import RouterShell
+from router.text import ModelDirectoryError, ModelText
+from runtime.logs import log_event, set_up_logging
+from runtime.process import die_with_parent, fatal, stop_on_signals, warn_if_exposed, write_atomically
+from runtime.registry_server import RegistryServer
+from runtime.session import Peer, SessionTiming
+
+_LOG: Final = logging.getLogger(__name__)
+_MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
+
+
+class CannotListen(Exception):
+    """An address is taken or not ours; the message names the flag."""
+
+
+def run_router(config: RouterConfig) -> int:
+    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+    die_with_parent(config.parent_pid)
+    set_up_logging(config.log_level, "router")
+    warn_if_exposed(config.host, "router")
+    try:
+        uvloop.run(_serve(config, ModelText(config.model)))
+    except (ModelDirectoryError, CannotListen) as error:
+        fatal(f"baton router: {error}")
+    return 0
+
+
+async def _serve(config: RouterConfig, text: ModelText) -> None:
+    """Serve until a signal; raises CannotListen, or the bug that ended it."""
+    stop = stop_on_signals()
+    bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+    async with AsyncExitStack() as started:
+        listener = started.enter_context(_listen(config))
+        registry_server = grpc.aio.server(
+            options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS
+        )
+        registry_port = _bind_registry(registry_server, config)
+        shell = _make_shell(config)
+        started.push_async_callback(shell.close)
+        registry = RegistryServer(shell)
+        started.callback(registry.close)
+        pb_grpc.add_RegistryServicer_to_server(registry, registry_server)
+        await registry_server.start()
+        started.push_async_callback(registry_server.stop, 0)
+        name = config.served_model_name or config.model.resolve().name
+        settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20)
+        http = HttpServer(Api(shell, text, settings).app(), listener)
+        serving = asyncio.create_task(http.run())
+        started.push_async_callback(_stop_serving, http, serving, shell)
+        _announce(config, listener.getsockname()[1], registry_port)
+        stopped = asyncio.create_task(stop.wait())
+        ends: list[asyncio.Future[Any]] = [stopped, serving, bug]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if bug.done():
+            await bug
+    log_event(_LOG, logging.INFO, "router_stopped")
+
+
+async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: RouterShell) -> None:
+    """End every request with an error, let the answers out, close."""
+    await shell.close()
+    http.stop()
+    await serving
+
+
+def _make_shell(config: RouterConfig) -> RouterShell:
+    core_config = RouterCoreConfig(
+        max_queue=config.max_queue,
+        max_inflight_prefills=config.max_inflight_prefills,
+        preempt_retry_count=config.preempt_retry_count,
+    )
+    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode))
+    incarnation = secrets.randbelow(2**64 - 1) + 1
+    me = Peer(f"router-{incarnation:016x}", incarnation)
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotListen(f"--port: cannot listen on {_address(config, config.port)}: {error.strerror}") from error
+
+
+def _bind_registry(server: grpc.aio.Server, config: RouterConfig) -> int:
+    """The port taken."""
+    address = _address(config, config.registry_port)
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise CannotListen(f"--registry-port: cannot listen on {address}: address already in use") from error
+
+
+def _address(config: RouterConfig, port: int) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{host}:{port}"
+
+
+def _announce(config: RouterConfig, port: int, registry_port: int) -> None:
+    """Say, in the log and the ready file, where the router is."""
+    url, registry = f"http://{_address(config, port)}", _address(config, registry_port)
+    log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
+    if config.ready_file is not None:
+        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid()})
+
+
+def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
+
+    What is reported without one of these two (a connection that broke in an odd way) is logged: a client must not be able to
+    end the process with it.
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if error is not None and ("handle" in context or "task" in context) and not bug.done():
+            bug.set_exception(error)
+
+    return handle

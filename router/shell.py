@@ -1,0 +1,200 @@
+"""The loop's side of the router: feeds the core, does what it asks, keeps its timer. Decides nothing.
+
+Everything that the core hears arrives here, on one asyncio loop, and is fed in order of arrival; what a performed action
+causes (a send that overflows a session loses it) waits until the actions before it are done. Per request it holds only the
+handle that the HTTP side reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from proto import baton_pb2 as pb
+from router.answer import Answer, Arrival, ClientGone
+from router.core import RouterCore
+from router.events import (
+    Aborted,
+    Action,
+    Count,
+    Dial,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    FromNode,
+    GenerationRequest,
+    HangUp,
+    LoadReported,
+    NodeListed,
+    NodeRef,
+    NodeUnlisted,
+    SessionBroken,
+    SessionLost,
+    SessionUp,
+    Submitted,
+    ToNode,
+)
+from router.metrics import RouterMetrics
+from runtime.alarm import Alarm
+from runtime.logs import log_event
+from runtime.session import Peer, SessionTiming
+from runtime.session_dialer import SessionDialer
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class RouterShell:
+    """Owns the core and the sessions; the registry server and the HTTP handlers call it. Make and use it on the loop."""
+
+    def __init__(self, core: RouterCore, me: Peer, timing: SessionTiming) -> None:
+        self._core = core
+        self._loop = asyncio.get_running_loop()
+        self._dialer = SessionDialer(me, self, timing)
+        self._answers: dict[str, Answer] = {}  # by request id
+        self._events: deque[Event] = deque()
+        self._is_running = False
+        self._alarm = Alarm(self._loop, self._run)
+        self.metrics = RouterMetrics(core.snapshot)
+
+    # ---------------------------------------------------------------- the HTTP side
+
+    def submit(self, request: GenerationRequest, arrival: Arrival) -> Answer:
+        """Start a request; the handle gets its tokens and its end."""
+        answer = self._answers[request.request_id] = Answer(request, arrival)
+        self._feed(Submitted(request))
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """The client has gone; without effect once the request has ended."""
+        request_id = answer.request.request_id
+        if request_id in self._answers:
+            self._end(request_id, ClientGone())
+            self._feed(Aborted(request_id))
+
+    @property
+    def max_total_tokens(self) -> int | None:
+        """The longest sequence (prompt and completion) that can be served; None while no pair of nodes is known."""
+        return self._core.max_total_tokens
+
+    def missing(self) -> list[str]:
+        """What is lacking before a request can be served now, as sentences; empty when ready."""
+        return self._core.missing()
+
+    def snapshot(self) -> Mapping[str, object]:
+        """The core's state."""
+        return self._core.snapshot()
+
+    async def close(self) -> None:
+        """End every request with an error, then every session."""
+        for request_id in list(self._answers):
+            self._end(request_id, Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0))
+            self._feed(Aborted(request_id))
+        self._alarm.cancel()
+        await self._dialer.close()
+
+    # ---------------------------------------------------------------- sessions and registry
+
+    def on_up(self, node: Peer) -> None:
+        """SessionHandler."""
+        self._feed(SessionUp(NodeRef(*node)))
+
+    def on_broken(self, node: Peer) -> None:
+        """SessionHandler."""
+        self._feed(SessionBroken(NodeRef(*node)))
+
+    def on_lost(self, node: Peer) -> None:
+        """SessionHandler."""
+        self._feed(SessionLost(NodeRef(*node)))
+
+    def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
+        """SessionHandler."""
+        self._feed(FromNode(NodeRef(*node), message))
+
+    def on_load(self, node: Peer, load: pb.LoadReport) -> None:
+        """SessionHandler."""
+        self._feed(LoadReported(NodeRef(*node), load))
+
+    def on_listed(self, entry: pb.NodeEntry) -> None:
+        """RegistryHandler."""
+        self._feed(NodeListed(entry))
+
+    def on_unlisted(self, node: Peer) -> None:
+        """RegistryHandler."""
+        self._feed(NodeUnlisted(NodeRef(*node)))
+
+    # ---------------------------------------------------------------- the core
+
+    def _feed(self, event: Event) -> None:
+        self._events.append(event)
+        if not self._is_running:  # else an action caused it: its turn comes after the actions before it
+            self._run()
+
+    def _run(self) -> None:
+        """Tick, then feed what waits; tick before each event, so that nothing beats its own deadline."""
+        self._is_running = True
+        try:
+            self._perform_all(self._core.tick(now := self._loop.time()), now)
+            while self._events:
+                self._perform_all(self._core.receive(self._events.popleft(), now), now)
+                self._perform_all(self._core.tick(now := self._loop.time()), now)
+        finally:
+            self._is_running = False
+        self._alarm.arm(self._core.next_deadline())
+
+    def _perform_all(self, actions: list[Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case Emitted(request_id, _, token_ids):
+                    self._emit(request_id, token_ids, now)
+                case ToNode(node, message):
+                    self._dialer.send(node.name, node.incarnation, message)
+                case Count(name, label):
+                    self.metrics.count(name, label)
+                case Finished(request_id) | Failed(request_id):
+                    self._end(request_id, action)
+                case Dial(entry):
+                    self._dialer.dial(entry)
+                case HangUp(node):
+                    log_event(_LOG, logging.INFO, "node_forgotten", node=node.name)
+                    self._dialer.hang_up(node.name, node.incarnation)
+
+    def _emit(self, request_id: str, token_ids: tuple[int, ...], now: float) -> None:
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            if answer.first_token_at is None:
+                self.metrics.first_token(now - answer.arrival.at)
+            answer.put(token_ids, now)
+
+    def _end(self, request_id: str, end: Finished | Failed | ClientGone) -> None:
+        """The one place where a request's end is logged and counted."""
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            return
+        answer.finish(end)
+        match end:
+            case Finished(finish_reason=reason):
+                outcome = reason
+            case Failed(code=code):
+                outcome = code
+            case ClientGone():
+                outcome = "aborted"
+        seconds = self._loop.time() - answer.arrival.at
+        num_prompt_tokens = len(answer.request.prompt_token_ids)
+        self.metrics.request_ended(outcome, seconds, num_prompt_tokens, answer.num_tokens)
+        client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None
+        log_event(
+            _LOG,
+            logging.INFO,
+            "request_ended",
+            request=request_id,
+            outcome=outcome,
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=answer.num_tokens,
+            seconds=round(seconds, 4),
+            **({} if client_id is None else {"client_request": client_id}),
+            **({} if error is None else {"error": error}),
+        )

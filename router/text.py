@@ -1,0 +1,169 @@
+"""Text in and out of token ids, as the model directory says: tokenizer, chat template, stop tokens.
+
+Reads `tokenizer.json`, `tokenizer_config.json`, `config.json`, `generation_config.json` and `chat_template.jinja` once, at
+start. Templates run in jinja2's sandbox (they come with the model, from strangers), and without a clock: a template that
+writes today's date falls back to its own. Not here: the incremental way back (detokenizer.py); weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from router.detokenizer import IncrementalDetokenizer
+
+_TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class ModelDirectoryError(ValueError):
+    """The model directory cannot be used; one line that names the file and what is wrong with it."""
+
+
+class TemplateRefusal(ValueError):
+    """The model's chat template cannot take these messages."""
+
+
+class ModelText:
+    """What the router knows of a model: everything about it that is text."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the directory; raises ModelDirectoryError."""
+        if not directory.is_dir():
+            raise ModelDirectoryError(f"{directory}: not a directory")
+        config = _read_json(directory / "config.json")
+        generation = _read_json(directory / "generation_config.json", is_required=False)
+        settings = _read_json(directory / "tokenizer_config.json", is_required=False)
+
+        self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        self._special_tokens = {name: _spelling(settings[name]) for name in _SPECIAL_NAMES if settings.get(name)}
+        self._special_ids = frozenset(
+            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._template = _read_template(directory, settings)
+        self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
+        self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can chat."""
+        return self._template is not None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself (usually BOS).
+
+        Raises UnicodeEncodeError for half a surrogate pair, which JSON can spell and no tokenizer takes.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant speaks; the template writes all special tokens.
+
+        Raises TemplateRefusal if there is no template or it refuses the messages, and as encode_prompt.
+        """
+        if self._template is None:
+            raise TemplateRefusal("this model has no chat template")
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except _TEMPLATE_FAULTS as fault:
+            raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        text.encode()  # the tokenizer's own error for what is no Unicode does not say so
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a whole completion, special tokens skipped; ids without a token have no text."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A detokenizer for one completion."""
+        return IncrementalDetokenizer(self.decode, self._special_ids)
+
+    def _find_stop_token_ids(
+        self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """End-of-sequence ids: the first that says so of generation config, model config, tokenizer config."""
+        found = generation.get("eos_token_id", config.get("eos_token_id"))
+        if found is None and "eos_token" in self._special_tokens:
+            found = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(each) is int and 0 <= each < self.vocab_size for each in ids):
+            raise ModelDirectoryError(f"{directory}: eos_token_id {found}: must be token ids below {self.vocab_size}")
+        return tuple(ids)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _read_json(path: Path, is_required: bool = True) -> dict[str, Any]:
+    if not is_required and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelDirectoryError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelDirectoryError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelDirectoryError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ModelDirectoryError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelDirectoryError(f"{path}: is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # a prompt that is too long is refused, not cut
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _vocab_size(config: Mapping[str, Any], path: Path) -> int:
+    size = config.get("vocab_size")
+    if type(size) is not int or size <= 0:
+        raise ModelDirectoryError(f"{path}: vocab_size {size}: must be a whole number above 0")
+    return size
+
+
+def _spelling(token: object) -> str:
+    """A special token's text; configs hold it plain or as an object."""
+    return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)
+
+
+def _read_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
+    """The chat template of its own file, else of the tokenizer's config: one text, or several of which one is `default`."""
+    own_file = directory / "chat_template.jinja"
+    source: object = own_file.read_text(encoding="utf-8") if own_file.is_file() else settings.get("chat_template")
+    if isinstance(source, list):
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(str(source))
+    except jinja2.TemplateError as error:
+        raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """As `transformers` does it: no HTML escapes, no ASCII escapes."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    """What templates call `raise_exception`."""
+    raise jinja2.TemplateError(message)

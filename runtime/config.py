@@ -1,0 +1,347 @@
+"""Knobs: one frozen dataclass per room, filled from flags, then the environment, then a TOML file, then defaults.
+
+A room writes
+
+    @dataclass(frozen=True, slots=True)
+    class RouterConfig:
+        model: Path = knob(help="model directory", metavar="DIR")                # no default: required
+        port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
+
+and `load(RouterConfig, "baton router", "…")` gives it, or ends the process with one line and exit code 2. Field `block_size`
+is the flag `--block-size`, the variable `BATON_BLOCK_SIZE` and the TOML key `block_size`. Field types: int, float, str, bool
+(`on` or `off`), Path, Literal, tuple[str, ...] (comma separated), and `X | None` (`none`).
+
+A TOML file may serve several rooms: top-level keys are for every room that reads it, the keys of a table `[router]`,
+`[prefill]`, `[decode]` or `[up]` for that room, which is the last word of `prog`; the table wins.
+
+This is the only file that reads the environment. Not here: any knob; what the values mean (a room checks itself in
+`__post_init__`, with a ValueError of one sentence).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from runtime.process import fatal
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+REQUIRED: Final = dataclasses.MISSING
+ENVIRONMENT_PREFIX: Final = "BATON_"
+ROOM_TABLES: Final = ("router", "prefill", "decode", "up")
+SPIN_COUNT: Final = (
+    "2000"  # idle OpenMP threads sleep soon: passive waiting costs 25-45 %, endless spinning starves the neighbours
+)
+
+_KINDS: Final[Mapping[Any, tuple[str, str]]] = {  # type -> (metavar, what a value must be)
+    int: ("N", "a whole number"),
+    float: ("X", "a number"),
+    str: ("TEXT", "a text"),
+    bool: ("on|off", "on or off"),
+    Path: ("PATH", "a path"),
+    tuple: ("A,B,…", "a list of texts"),
+}
+
+
+class ConfigError(ValueError):
+    """The user's input cannot be used; the message is one line that names where it stood, the value and the bound."""
+
+
+def knob(
+    default: Any = REQUIRED,
+    help: str = "",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[Any] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Declare a field of a room's config; without a default it must be given.
+
+    `help` says what it is, its unit and why this default. `low` and `high` are inclusive. The field is keyword-only, so that
+    required knobs may stand anywhere.
+    """
+    details = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
+    return dataclasses.field(default=default, kw_only=True, metadata=details)
+
+
+def load(config_type: type[T], prog: str, description: str, argv: Sequence[str] | None = None) -> T:
+    """Fill a config from `argv` (default: the process's), the environment and the file that `--config` or BATON_CONFIG names.
+
+    Ends the process: `--help` with 0; a wrong value, an unknown flag or key, a missing value with one line and 2.
+    If the config itself has a field `config`, it gets the file's path.
+    """
+    try:
+        return parse(config_type, prog, description, argv, os.environ)
+    except ConfigError as error:
+        fatal(f"{prog}: {error}")
+
+
+def parse(
+    config_type: type[T], prog: str, description: str, argv: Sequence[str] | None, environment: Mapping[str, str]
+) -> T:
+    """As `load`, but raise ConfigError instead of ending the process (`--help` still does)."""
+    knobs = _knobs_of(config_type)
+    flags = _parse_flags(knobs, prog, description, argv)
+    config_path = flags.pop("config", None) or environment.get(ENVIRONMENT_PREFIX + "CONFIG") or None
+    file_values = _read_file(Path(config_path), prog.split()[-1], knobs) if config_path else {}
+
+    values: dict[str, Any] = {}
+    for each in knobs:
+        if each.name in flags:
+            text = flags[each.name]
+            values[each.name] = each.from_text(text, f"{each.flag} {text}")
+        elif text := environment.get(each.variable, ""):  # empty is unset
+            values[each.name] = each.from_text(text, f"{each.variable}={text}")
+        elif each.name in file_values:
+            value = file_values[each.name]
+            values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {value!r}")
+        elif each.default is REQUIRED:
+            raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
+    if config_path and any(each.name == "config" for each in dataclasses.fields(config_type)):
+        values["config"] = Path(config_path)
+    try:
+        return config_type(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:  # the room's own check of values that must fit together
+        raise ConfigError(str(error)) from error
+
+
+def tables_in(path: Path) -> frozenset[str]:
+    """The rooms for which the TOML file at `path` has a table; raises ConfigError if it cannot be read."""
+    return frozenset(key for key, value in _toml(path).items() if isinstance(value, dict))
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """What a process that computes with `threads` threads must have in its environment before torch loads."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+def set_thread_environment(threads: int) -> None:
+    """Put `thread_environment` into this process's environment; of use only before the first import of torch."""
+    os.environ.update(thread_environment(threads))
+
+
+def child_environment(threads: int | None = None) -> dict[str, str]:
+    """This process's environment for a child of the launcher: without BATON_CONFIG, which was meant for the launcher."""
+    environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_PREFIX + "CONFIG"}
+    return environment if threads is None else environment | thread_environment(threads)
+
+
+# ---------------------------------------------------------------- one knob
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """A config field with what `knob` and its annotation say about it."""
+
+    name: str
+    kind: Any  # a key of _KINDS
+    is_optional: bool
+    default: Any
+    help: str
+    low: float | None
+    high: float | None
+    choices: tuple[Any, ...]
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def from_text(self, text: str, where: str) -> Any:
+        """The value that a flag or a variable spells; `where` opens the error message."""
+        if self.is_optional and text == "none":
+            return None
+        if self.choices:
+            for choice in self.choices:
+                if text == str(choice):
+                    return choice
+            raise self._wrong(where)
+        try:
+            if self.kind is int:
+                return self._bounded(int(text), where)
+            if self.kind is float:
+                return self._bounded(float(text), where)
+        except ConfigError:
+            raise
+        except ValueError:
+            raise self._wrong(where) from None
+        if self.kind is bool:
+            if text not in ("on", "off"):
+                raise self._wrong(where)
+            return text == "on"
+        if self.kind is tuple:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return Path(text) if self.kind is Path else text
+
+    def from_toml(self, value: object, where: str) -> Any:
+        """The value that a TOML key holds: as text for texts, otherwise of its own type."""
+        if self.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if isinstance(value, bool):
+            if self.kind is bool:
+                return value
+        elif self.choices and value in self.choices:
+            return value
+        elif isinstance(value, int) and self.kind is int and not self.choices:
+            return self._bounded(value, where)
+        elif isinstance(value, (int, float)) and self.kind is float and not self.choices:
+            return self._bounded(float(value), where)
+        elif isinstance(value, str) and (self.kind not in (int, float) or value == "none"):
+            return self.from_text(value, where)
+        raise self._wrong(where)
+
+    def shown_default(self) -> str:
+        """The default as a user would type it."""
+        if self.default is REQUIRED:
+            return "required"
+        if isinstance(self.default, bool):
+            return "default on" if self.default else "default off"
+        if isinstance(self.default, tuple):
+            return "default " + (",".join(map(str, self.default)) or "empty")
+        return "default " + ("none" if self.default is None else str(self.default))
+
+    def _bounded(self, value: float, where: str) -> float:
+        if not math.isfinite(value) or (self.low is not None and value < self.low):
+            raise self._wrong(where)
+        if self.high is not None and value > self.high:
+            raise self._wrong(where)
+        return value
+
+    def _wrong(self, where: str) -> ConfigError:
+        if self.choices:
+            must = "one of " + ", ".join(str(choice) for choice in self.choices)
+        else:
+            must = _KINDS[self.kind][1]
+            if self.low is not None and self.high is not None:
+                must += f" between {self.low} and {self.high}"
+            elif self.low is not None:
+                must += f", at least {self.low}"
+            elif self.high is not None:
+                must += f", at most {self.high}"
+        return ConfigError(f"{where}: must be {must}" + (", or none" if self.is_optional else ""))
+
+
+def _knobs_of(config_type: type[DataclassInstance]) -> list[_Knob]:
+    hints = get_type_hints(config_type)
+    return [
+        _knob_of(each, hints[each.name])
+        for each in dataclasses.fields(config_type)
+        if each.name != "config"  # --config is every room's
+    ]
+
+
+def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> _Knob:
+    choices = tuple(each.metadata["choices"] or ())
+    members = [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+    kind = members[0]
+    if get_origin(kind) is Literal:
+        choices = choices or get_args(kind)
+        kind = type(choices[0])
+    elif get_origin(kind) is tuple:
+        kind = tuple
+    if len(members) > 1 or kind not in _KINDS:
+        raise TypeError(f"knob {each.name} has the type {annotation}, which no flag can spell")
+    return _Knob(
+        name=each.name,
+        kind=kind,
+        is_optional=type(None) in get_args(annotation),
+        default=each.default,
+        help=each.metadata["help"],
+        low=each.metadata["low"],
+        high=each.metadata["high"],
+        choices=choices,
+        metavar=each.metadata["metavar"] or ("|".join(map(str, choices)) if choices else _KINDS[kind][0]),
+    )
+
+
+# ---------------------------------------------------------------- sources
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but an error is an exception rather than a usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parse_flags(knobs: Sequence[_Knob], prog: str, description: str, argv: Sequence[str] | None) -> dict[str, str]:
+    needed = [each for each in knobs if each.default is REQUIRED] or knobs[:1]
+    example = " ".join(f"{each.flag} {each.metavar}" for each in needed)
+    first = needed[0]
+    spelled = f"{first.variable}={first.metavar}, or in FILE {first.name} = {_toml_form(first)}"
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [--config FILE] {example} [flags]",
+        description=description,
+        epilog=f"A flag wins over its environment variable, that over the TOML file, that over the default.\n"
+        f"Example: {prog} {example}\nThe same by other means: {spelled}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with these keys [{ENVIRONMENT_PREFIX}CONFIG]")
+    for each in knobs:
+        told = f"{each.help} ({each.shown_default()}) [{each.variable}, {each.name}]"
+        parser.add_argument(each.flag, dest=each.name, metavar=each.metavar, help=told.replace("%", "%%"))
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if not name.startswith("-"):
+            raise ConfigError(f"{name}: unexpected argument; every setting is a flag, see {prog} --help")
+        raise ConfigError(f"{name}: unknown flag{_suggest(name, ['--config', *(each.flag for each in knobs)])}")
+    return vars(found)
+
+
+def _toml_form(each: _Knob) -> str:
+    return each.metavar if each.kind in (int, float) else f'"{each.metavar}"'
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: is not TOML: {error}") from error
+
+
+def _read_file(path: Path, room: str, knobs: Sequence[_Knob]) -> dict[str, Any]:
+    """Values by field name; the keys of the room's table win over the top-level ones."""
+    known = [each.name for each in knobs]
+    content = _toml(path)
+    tables = {name: content.pop(name) for name in list(content) if isinstance(content[name], dict)}
+    for name in tables:
+        if name not in ROOM_TABLES:
+            raise ConfigError(f"{path}: [{name}]: unknown table{_suggest(name, ROOM_TABLES)}")
+    values: dict[str, Any] = content | tables.get(room, {})
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{path}: {name}: unknown key of {room}{_suggest(name, known)}")
+    return values
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

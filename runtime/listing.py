@@ -1,0 +1,135 @@
+"""The registry's list: which nodes there are, kept while they repeat themselves. Pure: `now` is an argument everywhere.
+
+An entry belongs to a name and to an address; whoever registers under either replaces what was there. Registering again with
+nothing changed only renews. Not here: gRPC and the clock (registry_server.py); who is alive, which only the session says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from proto import baton_pb2 as pb
+from runtime.session import Peer
+
+MAX_ENTRIES: Final = 4_096
+MAX_TEXT_CHARS: Final = 256
+MAX_GONE: Final = 4_096  # process incarnations that were replaced or deregistered
+
+_MAX_UINT16: Final = 65_535
+_FINGERPRINT_TEXTS: Final = ("architecture", "dtype", "weights", "kernels")
+_FINGERPRINT_SIZES: Final = ("num_layers", "num_kv_heads", "head_dim", "block_size")
+_SIZES: Final = ("num_blocks", "max_num_seqs", "max_model_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """New, or changed."""
+
+    entry: pb.NodeEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """Silent for too long, deregistered, or replaced by another process."""
+
+    peer: Peer
+
+
+Change = Listed | Unlisted
+
+
+def entry_problem(entry: pb.NodeEntry) -> str | None:
+    """What is wrong with an entry, in one sentence that names field, value and bound; None if nothing is."""
+    if not entry.node.incarnation:
+        return "node.incarnation is 0, it must be a random number that is not 0."
+    if entry.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
+        return f"role is {entry.role}, it must be ROLE_PREFILL or ROLE_DECODE."
+    texts = {"node.name": entry.node.name, "grpc_address": entry.grpc_address, "http_address": entry.http_address}
+    texts |= {f"fingerprint.{name}": getattr(entry.fingerprint, name) for name in _FINGERPRINT_TEXTS}
+    for field, text in texts.items():
+        if not 1 <= len(text) <= MAX_TEXT_CHARS or not text.isprintable():
+            return f"{field} is {text[:64]!r}, it must have 1 to {MAX_TEXT_CHARS} printable characters."
+    for field in ("grpc_address", "http_address"):
+        host, _, port = texts[field].rpartition(":")
+        if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= _MAX_UINT16:
+            return f"{field} is {texts[field]!r}, it must be host:port with a port from 1 to {_MAX_UINT16}."
+    sizes = {f"fingerprint.{name}": getattr(entry.fingerprint, name) for name in _FINGERPRINT_SIZES}
+    sizes |= {name: getattr(entry, name) for name in _SIZES}
+    for field, size in sizes.items():
+        if size < 1:
+            return f"{field} is {size}, it must be at least 1."
+    return None
+
+
+class Listing:
+    """All entries, in the order of their last repetition."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._entries: dict[str, tuple[pb.NodeEntry, float]] = {}  # by name: (entry, when it expires), earliest first
+        self._names: dict[str, str] = {}  # by gRPC address: whose entry has it
+        self._gone: dict[Peer, None] = {}  # oldest first; what they still say comes late
+
+    def register(self, entry: pb.NodeEntry, now: float) -> list[Change] | str:
+        """Take an entry or its repetition: what changed, or the sentence that refuses it."""
+        problem = entry_problem(entry)
+        if problem is not None:
+            return problem
+        peer = Peer(entry.node.name, entry.node.incarnation)
+        if peer in self._gone:
+            return f"node.incarnation {peer.incarnation:016x} of {peer.name} was replaced or deregistered."
+        known, _ = self._entries.get(peer.name, (None, 0.0))
+        if known is None and len(self._entries) >= MAX_ENTRIES:
+            return f"{MAX_ENTRIES} nodes are registered, that is the most."
+        changes: list[Change] = []
+        for name in dict.fromkeys((peer.name, self._names.get(entry.grpc_address, peer.name))):
+            other, _ = self._entries.get(name, (None, 0.0))
+            if other is not None and _peer(other) != peer:
+                changes.append(self._remove(other, is_gone=True))
+        if peer.name in self._entries:  # of the same process, perhaps with another address
+            self._take_out(peer.name)
+        self._entries[peer.name] = (entry, now + self._ttl_s)  # at the end: the latest to expire
+        self._names[entry.grpc_address] = peer.name
+        if known != entry:
+            changes.append(Listed(entry))
+        return changes
+
+    def deregister(self, peer: Peer) -> list[Change]:
+        """The process goes, and does not come back under this incarnation."""
+        entry, _ = self._entries.get(peer.name, (None, 0.0))
+        if entry is None or _peer(entry) != peer:
+            return []
+        return [self._remove(entry, is_gone=True)]
+
+    def expire(self, now: float) -> list[Change]:
+        """Drop what was not repeated in time; it may come back."""
+        due = [entry for entry, expires_at in self._entries.values() if now >= expires_at]
+        return [self._remove(entry, is_gone=False) for entry in due]
+
+    def next_deadline(self) -> float | None:
+        """When expire must be called at the latest."""
+        for _, expires_at in self._entries.values():
+            return expires_at
+        return None
+
+    def entries(self) -> tuple[pb.NodeEntry, ...]:
+        """What is listed now."""
+        return tuple(entry for entry, _ in self._entries.values())
+
+    def _remove(self, entry: pb.NodeEntry, *, is_gone: bool) -> Unlisted:
+        peer = _peer(entry)
+        self._take_out(peer.name)
+        if is_gone:
+            self._gone[peer] = None
+            if len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+        return Unlisted(peer)
+
+    def _take_out(self, name: str) -> None:
+        entry, _ = self._entries.pop(name)
+        del self._names[entry.grpc_address]
+
+
+def _peer(entry: pb.NodeEntry) -> Peer:
+    return Peer(entry.node.name, entry.node.incarnation)

@@ -1,0 +1,77 @@
+"""What a process owes the operating system: end on signals, end with its parent, end with one clear line.
+
+Not here: what is stopped on the way out (each entry does that when `stop_on_signals`' event is set).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from runtime.logs import log_event
+
+_LOG: Final = logging.getLogger(__name__)
+EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+def fatal(message: str) -> NoReturn:
+    """End the process with one line on stderr and exit code 2: something that the user can mend."""
+    sys.stderr.write(" ".join(message.split()) + "\n")
+    raise SystemExit(EXIT_USAGE)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGINT or SIGTERM sets; call it inside the running loop. A second signal ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # no clean-up: the user has asked twice
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the one with `parent_pid` dies, also by SIGKILL; 0 asks for nothing.
+
+    Linux sends the signal when the parent *thread* ends, so a launcher starts its children from its main thread. The check
+    behind the call closes the race with a parent that died before it.
+    """
+    if not parent_pid:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)
+
+
+def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the whole file or none; used for ready files and cluster.json."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that binds to `host`."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def warn_if_exposed(host: str, what: str) -> None:
+    """Log a warning when `what` listens beyond this machine: nothing asks its callers for credentials."""
+    if not is_loopback(host):
+        log_event(_LOG, logging.WARNING, "exposed", listener=what, host=host, risk="anyone who can reach it can use it")

@@ -1,0 +1,90 @@
+"""The project's own files, parsed once for the tests of this folder."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+ROOMS: Final = (
+    "proto",
+    "kernels",
+    "engine",
+    "connector",
+    "runtime",
+    "node",
+    "prefill_node",
+    "decode_node",
+    "router",
+    "deploy",
+    "bench",
+)
+GENERATED: Final = ("_pb2.py", "_pb2_grpc.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Python file that somebody wrote."""
+
+    path: str  # relative to the root, with slashes
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The top-level folder."""
+        return self.path.split("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.path.split("/")[-1]
+
+    @property
+    def module(self) -> str:
+        """Its import name."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Line and full name of everything imported, also inside functions; `from a import b` gives `a.b`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+    def calls(self) -> Iterator[tuple[int, str, ast.Call]]:
+        """Line, spelled-out name and node of every call."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                yield node.lineno, ast.unparse(node.func), node
+
+
+@functools.cache
+def project_files() -> tuple[str, ...]:
+    """Every file that belongs to the project: what git tracks, or would (new files that it does not ignore)."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return tuple(sorted({name for name in listed if name and (ROOT / name).is_file()}))
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    """Every Python file of the project, except generated ones."""
+    found = []
+    for name in project_files():
+        if name.endswith(".py") and not name.endswith(GENERATED):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            found.append(Source(name, text, ast.parse(text, name)))
+    return tuple(found)
+
+
+def sources_of_rooms() -> tuple[Source, ...]:
+    """What runs in production: `sources` without the tests."""
+    return tuple(source for source in sources() if source.room in ROOMS)

@@ -1,0 +1,54 @@
+"""What all tests share: the seed of the run, and `--coverage-table`.
+
+A test that draws at random takes the fixture `fresh_seed`: a new number each run, shown when the test fails, and drawn again
+with `--seed`. Hypothesis shows how to reproduce its own failures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from hypothesis import settings
+
+from tests.coverage_table import CoverageTable
+
+RUN_SEED: Final = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two flags of ours."""
+    group = parser.getgroup("baton")
+    group.addoption("--seed", type=int, help="draw what an earlier run drew")
+    group.addoption("--coverage-table", type=Path, metavar="FILE", help="write which tests prove which checklist row")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed of the run."""
+    settings.register_profile("baton", deadline=None, print_blob=True)
+    settings.load_profile("baton")
+    given: int | None = config.getoption("--seed")
+    config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
+    table: Path | None = config.getoption("--coverage-table")
+    if table is not None:
+        config.pluginmanager.register(CoverageTable(table))
+
+
+@pytest.fixture
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """A number of 64 bits that is new in every run and differs from test to test."""
+    text = f"{request.config.stash[RUN_SEED]} {request.node.nodeid}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say with each failure how to draw the same again."""
+    report = yield
+    if report.failed and "fresh_seed" in getattr(item, "fixturenames", ()):
+        report.sections.append(("seed", f"to draw the same again: --seed {item.config.stash[RUN_SEED]}"))
+    return report

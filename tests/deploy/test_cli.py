@@ -1,0 +1,76 @@
+"""What the command `baton` answers before any process of ours runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+BATON = str(Path(sys.executable).with_name("baton"))
+
+
+def run(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run to the end."""
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=cwd)
+
+
+def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
+    """A newcomer's first call."""
+    result = run([BATON, "--help"])
+    assert result.returncode == 0
+    for word in ("up ", "router ", "prefill ", "decode ", "model make ", "baton up --model DIR", "exit code 2"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "baton: a command is missing, one of up, router, prefill, decode, model make; see baton --help"),
+        (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
+        (["model", "bake"], "baton: model: unknown command; did you mean model make?"),
+        (["xyz"], "baton: xyz: unknown command; must be one of up, router, prefill, decode, model make"),
+        (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
+        (
+            ["up", "--model", "."],
+            "baton up: --model .: has no config.json, so it is not a Hugging Face model directory",
+        ),
+        (
+            ["up", "--model", "/no"],
+            "baton up: --model /no: is not a directory; make one with: baton model make --out /no",
+        ),
+        (["up", "--model", ".", "--decode", "0"], "baton up: --decode 0: must be a whole number between 1 and 64"),
+        (["up", "--modle", "."], "baton up: --modle: unknown flag; did you mean --model?"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], line: str) -> None:
+    """On stderr, without a traceback."""
+    result = run([BATON, *arguments], cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line + "\n")
+
+
+def test_a_wrong_role_is_one_line_and_exit_code_2() -> None:
+    """Before any role is imported."""
+    result = run([sys.executable, "-m", "deploy.node_process", "encode"])
+    assert (result.returncode, result.stderr) == (2, "baton: encode: must be prefill or decode\n")
+
+
+def test_folders_named_like_our_rooms_where_the_user_stands_are_not_imported(tmp_path: Path) -> None:
+    """`python -m` would look there first."""
+    for room in ("deploy", "router", "runtime"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
+    result = run([BATON, "up"], cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--model is missing" in result.stderr
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    """Here a file is in its place."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "taken").write_text("")
+    result = run([BATON, "up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "taken")])
+    assert (result.returncode, result.stderr) == (2, f"baton up: --run-dir {tmp_path}/taken: {os.strerror(17)}\n")

@@ -1,0 +1,167 @@
+"""The config loader: four sources, one line for every wrong value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
+
+
+@dataclass(frozen=True, slots=True)
+class SampleConfig:
+    """Every kind of knob."""
+
+    model: Path = knob(help="model directory", metavar="DIR")
+    block_size: int = knob(16, "tokens per block", low=1, high=1024)
+    lease_s: float = knob(10.0, "life of a lease, 100 % of it", low=0.1)
+    dtype: Literal["fp32", "bf16"] = knob("bf16", "computes in")
+    checksum: bool = knob(True, "check what arrives")
+    threads: int | None = knob(None, "threads; none: all cores", low=1)
+    routers: tuple[str, ...] = knob((), "registries")
+    name: str = knob("a", "a text")
+    config: Path | None = None
+
+    def __post_init__(self) -> None:
+        """A check of two values together."""
+        if self.block_size == 13 and self.dtype == "fp32":
+            raise ValueError("--block-size 13 goes with bf16 only")
+
+
+def read(argv: Sequence[str], environment: Mapping[str, str] | None = None, toml: Path | None = None) -> SampleConfig:
+    """Parse for the room `prefill`."""
+    file_flag = ["--config", str(toml)] if toml else []
+    return parse(SampleConfig, "baton prefill", "Test.", [*file_flag, *argv], environment or {})
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    """A TOML file."""
+    path = tmp_path / "baton.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+    """One source is taken away after the other."""
+    toml = write(tmp_path, 'model = "m"\nblock_size = 3\n')
+    environment = {"BATON_BLOCK_SIZE": "2"}
+    assert read(["--block-size", "1"], environment, toml).block_size == 1
+    assert read([], environment, toml).block_size == 2
+    assert read([], {}, toml).block_size == 3
+    assert read([], {"BATON_CONFIG": str(toml)}).block_size == 3
+    assert read(["--model", "m"]).block_size == 16
+
+
+def test_every_type_is_read_from_flags_and_from_toml_alike(tmp_path: Path) -> None:
+    """And the file's path reaches a config that has a field for it."""
+    toml = write(
+        tmp_path,
+        'model = "m"\nlease_s = 3\ndtype = "fp32"\nchecksum = false\nthreads = 2\nrouters = ["a:1", "b:2"]\nname = "b"\n',
+    )
+    flags = "--model m --lease-s 3 --dtype fp32 --checksum off --threads 2 --routers a:1,b:2 --name b".split()
+    from_file = read([], {}, toml)
+    assert from_file == SampleConfig(
+        model=Path("m"),
+        lease_s=3.0,
+        dtype="fp32",
+        checksum=False,
+        threads=2,
+        routers=("a:1", "b:2"),
+        name="b",
+        config=toml,
+    )
+    assert read(flags, {}, toml) == from_file
+    assert read(["--threads", "none"], {}, toml).threads is None
+
+
+def test_a_rooms_table_wins_over_the_top_level_and_other_rooms_tables_are_not_read(tmp_path: Path) -> None:
+    """One file can serve a whole cluster."""
+    toml = write(tmp_path, 'model = "m"\n[prefill]\nblock_size = 8\n[decode]\nblock_size = 9\nonly_of_decode = 1\n')
+    assert read([], {}, toml).block_size == 8
+    assert tables_in(toml) == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "toml", "sentence"),
+    [
+        ([], {}, "", "--model is missing (or BATON_MODEL, or model in a --config file)"),
+        (["--block-size", "0"], {}, "", "--block-size 0: must be a whole number between 1 and 1024"),
+        (["--block-size", "-1"], {}, "", "--block-size -1: must be a whole number between 1 and 1024"),
+        (["--block-size", "x"], {}, "", "--block-size x: must be a whole number between 1 and 1024"),
+        (["--lease-s", "nan"], {}, "", "--lease-s nan: must be a number, at least 0.1"),
+        (["--dtype", "fp8"], {}, "", "--dtype fp8: must be one of fp32, bf16"),
+        (["--checksum", "yes"], {}, "", "--checksum yes: must be on or off"),
+        (["--threads", "0"], {}, "", "--threads 0: must be a whole number, at least 1, or none"),
+        (["--blok-size", "1"], {}, "", "--blok-size: unknown flag; did you mean --block-size?"),
+        (["--block", "1"], {}, "", "--block: unknown flag; did you mean --block-size?"),
+        (["extra"], {}, "", "extra: unexpected argument; every setting is a flag, see baton prefill --help"),
+        (["--model"], {}, "", "argument --model: expected one argument"),
+        (["--model", "m", "--block-size", "13", "--dtype", "fp32"], {}, "", "--block-size 13 goes with bf16 only"),
+        ([], {"BATON_BLOCK_SIZE": "big"}, "", "BATON_BLOCK_SIZE=big: must be a whole number between 1 and 1024"),
+        ([], {}, "block_size = true", "{toml}: block_size = True: must be a whole number between 1 and 1024"),
+        ([], {}, 'block_size = "8"', "{toml}: block_size = '8': must be a whole number between 1 and 1024"),
+        ([], {}, "routers = [1]", "{toml}: routers = [1]: must be a list of texts"),
+        ([], {}, "blocksize = 8", "{toml}: blocksize: unknown key of prefill; did you mean block_size?"),
+        ([], {}, "[prefil]\nblock_size = 8", "{toml}: [prefil]: unknown table; did you mean prefill?"),
+        ([], {}, "block_size", "--config {toml}: is not TOML: "),
+        (["--config", "/nowhere"], {}, "", "--config /nowhere: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_that_names_place_value_and_bound(
+    tmp_path: Path, argv: list[str], environment: dict[str, str], toml: str, sentence: str
+) -> None:
+    """Whatever the source."""
+    path = write(tmp_path, toml) if toml else None
+    required = [] if sentence.startswith("--model is missing") else ["--model", "m"]
+    with pytest.raises(ConfigError) as caught:
+        read([*argv, *required] if argv != ["--model"] else argv, environment, path)
+    assert str(caught.value).startswith(sentence.replace("{toml}", str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_load_ends_the_process_with_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback, no usage dump."""
+    with pytest.raises(SystemExit) as caught:
+        load(SampleConfig, "baton prefill", "Test.", ["--model", "m", "--dtype", "fp8"])
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", "baton prefill: --dtype fp8: must be one of fp32, bf16\n")
+
+
+def test_help_lists_every_knob_with_its_default_variable_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """And shows how to call it."""
+    with pytest.raises(SystemExit) as caught:
+        load(SampleConfig, "baton prefill", "Runs a prefill node.", ["--help"])
+    assert caught.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "--model DIR model directory (required) [BATON_MODEL, model]",
+        "--block-size N tokens per block (default 16) [BATON_BLOCK_SIZE, block_size]",
+        "--lease-s X life of a lease, 100 % of it (default 10.0) [BATON_LEASE_S, lease_s]",
+        "--dtype fp32|bf16 computes in (default bf16) [BATON_DTYPE, dtype]",
+        "--checksum on|off check what arrives (default on) [BATON_CHECKSUM, checksum]",
+        "--threads N threads; none: all cores (default none) [BATON_THREADS, threads]",
+        "Runs a prefill node.",
+        "Example: baton prefill --model DIR",
+        'BATON_MODEL=DIR, or in FILE model = "DIR"',
+    ):
+        assert line in told
+
+
+def test_an_empty_variable_is_unset_because_that_is_how_compose_files_spell_it() -> None:
+    """Not a wrong number."""
+    assert read(["--model", "m"], {"BATON_BLOCK_SIZE": ""}).block_size == 16
+
+
+def test_a_child_gets_its_threads_but_not_the_launchers_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the environment is handed on: BATON_ variables are for every process."""
+    monkeypatch.setenv("BATON_CONFIG", "/some/file")
+    monkeypatch.setenv("BATON_LEASE_S", "3")
+    environment = child_environment(threads=2)
+    assert "BATON_CONFIG" not in environment
+    assert environment["BATON_LEASE_S"] == "3"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["GOMP_SPINCOUNT"] == thread_environment(1)["GOMP_SPINCOUNT"] == "2000"

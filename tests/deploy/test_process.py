@@ -1,0 +1,123 @@
+"""What a process owes the operating system: its end, and files that are whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.logs import log_event, set_up_logging
+from runtime.process import die_with_parent, fatal, is_loopback, warn_if_exposed, write_atomically
+
+CHILD = (
+    "import sys\n"
+    "from runtime.process import die_with_parent\n"
+    "die_with_parent(int(sys.argv[1]))\n"
+    "print('up', flush=True)\n"
+    "input()\n"
+)
+PARENT = (
+    "import os, subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())], stdin=subprocess.PIPE)\n"
+    "print(child.pid, flush=True)\n"
+    "child.wait()\n"
+)
+WAITER = (
+    "import asyncio\n"
+    "from runtime.process import stop_on_signals\n"
+    "async def main():\n"
+    "    stop = stop_on_signals()\n"
+    "    print('up', flush=True)\n"
+    "    await stop.wait()\n"
+    "    print('stopping', flush=True)\n"
+    "    await asyncio.sleep(600)\n"
+    "asyncio.run(main())\n"
+)
+
+
+def test_a_child_dies_with_a_parent_that_was_killed() -> None:
+    """SIGKILL gives the parent no chance to say so; the kernel does."""
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        first = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+        child_pid = int(*(first - {"up"}))
+        gone = os.pidfd_open(child_pid)
+        assert not select.select([gone], [], [], 0)[0]
+        parent.kill()
+        assert select.select([gone], [], [], 20)[0], "the child outlived its parent"
+        os.close(gone)
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+    """The parent may die between fork and the call."""
+    result = subprocess.run([sys.executable, "-c", CHILD, "1"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_without_a_parent_to_watch_nothing_changes() -> None:
+    """0 is what a user who starts a node by hand has."""
+    die_with_parent(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(number: signal.Signals) -> None:
+    """Also while the clean-up hangs."""
+    with subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "stopping\n"
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+
+
+def test_a_fatal_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Even if the message was not."""
+    with pytest.raises(SystemExit) as caught:
+        fatal("port 8000\n  is taken")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "port 8000 is taken\n"
+
+
+def test_a_json_file_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    """Also over an older one."""
+    path = tmp_path / "ready.json"
+    for content in ({"pid": 1, "text": "x" * 9999}, {"pid": 2}):
+        write_atomically(path, content)
+        assert json.loads(path.read_text()) == content
+    assert [each.name for each in tmp_path.iterdir()] == ["ready.json"]
+
+
+@pytest.mark.covers("X04")
+def test_listening_beyond_this_machine_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is asked for credentials yet."""
+    for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
+        assert is_loopback(host)
+        warn_if_exposed(host, "router")
+    assert not caplog.records
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        warn_if_exposed(host, "router")
+        assert f"exposed listener=router host={host}" in caplog.records[-1].message
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
+    """In a process of its own, because logging is the process's."""
+    code = (
+        "import logging\n"
+        f"from runtime.logs import {set_up_logging.__name__}, {log_event.__name__}\n"
+        "set_up_logging('info', 'router')\n"
+        "log = logging.getLogger('x')\n"
+        "log_event(log, logging.DEBUG, 'hidden')\n"
+        "log_event(log, logging.INFO, 'request_ended', request='a b', quote='\"', s=0.25, tokens=3, none=None)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = result.stderr.splitlines()
+    assert line.endswith(r' INFO router request_ended request="a b" quote="\"" s=0.25 tokens=3 none=None')

@@ -1,0 +1,125 @@
+"""A cluster of real processes, started as a user starts it: `baton up`, in a temporary folder of its own.
+
+Nothing here waits by sleeping: the launcher's lines, process ends and ready answers are what is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+BATON: Final = str(Path(sys.executable).with_name("baton"))
+LAST_LINE: Final = "baton up: Ctrl-C stops everything"
+START_BOUND_S: Final = 100.0  # ten times what the design allows
+END_BOUND_S: Final = 20.0
+
+
+class Cluster:
+    """A running `baton up`; made by `started_cluster`."""
+
+    def __init__(self, launcher: subprocess.Popen[str], run_dir: Path, lines: list[str]) -> None:
+        self.launcher = launcher
+        self.run_dir = run_dir
+        self.lines = lines  # what the launcher printed until it was ready
+        content: dict[str, Any] = json.loads((run_dir / "cluster.json").read_text())
+        self.url: str = content["router"]["url"]
+        self.router_pid: int = content["router"]["pid"]
+        self.nodes: list[dict[str, Any]] = content["nodes"]
+
+    @property
+    def pids(self) -> list[int]:
+        """The router's and all nodes' process ids."""
+        return [self.router_pid, *(node["pid"] for node in self.nodes)]
+
+    def nodes_of(self, role: str) -> list[dict[str, Any]]:
+        """The cluster.json entries of one role."""
+        return [node for node in self.nodes if node["role"] == role]
+
+    def client(self) -> httpx.Client:
+        """An HTTP client of the router."""
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def state(self, node: dict[str, Any]) -> dict[str, Any]:
+        """A node's /state."""
+        address = node["http"]
+        url = address if address.startswith("http") else f"http://{address}"
+        answer: dict[str, Any] = httpx.get(f"{url}/state", timeout=60, trust_env=False).json()
+        return answer
+
+    def end(self, number: signal.Signals) -> int:
+        """Send the launcher a signal and wait for its exit code."""
+        self.launcher.send_signal(number)
+        return self.launcher.wait(END_BOUND_S)
+
+
+@contextmanager
+def started_cluster(model: Path, folder: Path, *flags: str) -> Iterator[Cluster]:
+    """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end."""
+    run_dir = folder / "run"
+    with started_launcher(model, folder, *flags) as launcher:
+        yield Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))
+
+
+@contextmanager
+def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A `baton up` that has just been started, on a free port unless the flags say otherwise; killed at the end."""
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run"), *flags]
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=environment | {"TMPDIR": str(temporary)},
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+class Watch:
+    """Process ids held by descriptors: a process that ended is told from a new one with the same number."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._descriptors = {pid: os.pidfd_open(pid) for pid in pids}
+
+    def alive(self) -> set[int]:
+        """Those that have not ended."""
+        ended, _, _ = select.select(list(self._descriptors.values()), [], [], 0)
+        return {pid for pid, descriptor in self._descriptors.items() if descriptor not in ended}
+
+    def wait_for_end(self, pids: list[int]) -> None:
+        """Wait until all of these have ended; fails after END_BOUND_S each."""
+        for pid in pids:
+            ended, _, _ = select.select([self._descriptors[pid]], [], [], END_BOUND_S)
+            assert ended, f"process {pid} is still there"
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _lines_until_ready(launcher: subprocess.Popen[str], run_dir: Path) -> list[str]:
+    assert launcher.stdout is not None
+    lines: list[str] = []
+    for line in launcher.stdout:
+        lines.append(line.rstrip("\n"))
+        if lines[-1] == LAST_LINE:
+            return lines
+    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(run_dir.glob("*.log")))
+    raise AssertionError("the cluster did not start:\n" + "\n".join(lines) + "\n" + logs)

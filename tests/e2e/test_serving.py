@@ -1,0 +1,156 @@
+"""A small cluster under many requests: streams, disconnects, errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.cluster import Cluster, started_cluster
+
+QUIET_BOUND_S = 10.0  # ten times the second that the checklist allows
+HELD = ("used", "leased", "quarantined")
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One of each role, few slots, so that requests queue and are refused."""
+    folder = tmp_path_factory.mktemp("serving")
+    flags = ("--max-num-seqs", "8", "--num-blocks", "512", "--max-model-len", "4096")
+    with started_cluster(tiny_model, folder, *flags) as running:
+        yield running
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A completion request for the small model."""
+    return {"model": "llama-tiny", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True} | fields
+
+
+def held_blocks(cluster: Cluster) -> int:
+    """Blocks that are not free and not merely cached, on all nodes."""
+    return sum(cluster.state(node)["blocks"][state] for node in cluster.nodes for state in HELD)
+
+
+def wait_until_nothing_is_held(cluster: Cluster) -> float:
+    """Seconds until every node's blocks are free or cached; fails after the bound."""
+    started = time.monotonic()
+    while held_blocks(cluster):
+        assert time.monotonic() - started < QUIET_BOUND_S, [cluster.state(node) for node in cluster.nodes]
+    return time.monotonic() - started
+
+
+def events(response: httpx.Response) -> list[str]:
+    """The data fields of a stream."""
+    assert response.status_code == 200, response.read()
+    return [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+
+
+@pytest.mark.covers("A01", "A08")
+def test_a_stream_has_the_text_of_the_plain_answer_and_ends_with_done(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        seed = secrets.randbelow(1 << 32)
+        fields = body(max_tokens=100, temperature=1.0, seed=seed)
+        plain = client.post("/v1/completions", json=fields).json()
+        with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as response:
+            *chunks, last = events(response)
+    text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    assert last == "[DONE]" and text == plain["choices"][0]["text"], f"seed {seed}"
+    assert len(chunks) > 10, "it was not streamed"
+
+
+@pytest.mark.covers("A01")
+def test_the_official_client_works_unchanged(cluster: Cluster) -> None:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        assert client.models.list().data[0].id == "llama-tiny"
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        chat = client.chat.completions.create(model="llama-tiny", messages=messages, max_tokens=8, seed=1)
+        assert (
+            chat.usage is not None
+            and chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+        )
+        options: Any = {"include_usage": True}
+        stream = client.chat.completions.create(
+            model="llama-tiny", messages=messages, max_tokens=8, seed=1, stream=True, stream_options=options
+        )
+        chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage is not None and chunks[-1].usage == chat.usage
+
+
+@pytest.mark.covers("A10")
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks_on_every_node(cluster: Cluster, is_streaming: bool) -> None:
+    wait_until_nothing_is_held(cluster)
+    fields = body(max_tokens=4000, stream=is_streaming)
+    with cluster.client() as client:
+        if is_streaming:
+            with client.stream("POST", "/v1/completions", json=fields) as response:
+                lines = response.iter_lines()  # kept: dropping it hangs up
+                assert next(lines).startswith("data: ")
+                assert held_blocks(cluster) > 0, "it was not running"
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=fields, timeout=httpx.Timeout(30, read=1.0))
+    wait_until_nothing_is_held(cluster)
+    assert sum(cluster.state(node)["running"] for node in cluster.nodes) == 0
+
+
+@pytest.mark.covers("P08", "R15", "A12")
+def test_a_thousand_mixed_requests_leak_no_block(cluster: Cluster) -> None:
+    """Plain, streamed, abandoned, refused by the API; eight slots, so most of them wait or are refused by a node first."""
+    seed = secrets.randbelow(1 << 32)
+    rng = random.Random(seed)
+    plans = [
+        (rng.choice(("plain", "stream", "leave", "bad")), rng.randint(1, 60), rng.randint(1, 12)) for _ in range(1000)
+    ]
+
+    with cluster.client() as client, ThreadPoolExecutor(24) as threads:
+
+        def ask(plan: tuple[str, int, int]) -> int:
+            kind, prompt_len, max_tokens = plan
+            fields = body(prompt=[prompt_len] * prompt_len, max_tokens=max_tokens)
+            match kind:
+                case "plain":
+                    answer = client.post("/v1/completions", json=fields)
+                    assert answer.status_code == 200, f"seed {seed}: {answer.text}"
+                    assert answer.json()["usage"]["completion_tokens"] == max_tokens
+                    return answer.status_code
+                case "stream":
+                    with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as response:
+                        assert events(response)[-1] == "[DONE]", f"seed {seed}"
+                        return response.status_code
+                case "leave":
+                    with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as response:
+                        return response.status_code
+                case _:
+                    return client.post("/v1/completions", json=fields | {"temperature": -1}).status_code
+
+        statuses = list(threads.map(ask, plans))
+    expected = [400 if kind == "bad" else 200 for kind, _, _ in plans]
+    assert statuses == expected, f"seed {seed}"
+    wait_until_nothing_is_held(cluster)
+    metrics = httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+    loads = [line for line in metrics.splitlines() if line.startswith("baton_router_node_") and "node_up" not in line]
+    assert loads and all(line.endswith(" 0.0") for line in loads), loads
+
+
+@pytest.mark.covers("R17", "A06")
+def test_a_request_over_its_deadline_ends_with_one_clear_error(tiny_model: Path, tmp_path: Path) -> None:
+    with started_cluster(tiny_model, tmp_path, "--request-timeout-s", "0.5") as cluster, cluster.client() as client:
+        answer = client.post("/v1/completions", json=body(max_tokens=4000))
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "DEADLINE", answer.text
+        with client.stream("POST", "/v1/completions", json=body(max_tokens=4000, stream=True)) as response:
+            assert response.status_code == 200
+            last = events(response)[-1]
+        assert "error" in json.loads(last), "a stream that fails ends with an error, without [DONE]"
+        wait_until_nothing_is_held(cluster)

@@ -1,0 +1,78 @@
+"""Fingerprints differ exactly where KV may not be mixed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine.fingerprint import Fingerprint, fingerprint_fields
+from proto import baton_pb2 as pb
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def header_end(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_the_same_model_has_the_same_fingerprint_in_another_place(own_model_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(own_model_dir, tmp_path / "copy")
+    one, other = (fingerprint_fields(path, "fp32", 16) for path in (own_model_dir, copy))
+    assert one == other
+    assert one.to_bytes() == other.to_bytes()
+
+
+@pytest.mark.covers("H02")
+def test_fields_are_those_of_the_message() -> None:
+    assert [field.name for field in fields(Fingerprint)] == [field.name for field in pb.Fingerprint.DESCRIPTOR.fields]
+
+
+@pytest.mark.covers("H02")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: flip_byte(weights, header_end(weights)),
+        lambda weights: flip_byte(weights, -1),
+        lambda weights: flip_byte(weights, header_end(weights) // 2),
+        lambda weights: weights.write_bytes(weights.read_bytes() + b"\0"),
+        lambda weights: (weights.parent / "config.json").write_text((weights.parent / "config.json").read_text() + " "),
+    ],
+    ids=["first weight", "last weight", "header", "size", "config"],
+)
+def test_a_changed_byte_changes_the_fingerprint(own_model_dir: Path, change: Callable[[Path], object]) -> None:
+    before = fingerprint_fields(own_model_dir, "fp32", 16)
+    change(own_model_dir / "model.safetensors")
+    after = fingerprint_fields(own_model_dir, "fp32", 16)
+    assert after.weights != before.weights
+    assert after.to_bytes() != before.to_bytes()
+
+
+@pytest.mark.covers("H02")
+def test_a_changed_byte_inside_a_sample_of_a_large_file_changes_the_fingerprint(own_model_dir: Path) -> None:
+    """16 samples of 64 KiB, evenly spaced: the middle of 8 MiB falls into the eighth."""
+    weights = own_model_dir / "model.safetensors"
+    begin = header_end(weights)
+    size = 8 << 20
+    weights.write_bytes(weights.read_bytes().ljust(begin + size, b"\0"))
+    before = fingerprint_fields(own_model_dir, "fp32", 16)
+    sampled = begin + (size - (64 << 10)) * 7 // 15
+    flip_byte(weights, sampled - 1)
+    assert fingerprint_fields(own_model_dir, "fp32", 16) == before  # between samples: the price of not reading it all
+    flip_byte(weights, sampled)
+    assert fingerprint_fields(own_model_dir, "fp32", 16) != before
+
+
+@pytest.mark.covers("H02")
+def test_dtype_and_block_size_are_part_of_it(own_model_dir: Path) -> None:
+    one = fingerprint_fields(own_model_dir, "auto", 16)
+    assert one == fingerprint_fields(own_model_dir, "fp32", 16)
+    others = [fingerprint_fields(own_model_dir, "bf16", 16), fingerprint_fields(own_model_dir, "fp32", 32)]
+    assert len({one.to_bytes(), *(other.to_bytes() for other in others)}) == 3

@@ -1,0 +1,80 @@
+"""The random-weight directory: exact Hugging Face layout, by seed, and never over something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.make_model import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, main
+from engine.model import load_model
+from tests.engine_torch.conftest import ModelDirs
+
+
+@pytest.mark.covers("M03")
+def test_transformers_loads_the_directory_with_tokenizer_and_chat_template(model_dirs: ModelDirs) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model_dir = model_dirs()
+    model, report = AutoModelForCausalLM.from_pretrained(model_dir, output_loading_info=True)
+    assert not any(report.values())  # nothing missing, unexpected or mismatched
+    assert model.generation_config.eos_token_id == [END_OF_TEXT, MESSAGE_END]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert len(tokenizer) == model.config.vocab_size
+    text = "Grüße, 世界 🙂\n\ttabs"
+    ids = tokenizer(text).input_ids
+    assert ids == [BEGIN_OF_TEXT, *text.encode()]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|begin_of_text|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer(chat, add_special_tokens=False).input_ids.count(BEGIN_OF_TEXT) == 1
+
+
+def test_every_byte_is_one_token(model_dirs: ModelDirs) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dirs() / "tokenizer.json"))
+    text = bytes(range(128)).decode() + "".join(map(chr, range(0xA0, 0x800)))
+    assert tokenizer.encode(text, add_special_tokens=False).ids == list(text.encode())
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert main(["--seed", seed, "--out", str(tmp_path / name)]) == 0
+    a, b, c = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "abc")
+    assert a == b
+    assert [name for name in a if a[name] != c[name]] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_asked_dtype_is_what_auto_loads(model_dirs: ModelDirs, dtype: str) -> None:
+    assert load_model(model_dirs("group4", dtype), "auto").dtype == dtype
+
+
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").write_text("mine")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    error = capsys.readouterr().err
+    assert "is not an empty directory" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--out", "x", "--dtype", "fp8"], ["--out", "x", "--like", "gpt"], ["--out", "x", "--seed", "-1"]]
+)
+def test_wrong_arguments_end_in_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_making_and_loading_a_model_never_imports_transformers() -> None:
+    program = "import engine.make_model, engine.runner, engine.probe, engine.fingerprint, sys; print('transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"

@@ -1,0 +1,212 @@
+"""What is read from a model directory, and the one sentence for each thing that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.batch import Segment, build_batch
+from engine.kv_memory import KvMemory
+from engine.model import load_model
+from engine.model_config import ModelError, read_model_config
+from tests.engine_torch.conftest import ModelDirs
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys; None removes one."""
+    value = json.loads(path.read_text()) if path.exists() else {}
+    value.update(changes)
+    path.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+def edit_tensors(model_dir: Path, **changes: Tensor | None) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, model_dir / "model.safetensors")
+
+
+def shard(model_dir: Path) -> Path:
+    """Split model.safetensors in two, as large models come. Returns the index."""
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file_name, members in files.items():
+        save_file({name: tensors[name] for name in members}, model_dir / file_name)
+    weight_map = {name: file_name for file_name, members in files.items() for name in members}
+    index = model_dir / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def logits(model_dir: Path, dtype: str = "auto") -> Tensor:
+    model = load_model(model_dir, dtype)
+    kv = KvMemory(model.config, 16, 2, model.dtype)
+    return model.forward(build_batch([Segment(range(20), 0, (0, 1), 20)], 16), kv.tensor)
+
+
+@pytest.mark.covers("M02")
+def test_sharded_and_single_files_give_the_same_model(own_model_dir: Path) -> None:
+    single = logits(own_model_dir)
+    shard(own_model_dir)
+    assert torch.equal(logits(own_model_dir), single)
+
+
+@pytest.mark.covers("M02")
+def test_a_tied_head_is_the_embedding_whether_stored_again_or_not(own_model_dir: Path) -> None:
+    embedding = load_file(own_model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(own_model_dir, **{"lm_head.weight": embedding.clone()})
+    untied = logits(own_model_dir)
+    edit_json(own_model_dir / "config.json", tie_word_embeddings=True)
+    assert torch.equal(logits(own_model_dir), untied)
+    edit_tensors(own_model_dir, **{"lm_head.weight": None})
+    assert torch.equal(logits(own_model_dir), untied)
+
+
+@pytest.mark.covers("M02")
+@pytest.mark.parametrize(
+    ("stored", "auto"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp32")], ids=str
+)
+def test_weights_stored_in_any_of_three_dtypes_load_as_asked(
+    own_model_dir: Path, stored: torch.dtype, auto: str
+) -> None:
+    tensors = load_file(own_model_dir / "model.safetensors")
+    edit_tensors(own_model_dir, **{name: tensor.to(stored) for name, tensor in tensors.items()})
+    edit_json(own_model_dir / "config.json", torch_dtype=str(stored).removeprefix("torch."))
+    assert load_model(own_model_dir, "auto").dtype == auto
+    assert logits(own_model_dir, "fp32").dtype == torch.float32
+    assert logits(own_model_dir, "bf16").dtype == torch.bfloat16
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.covers("M02")
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({Q_PROJ: None}, f"tensor {Q_PROJ} is missing"),
+        ({Q_PROJ: torch.zeros(32, 31)}, rf"tensor {Q_PROJ} has shape \[32, 31\], config.json asks for \[32, 32\]"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)},
+            "tensor model.layers.0.self_attn.q_proj.bias is extra",
+        ),
+        ({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}, f"tensor {Q_PROJ} has dtype I8"),
+    ],
+    ids=["missing", "misshapen", "extra", "integer"],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    own_model_dir: Path, changes: dict[str, Tensor | None], sentence: str
+) -> None:
+    edit_tensors(own_model_dir, **changes)
+    with pytest.raises(ModelError, match=sentence):
+        load_model(own_model_dir, "fp32")
+
+
+@pytest.mark.covers("M02")
+def test_a_missing_shard_and_a_shard_elsewhere_are_named(own_model_dir: Path) -> None:
+    index = shard(own_model_dir)
+    (own_model_dir / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"names model-00002-of-00002.safetensors, which does not exist"):
+        load_model(own_model_dir, "fp32")
+    edit_json(index, weight_map={"lm_head.weight": "../other/model.safetensors"})
+    with pytest.raises(ModelError, match=r"puts tensor lm_head.weight into '../other/model.safetensors'"):
+        load_model(own_model_dir, "fp32")
+
+
+def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None:
+    weights = own_model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="is not a readable safetensors file"):
+        load_model(own_model_dir, "fp32")
+    weights.rename(own_model_dir / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin is not read, only safetensors"):
+        load_model(own_model_dir, "fp32")
+    (own_model_dir / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"no model.safetensors and no model.safetensors.index.json"):
+        load_model(own_model_dir, "fp32")
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
+        ({"architectures": None}, "architectures is None, not a list of one name"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'llama3' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq' is not supported"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 2"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None, not a positive integer"),
+        ({"vocab_size": "260"}, "vocab_size is '260', not a positive integer"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1, not a positive number"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_refused_by_name(own_model_dir: Path, changes: dict[str, Any], sentence: str) -> None:
+    edit_json(own_model_dir / "config.json", **changes)
+    with pytest.raises(ModelError, match=sentence):
+        read_model_config(own_model_dir)
+
+
+@pytest.mark.covers("M03")
+def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json does not exist"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json is not JSON"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config.json is not a JSON object"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.covers("M03")
+def test_end_tokens_come_from_generation_config_first(own_model_dir: Path) -> None:
+    generation = own_model_dir / "generation_config.json"
+    edit_json(generation, eos_token_id=[7, 8])
+    assert read_model_config(own_model_dir).eos_token_ids == (7, 8)
+    edit_json(generation, eos_token_id=0)
+    assert read_model_config(own_model_dir).eos_token_ids == (0,)
+    generation.unlink()
+    edit_json(own_model_dir / "config.json", eos_token_id=9)
+    assert read_model_config(own_model_dir).eos_token_ids == (9,)
+    edit_json(own_model_dir / "config.json", eos_token_id=None)
+    assert read_model_config(own_model_dir).eos_token_ids == ()
+
+
+def test_sizes_that_config_leaves_out_have_transformers_defaults(own_model_dir: Path) -> None:
+    absent = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "torch_dtype")
+    )
+    edit_json(own_model_dir / "config.json", **absent)
+    config = read_model_config(own_model_dir)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.rope_theta) == (2, 16, 1e-6, 10_000.0)
+    assert (config.ties_embeddings, config.stored_dtype) == (False, "fp32")
+
+
+def test_rope_theta_is_read_where_either_transformers_generation_puts_it(own_model_dir: Path) -> None:
+    config = own_model_dir / "config.json"
+    edit_json(config, rope_theta=5e5)
+    assert read_model_config(own_model_dir).rope_theta == 5e5
+    edit_json(config, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert read_model_config(own_model_dir).rope_theta == 1e6
+
+
+def test_an_unknown_dtype_is_refused_by_name(model_dirs: ModelDirs) -> None:
+    with pytest.raises(ModelError, match="dtype 'int4' is unknown"):
+        load_model(model_dirs(), "int4")

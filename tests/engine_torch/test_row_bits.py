@@ -1,0 +1,139 @@
+"""A row's bits depend on its own tokens only: random batches, cuts, neighbours, blocks, threads; compared bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.batch import Segment, build_batch
+from engine.kv_memory import KvMemory
+from engine.model import Model, load_model
+from engine.probe import probe_bit_exact
+from kernels.torch_reference import PackedLinear
+from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
+
+MAX_TOKENS = 150
+DTYPES = ["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Sequences and the steps that compute them."""
+
+    lengths: list[int]
+    block_size: int
+    steps: list[list[tuple[int, int]]]  # per step (sequence, rows), each sequence at most once
+    num_threads: int
+    block_order: list[int]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    lengths = draw(st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=3))
+    block_size = draw(st.sampled_from([8, 16, 24, 128]))
+    left = dict(enumerate(lengths))
+    steps = []
+    while left:
+        members = draw(st.permutations(sorted(left)))
+        members = members[: draw(st.integers(1, len(members)))]
+        step = []
+        for sequence in members:
+            count = min(left[sequence], draw(st.sampled_from([1, 2, 17, 63, 64, 65, 128])))
+            step.append((sequence, count))
+            left[sequence] -= count
+            if not left[sequence]:
+                del left[sequence]
+        steps.append(step)
+    num_blocks = sum(-(-length // block_size) for length in lengths)
+    num_threads = draw(st.sampled_from([1, 2]))
+    return Scenario(lengths, block_size, steps, num_threads, draw(st.permutations(range(num_blocks))))
+
+
+@cache
+def tokens(sequence: int) -> list[int]:
+    generator = torch.Generator().manual_seed(sequence)
+    return torch.randint(0, VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
+
+
+_alone: dict[tuple[int, int], Tensor] = {}
+
+
+def alone(model: Model, sequence: int) -> Tensor:
+    """All logits of a sequence computed by itself, whole, on one thread: what every other way must equal."""
+    key = (id(model), sequence)
+    if key not in _alone:
+        torch.set_num_threads(1)
+        kv = KvMemory(model.config, 16, -(-MAX_TOKENS // 16), model.dtype)
+        segment = Segment(tokens(sequence), 0, range(kv.num_blocks), MAX_TOKENS)
+        _alone[key] = model.forward(build_batch([segment], 16), kv.tensor)
+    return _alone[key]
+
+
+@pytest.fixture(scope="module", params=[(s, d) for s in ("group4", "group1", "group7") for d in DTYPES], ids=str)
+def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
+    shape, dtype = request.param
+    return load_model(model_dirs(shape, dtype), "auto")
+
+
+@pytest.mark.covers("M06")
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scenario=scenarios())
+def test_logits_have_the_same_bits_in_any_batch_cut_phase_and_thread_count(model: Model, scenario: Scenario) -> None:
+    kv = KvMemory(model.config, scenario.block_size, len(scenario.block_order), model.dtype)
+    kv.tensor.fill_(float("nan"))  # what a block held before must not matter either
+    free = iter(scenario.block_order)
+    tables = [[next(free) for _ in range(-(-length // scenario.block_size))] for length in scenario.lengths]
+    done = [0] * len(tables)
+    for step in scenario.steps:
+        torch.set_num_threads(scenario.num_threads)
+        segments = []
+        for sequence, count in step:
+            start = done[sequence]
+            segments.append(Segment(tokens(sequence)[start : start + count], start, tables[sequence], count))
+        logits = model.forward(build_batch(segments, scenario.block_size), kv.tensor)
+        row = 0
+        for sequence, count in step:
+            start = done[sequence]
+            note(f"sequence {sequence} rows {start}..{start + count} on {scenario.num_threads} threads")
+            expected = alone(model, sequence)[start : start + count]
+            assert torch.equal(logits[row : row + count], expected)
+            done[sequence] += count
+            row += count
+
+
+@pytest.mark.covers("M06")
+def test_asking_for_fewer_logits_changes_none(model: Model) -> None:
+    kv = KvMemory(model.config, 16, 10, model.dtype)
+    segment = Segment(tokens(0), 0, range(10), 1)
+    last = model.forward(build_batch([segment], 16), kv.tensor)
+    assert torch.equal(last, alone(model, 0)[-1:])
+
+
+@pytest.mark.covers("M06")
+def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert probe_bit_exact(model)
+
+
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width_in", "width_out"), [(100, 60), (128, 192), (1024, 512), (4864, 128), (8192, 256)])
+def test_a_packed_linear_gives_a_row_the_same_bits_among_any_number(
+    dtype: torch.dtype, width_in: int, width_out: int
+) -> None:
+    generator = torch.Generator().manual_seed(width_in)
+    linear = PackedLinear(torch.randn(width_out, width_in, generator=generator).to(dtype))
+    x = torch.randn(600, width_in, generator=generator).to(dtype)
+    whole = linear(x)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 3, 7, 16, 17, 33, 64, 255, 600):
+            for start in {0, 600 - count}:
+                assert torch.equal(linear(x[start : start + count]), whole[start : start + count])

@@ -1,0 +1,62 @@
+"""A node's gRPC service on a free port, with the test in the place of the core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from node import events as ev
+from node.identity import NodeIdentity
+from node.metrics import Counters
+from node.routers import Routers
+from node.service import NodeService, PendingCalls
+from node.validate import Bounds
+from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
+from runtime.session import SessionTiming
+
+INCARNATION = 77
+
+
+@dataclass(slots=True)
+class GrpcNode:
+    """What the test holds: the address, the calls to answer, the events that came."""
+
+    address: str
+    calls: PendingCalls
+    counters: Counters
+    routers: Routers
+    events: list[ev.Event] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def serve_node(
+    role: pb.Role.ValueType,
+    react: Callable[[GrpcNode, ev.Event], None] | None = None,
+    address: str = "127.0.0.1:0",
+) -> AsyncIterator[GrpcNode]:
+    """Serve; `react` is called with each event, on the loop, after the service has waited for its answer."""
+    loop = asyncio.get_running_loop()
+
+    def post(event: ev.Event) -> None:
+        node.events.append(event)
+        if react is not None:
+            loop.call_soon(react, node, event)
+
+    identity, counters, calls = NodeIdentity("n0", INCARNATION), Counters(), PendingCalls()
+    bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
+    routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
+    server = grpc.aio.server()
+    service = NodeService(identity, bounds, counters, post, routers.sessions, calls)
+    pb_grpc.add_NodeServicer_to_server(service, server)
+    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers)
+    await server.start()
+    try:
+        yield node
+    finally:
+        await routers.sessions.close()
+        await server.stop(None)

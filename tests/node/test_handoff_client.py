@@ -1,0 +1,117 @@
+"""Control calls to other nodes: each with its own time limit, none in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from typing import TypeVar
+
+import pytest
+
+from node import events as ev
+from node.handoff_client import HandoffClient
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey, attempt_key
+from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
+from tests.node.test_validate import good_reserve
+
+T = TypeVar("T")
+KEY = attempt_key(good_reserve().key)
+
+
+class Outcomes:
+    """What the client posted, to be waited for."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[ev.ReserveAnswered | ev.RenewAnswered] = asyncio.Queue()
+        self.post = self._queue.put_nowait
+        self.next = self._queue.get
+
+
+def with_client(test: Callable[[HandoffClient, Outcomes], Coroutine[None, None, T]]) -> T:
+    async def run() -> T:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            outcomes = Outcomes()
+            client = HandoffClient(outcomes.post, tasks.create_task)
+            try:
+                return await test(client, outcomes)
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def reserve(address: str, timeout_s: float, key: AttemptKey = KEY) -> ev.SendReserve:
+    request = good_reserve()
+    request.to_incarnation = INCARNATION
+    return ev.SendReserve(key, address, request, timeout_s)
+
+
+def grant(node: GrpcNode, event: ev.Event) -> None:
+    if isinstance(event, ev.ReserveAsked):
+        node.calls.answer_reserve(event.call_id, pb.ReserveReply(lease=pb.Lease(lease_id=4)))
+    elif isinstance(event, ev.RenewAsked):
+        node.calls.answer_renew(event.call_id, pb.RenewReply(life_ms=9))
+
+
+def test_the_answers_of_reserve_and_renew_become_events() -> None:
+    async def test(client: HandoffClient, outcomes: Outcomes) -> None:
+        async with serve_node(pb.ROLE_DECODE, grant) as node:
+            client.reserve(reserve(node.address, 5))
+            assert await outcomes.next() == ev.ReserveAnswered(KEY, pb.ReserveReply(lease=pb.Lease(lease_id=4)))
+            request = pb.RenewRequest(key=good_reserve().key, to_incarnation=INCARNATION, secret=bytes(16))
+            client.renew(ev.SendRenew(KEY, node.address, request, 5))
+            assert await outcomes.next() == ev.RenewAnswered(KEY, pb.RenewReply(life_ms=9))
+
+    with_client(test)
+
+
+@pytest.mark.covers("P04")
+def test_a_silent_and_a_dead_peer_delay_nobody_else_and_end_within_their_time() -> None:
+    async def test(client: HandoffClient, outcomes: Outcomes) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            dead_address = f"127.0.0.1:{listener.getsockname()[1]}"
+        async with serve_node(pb.ROLE_DECODE) as silent_node, serve_node(pb.ROLE_DECODE, grant) as node:
+            silent, dead, alive = (AttemptKey(name, 0, 0) for name in ("silent", "dead", "alive"))
+            client.reserve(reserve(silent_node.address, 2.0, silent))
+            client.reserve(reserve(dead_address, 60.0, dead))
+            client.reserve(reserve(node.address, 60.0, alive))
+            outcome = {(event := await outcomes.next()).key: event.reply for _ in range(2)}
+            assert set(outcome) == {dead, alive}  # although the silent one was asked first
+            assert outcome[dead] is None and outcome[alive] is not None
+            assert await outcomes.next() == ev.ReserveAnswered(silent, None)
+            assert len(silent_node.events) == 1
+
+    with_client(test)
+
+
+def test_a_release_is_sent_again_until_it_arrives() -> None:
+    async def test(client: HandoffClient, _outcomes: Outcomes) -> None:
+        arrived = asyncio.Event()
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"  # connects, then says nothing: the first try fails
+            request = pb.ReleaseRequest(key=good_reserve().key, to_incarnation=INCARNATION, ms_left=60_000)
+            client.release(ev.SendRelease(address, request))
+            loop = asyncio.get_running_loop()
+            listener.setblocking(False)
+            connection, _ = await loop.sock_accept(listener)
+            connection.close()
+        async with serve_node(pb.ROLE_DECODE, lambda _node, _event: arrived.set(), address) as node:
+            await arrived.wait()
+            (event,) = node.events
+            assert isinstance(event, ev.ReleaseAsked)
+            assert 0 < event.request.ms_left < 60_000  # time has passed since the first try
+            assert request.ms_left == 60_000
+
+    with_client(test)
+
+
+def test_closing_cancels_what_is_under_way() -> None:
+    async def test(client: HandoffClient, _outcomes: Outcomes) -> None:
+        async with serve_node(pb.ROLE_DECODE) as silent_node:
+            client.reserve(reserve(silent_node.address, 3600.0))
+            await client.close()
+
+    with_client(test)

@@ -1,0 +1,94 @@
+"""/health, /state and /metrics say what the parts hold, at the moment of asking."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from node.http import HttpServer, make_app
+from node.identity import NodeIdentity
+from node.metrics import Counters
+from node.sizes import EngineSizes
+from node.view import NodeFacts, NodeView, Sources
+from proto import baton_pb2 as pb
+from tests.node.scripted_core import ScriptedCore
+
+
+class LoadedCore(ScriptedCore):
+    """Holds something of everything."""
+
+    def load(self) -> pb.LoadReport:
+        return pb.LoadReport(
+            waiting=1, running=2, blocks_free=3, blocks_cached=4, blocks_used=5, blocks_leased=6, blocks_quarantined=7
+        )
+
+    def snapshot(self) -> Mapping[str, object]:
+        return {"leases": 8, "branches": 9, "scheduler": {"phases": {("not", "json-able"): object()}}}
+
+
+def transport() -> Mapping[str, object]:
+    return {"kv_bytes_sent": {"decode-0": 4096}, "kv_bytes_received": {}, "links": 1}
+
+
+async def _get(counters: Counters, *paths: str) -> list[httpx.Response]:
+    facts = NodeFacts(
+        identity=NodeIdentity("n0", 0xAB),
+        role="decode",
+        threads=2,
+        is_bit_exact=True,
+        fingerprint=pb.Fingerprint(dtype="fp32", block_size=16),
+        sizes=EngineSizes(16, 25, 256),
+    )
+    view = NodeView(facts, Sources(LoadedCore(), counters, transport, lambda: {"peers": {}}))
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
+        server = HttpServer(make_app(view), listener)
+        tasks.create_task(server.run())
+        answers = [await client.get(path) for path in paths]
+        server.stop()
+    return answers
+
+
+def get(counters: Counters, *paths: str) -> list[httpx.Response]:
+    return asyncio.run(_get(counters, *paths))
+
+
+def test_state_shows_blocks_queues_bytes_and_who_it_is() -> None:
+    counters = Counters()
+    counters.count("stale_refused", 3)
+    health, answer = get(counters, "/health", "/state")
+    assert health.json() == {"status": "ok", "node_id": "n0"}
+    state = json.loads(answer.text)
+    assert state["blocks"] == {"free": 3, "cached": 4, "used": 5, "leased": 6, "quarantined": 7}
+    assert (state["waiting"], state["running"], state["leases"]) == (1, 2, 8)
+    assert (state["node_id"], state["role"], state["incarnation"]) == ("n0", "decode", "00000000000000ab")
+    assert (state["threads"], state["bit_exact"]) == (2, True)
+    assert (state["kv_bytes_sent"], state["kv_bytes_received"]) == ({"decode-0": 4096}, {})
+    assert state["fingerprint"] == {"dtype": "fp32", "block_size": 16}
+    assert state["counters"]["stale_refused"] == 3
+    assert state["attempts"] == {"branches": 9}
+
+
+@pytest.mark.covers("D03")
+def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
+    counters = Counters()
+    counters.count("reserve_refused_busy", 2)
+    (answer,) = get(counters, "/metrics")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+    assert samples["baton_blocks", "leased"] == 6  # not free
+    assert samples["baton_blocks", "free"] == 3
+    assert samples["baton_leases",] == 8
+    assert samples["baton_sequences_waiting",] == 1
+    assert samples["baton_reserve_refused_total", "BUSY"] == 2
+    assert samples["baton_kv_sent_bytes_total", "decode-0"] == 4096

@@ -1,0 +1,255 @@
+"""The shell's promises to its core: tick first, actions in order, timers without traffic, bugs that end the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from connector.transport import RevokeDone
+from connector.zmq_transport import ZmqTransport
+from engine.plan import Plan, StepResult
+from node import events as ev
+from node.handoff_client import HandoffClient
+from node.inbox import Inbox
+from node.loop import NodeLoop, Outlets
+from node.metrics import Counters
+from node.runner_thread import RunnerThread
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
+from tests.node.scripted_core import ScriptedCore
+
+KEY = AttemptKey("r", 0, 0)
+ROUTER = ev.RouterId("router", 1)
+
+T = TypeVar("T")
+
+
+class Recorder:
+    """Where actions end: the test's routers and calls."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+        self.grown = asyncio.Event()
+
+    def send(self, router: ev.RouterId, message: pb.NodeMessage) -> None:
+        self._note(("send", router, message))
+
+    def answer_reserve(self, call_id: int, reply: pb.ReserveReply) -> None:
+        self._note(("reserve", call_id, reply))
+
+    def answer_renew(self, call_id: int, reply: pb.RenewReply) -> None:
+        self._note(("renew", call_id, reply))
+
+    def _note(self, what: object) -> None:
+        self.done.append(what)
+        self.grown.set()
+
+    async def wait_for(self, number: int) -> list[object]:
+        while len(self.done) < number:
+            self.grown.clear()
+            await self.grown.wait()
+        return self.done
+
+
+class EchoRunner:
+    """Answers each plan with its step id; raises at a step that the test chose."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self._fails_at = fails_at
+
+    def run(self, plan: Plan) -> StepResult:
+        if plan.step_id == self._fails_at:
+            raise RuntimeError("a bug in the runner")
+        return StepResult(plan.step_id, ())
+
+
+class Shell:
+    """A whole shell around a scripted core, with a real transport and a real runner thread."""
+
+    def __init__(self, core: ScriptedCore, tasks: asyncio.TaskGroup) -> None:
+        self.inbox = Inbox()
+        self.recorder = Recorder()
+        self.counters = Counters()
+        self.transport = ZmqTransport(np.zeros((4, 64), np.uint8), "n", 1, self.inbox.post)
+        self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
+        self.peers = HandoffClient(self.inbox.post, tasks.create_task)
+        outlets = Outlets(self.runner, self.transport, self.recorder, self.recorder, self.peers, self.counters)
+        self.task = tasks.create_task(NodeLoop("n", core, self.inbox, outlets).run())
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await self.peers.close()
+        assert await self.runner.stop()
+        self.transport.stop()
+
+
+def drive(core: ScriptedCore, test: Callable[[Shell], Coroutine[None, None, T]]) -> T:
+    async def run() -> T:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            shell = Shell(core, tasks)
+            try:
+                return await test(shell)
+            finally:
+                await shell.stop()
+
+    return asyncio.run(run())
+
+
+def to_router(text: str) -> ev.ToRouter:
+    return ev.ToRouter(ROUTER, pb.NodeMessage(error=pb.PDError(message=text)))
+
+
+def sent(recorder: Recorder) -> list[str]:
+    return [item[2].error.message for item in recorder.done if isinstance(item, tuple) and item[0] == "send"]
+
+
+def test_what_is_due_expires_before_an_event_is_received_at_the_same_time() -> None:
+    core = ScriptedCore(lambda _event, _now: [to_router("received")])
+    core.on_due = [to_router("expired")]
+
+    async def test(shell: Shell) -> None:
+        core.deadline = asyncio.get_running_loop().time() - 1  # due already; the event is posted in the same moment
+        shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(2)
+        assert sent(shell.recorder) == ["expired", "received"]
+
+    drive(core, test)
+    assert [name for name, _ in core.calls] == ["due", "receive"]
+
+
+@pytest.mark.covers("H07")
+def test_a_timer_fires_with_no_event_at_all_and_a_later_one_after_it() -> None:
+    core = ScriptedCore()
+    core.on_due = [to_router("expired")]
+
+    async def test(shell: Shell) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (1, 2):
+            core.deadline = due = loop.time() + 0.02
+            shell.inbox.wake()  # as after any event: the shell asks for the deadline again
+            await shell.recorder.wait_for(number)
+            assert loop.time() >= due
+
+    drive(core, test)
+    assert [name for name, _ in core.calls] == ["due", "due"]
+
+
+def test_time_never_goes_back_for_the_core() -> None:
+    core = ScriptedCore(lambda _event, _now: [to_router("received")])
+
+    async def test(shell: Shell) -> None:
+        for _ in range(300):
+            shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(300)
+
+    drive(core, test)
+    assert core.times == sorted(core.times)
+
+
+def test_events_are_received_in_the_order_of_their_posting_and_actions_performed_in_theirs() -> None:
+    core = ScriptedCore(
+        lambda event, _now: [to_router(f"{event.router.name}{n}") for n in range(3)]  # type: ignore[union-attr]
+    )
+
+    async def test(shell: Shell) -> list[str]:
+        for begin in (0, 300):  # more than the loop takes at once, and again when it sleeps
+            for number in range(begin, begin + 300):
+                shell.inbox.post(ev.RouterLost(ev.RouterId(f"{number}.", 1)))
+            await shell.recorder.wait_for(3 * (begin + 300))
+        return sent(shell.recorder)
+
+    assert drive(core, test) == [f"{event}.{n}" for event in range(600) for n in range(3)]
+
+
+def test_results_come_back_in_the_order_of_the_plans() -> None:
+    plans = [Plan(step, (), (), ()) for step in range(20)]
+
+    def answer(event: ev.Event, _now: float) -> Sequence[ev.Action]:
+        if isinstance(event, ev.StepDone):
+            return [to_router(str(event.result.step_id))]
+        return [ev.RunStep(plan) for plan in plans]
+
+    async def test(shell: Shell) -> list[str]:
+        shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(20)
+        return sent(shell.recorder)
+
+    assert drive(ScriptedCore(answer), test) == [str(step) for step in range(20)]
+
+
+def test_a_lease_is_admitted_before_its_answer_which_carries_the_endpoint() -> None:
+    granted = pb.ReserveReply(lease=pb.Lease(lease_id=5))
+
+    def answer(event: ev.Event, _now: float) -> Sequence[ev.Action]:
+        if isinstance(event, RevokeDone):
+            return [to_router(f"revoked {event.lease_id}")]
+        return [ev.AdmitLease(5, bytes(16), (0, 1)), ev.AnswerReserve(1, granted), ev.RevokeLease(5)]
+
+    async def test(shell: Shell) -> None:
+        shell.inbox.post(ev.ReserveAsked(1, pb.ReserveRequest()))
+        first, second = await shell.recorder.wait_for(2)
+        assert isinstance(first, tuple) and isinstance(second, tuple)
+        assert first[:2] == ("reserve", 1)
+        assert first[2].lease.endpoint == shell.transport.endpoint()
+        assert second[2].error.message == "revoked 5"
+
+    drive(ScriptedCore(answer), test)
+    assert not granted.lease.HasField("endpoint")  # the core's own message stays as it was
+
+
+def test_a_refusal_is_answered_as_it_is() -> None:
+    refusal = pb.ReserveReply(error=pb.PDError(code=pb.BUSY))
+
+    async def test(shell: Shell) -> list[object]:
+        shell.inbox.post(ev.ReserveAsked(1, pb.ReserveRequest()))
+        return await shell.recorder.wait_for(1)
+
+    core = ScriptedCore(lambda _event, _now: [ev.AnswerReserve(1, refusal)])
+    assert drive(core, test) == [("reserve", 1, refusal)]
+
+
+def test_counts_add_up_and_every_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    actions: Sequence[ev.Action] = [ev.Count("stale_refused", 2), ev.Ended(KEY, "committed"), to_router("done")]
+
+    async def test(shell: Shell) -> dict[str, int]:
+        shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(1)
+        return shell.counters.counts()
+
+    with caplog.at_level("INFO", logger="node.loop"):
+        counts = drive(ScriptedCore(lambda _e, _n: actions), test)
+    assert (counts["stale_refused"], counts["attempts_ended"]) == (2, 1)
+    (line,) = caplog.messages
+    assert line == "attempt_ended request=r choice=0 attempt=0 node=n outcome=committed"
+
+
+def test_an_exception_of_the_core_ends_the_loop_with_it() -> None:
+    def answer(_event: ev.Event, _now: float) -> Sequence[ev.Action]:
+        raise LookupError("a bug in the core")
+
+    async def test(shell: Shell) -> None:
+        shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(1)
+
+    with pytest.raises(ExceptionGroup) as group:
+        drive(ScriptedCore(answer), test)
+    assert group.group_contains(LookupError, match="a bug in the core")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_that_raises_ends_the_runner_thread_and_says_so() -> None:
+    async def run() -> list[int]:
+        results: list[int] = []
+        runner = RunnerThread(EchoRunner(fails_at=1), lambda result: results.append(result.step_id))
+        for step in range(3):
+            runner.submit(Plan(step, (), (), ()))
+        async with asyncio.timeout(10):
+            await runner.ended
+            assert await runner.stop()
+        return results
+
+    assert asyncio.run(run()) == [0]

@@ -1,0 +1,124 @@
+"""A node process from its flags to its exit code, on a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+TIMEOUT_S = 60
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+# A core that asks for a step that no scheduler would plan, or raises by itself: bugs, each in another place.
+BUGGY_NODE = """
+import sys
+import time
+from engine.plan import DecodeRow, Plan
+from node.config import NodeConfig
+from node.events import RunStep
+from node.process import run_node
+from prefill_node.core import PrefillCore
+from runtime.config import load
+
+class BuggyCore(PrefillCore):
+    def tick(self, now):
+        if {where!r} == "core":
+            raise LookupError("a bug in the core")
+        if {where!r} == "callback":
+            import asyncio
+            asyncio.get_running_loop().call_soon(int, "a bug in a callback")
+        if {where!r} == "step":
+            return [RunStep(Plan(0, (), (DecodeRow(0, 99, 0, ()),), ()))]
+        return []
+
+def make_core(parts):
+    return BuggyCore(parts.identity, parts.limits, parts.scheduler, parts.pool, parts.fingerprint, parts.key_seed)
+
+sys.exit(run_node("prefill", load(NodeConfig, "baton prefill", "", sys.argv[1:]), make_core))
+"""
+
+
+def flags(model_dir: Path, *more: str) -> list[str]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
+        router = f"127.0.0.1:{nobody.getsockname()[1]}"
+    return ["--model", str(model_dir), "--router", router, "--threads", "1", "--num-blocks", "300", *more]
+
+
+def run(room: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", room, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@contextmanager
+def running(room: str, arguments: list[str], ready_file: Path) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A node that is ready, and its ready file's content; its log lies beside that file."""
+    command = [sys.executable, "-m", room, *arguments, "--ready-file", str(ready_file)]
+    log_file = ready_file.with_suffix(".log")
+    with log_file.open("w") as log, subprocess.Popen(command, env=ENVIRONMENT, stderr=log, text=True) as process:
+        try:
+            while not ready_file.exists():
+                assert process.poll() is None, log_file.read_text()
+                time.sleep(0.01)  # another process makes the file
+            yield process, json.loads(ready_file.read_text())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm(
+    role: str, model_dir: Path, tmp_path: Path
+) -> None:
+    more = ("--block-size", "8", "--num-blocks", "40", "--max-model-len", "256")
+    with running(f"{role}_node", flags(model_dir, *more), tmp_path / "ready.json") as (process, ready):
+        assert set(ready) == {"node_id", "role", "http", "grpc", "pid"}
+        assert (ready["role"], ready["pid"]) == (role, process.pid)
+        assert httpx.get(f"http://{ready['http']}/health").status_code == 200
+        state = httpx.get(f"http://{ready['http']}/state").json()
+        assert (state["node_id"], state["role"], state["threads"]) == (ready["node_id"], role, 1)
+        assert state["bit_exact"] is True
+        assert state["blocks"] == {"free": 40, "cached": 0, "used": 0, "leased": 0, "quarantined": 0}
+        assert (state["block_size"], state["max_model_len"]) == (8, 256)
+        assert state["fingerprint"]["dtype"] == "fp32"
+        host, port = ready["grpc"].split(":")
+        socket.create_connection((host, int(port))).close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, named in (
+            (flags(tmp_path / "nothing"), "nothing"),
+            (flags(model_dir, "--num-blocks", "1"), "--num-blocks 1: 16 tokens"),
+            (flags(model_dir, "--num-blocks", "1000000000"), "--num-blocks 1000000000"),
+            (flags(model_dir, "--http-port", port), f"--http-port {port}"),
+            (flags(model_dir, "--grpc-port", port), f"--grpc-port {port}"),
+            (flags(model_dir, "--nonsense"), "--nonsense"),
+        ):
+            result = run("prefill_node", arguments)
+            assert result.returncode == 2, result.stderr
+            assert named in result.stderr
+            assert result.stderr.count("\n") == 1, result.stderr
+            assert result.stderr.startswith("baton prefill: ")
+
+
+@pytest.mark.parametrize("where", ["step", "core", "callback"])
+def test_a_bug_ends_the_process_rather_than_hang_it(where: str, model_dir: Path) -> None:
+    command = [sys.executable, "-c", BUGGY_NODE.format(where=where), *flags(model_dir)]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 1
+    sign = {"step": "PlanError", "core": "a bug in the core", "callback": "a bug in a callback"}[where]
+    assert sign in result.stderr
+    assert result.stdout == ""

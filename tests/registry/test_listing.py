@@ -1,0 +1,219 @@
+"""The registry's list: who is on it, for how long, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from proto import baton_pb2 as pb
+from runtime.listing import MAX_ENTRIES, MAX_TEXT_CHARS, Listed, Listing, Unlisted, entry_problem
+from runtime.session import Peer
+
+TTL_S = 1.5
+
+
+def entry(name: str = "decode-0", incarnation: int = 1, port: int = 5001, num_blocks: int = 10) -> pb.NodeEntry:
+    fingerprint = pb.Fingerprint(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype="fp32",
+        block_size=16,
+        weights="abc",
+        kernels="torch",
+    )
+    return pb.NodeEntry(
+        node=pb.PeerId(name=name, incarnation=incarnation),
+        role=pb.ROLE_DECODE,
+        grpc_address=f"127.0.0.1:{port}",
+        http_address=f"127.0.0.1:{port + 1}",
+        fingerprint=fingerprint,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_model_len=128,
+    )
+
+
+@pytest.mark.covers("R13")
+def test_a_repetition_changes_nothing_and_keeps_the_entry() -> None:
+    listing = Listing(TTL_S)
+    assert listing.register(entry(), 0.0) == [Listed(entry())]
+    assert listing.register(entry(), 1.0) == []
+    assert listing.expire(2.4) == []
+    assert listing.next_deadline() == 2.5
+    assert listing.expire(2.5) == [Unlisted(Peer("decode-0", 1))]
+    assert listing.next_deadline() is None
+
+
+@pytest.mark.covers("R13")
+def test_what_went_silent_comes_back() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    listing.expire(9.0)
+    assert listing.register(entry(), 10.0) == [Listed(entry())]
+
+
+@pytest.mark.covers("R13")
+def test_a_changed_entry_of_the_same_process_is_listed_again() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    assert listing.register(entry(num_blocks=20), 0.1) == [Listed(entry(num_blocks=20))]
+
+
+@pytest.mark.covers("R13", "C06")
+def test_a_new_incarnation_replaces_the_old_under_the_same_name_or_address_and_the_old_stays_out() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    restarted = entry(incarnation=2, port=6001)
+    assert listing.register(restarted, 0.1) == [Unlisted(Peer("decode-0", 1)), Listed(restarted)]
+    renamed = entry("decode-9", incarnation=3, port=6001)
+    assert listing.register(renamed, 0.2) == [Unlisted(Peer("decode-0", 2)), Listed(renamed)]
+    late = listing.register(entry(), 0.3)
+    assert isinstance(late, str) and "replaced" in late
+    assert listing.entries() == (renamed,)
+
+
+@pytest.mark.covers("R13")
+def test_one_entry_can_replace_two() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry("a", 1, 5001), 0.0)
+    listing.register(entry("b", 2, 6001), 0.0)
+    both = entry("a", 3, 6001)
+    assert listing.register(both, 0.1) == [Unlisted(Peer("a", 1)), Unlisted(Peer("b", 2)), Listed(both)]
+
+
+@pytest.mark.covers("R13")
+def test_a_process_that_deregisters_is_gone_at_once_and_another_s_goodbye_is_not_its_own() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    assert listing.deregister(Peer("decode-0", 2)) == []
+    assert listing.deregister(Peer("decode-0", 1)) == [Unlisted(Peer("decode-0", 1))]
+    assert isinstance(listing.register(entry(), 0.1), str), "its last repetition came late"
+
+
+def _set(field: str, value: object) -> Callable[[pb.NodeEntry], None]:
+    def change(message: pb.NodeEntry) -> None:
+        *path, name = field.split(".")
+        owner = message
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+
+    return change
+
+
+BAD = [
+    ("node.name", ""),
+    ("node.name", "x" * (MAX_TEXT_CHARS + 1)),
+    ("node.name", "two\nlines"),
+    ("node.incarnation", 0),
+    ("role", pb.ROLE_UNSPECIFIED),
+    ("role", 77),
+    ("grpc_address", ""),
+    ("grpc_address", "localhost"),
+    ("grpc_address", ":5001"),
+    ("grpc_address", "host:0"),
+    ("grpc_address", "host:65536"),
+    ("grpc_address", "host:+1"),
+    ("grpc_address", "host:\u0663"),
+    ("http_address", "host:http"),
+    *[(f"fingerprint.{name}", "") for name in ("architecture", "dtype", "weights", "kernels")],
+    *[(f"fingerprint.{name}", 0) for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")],
+    *[(name, 0) for name in ("num_blocks", "max_num_seqs", "max_model_len")],
+]
+
+
+@pytest.mark.covers("R13")
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_a_bad_entry_is_refused_in_one_sentence_that_names_the_field(field: str, value: object) -> None:
+    bad = entry()
+    _set(field, value)(bad)
+    sentence = entry_problem(bad)
+    assert sentence is not None and sentence.startswith(field) and " must " in sentence and len(sentence) < 400
+    assert "\n" not in sentence
+    listing = Listing(TTL_S)
+    assert listing.register(bad, 0.0) == sentence
+    assert listing.entries() == ()
+
+
+def test_a_good_entry_is_not_refused() -> None:
+    assert entry_problem(entry()) is None
+    ipv6 = entry()
+    ipv6.grpc_address = "[::1]:5001"
+    assert entry_problem(ipv6) is None
+
+
+@pytest.mark.covers("R13")
+def test_the_list_is_bounded() -> None:
+    listing = Listing(TTL_S)
+    for number in range(1, MAX_ENTRIES):
+        assert isinstance(listing.register(entry(f"n{number}", number, number), 0.0), list)
+    assert isinstance(listing.register(entry("last", 1, 7001), 0.0), list)
+    refused = listing.register(entry("one-more", 1, 8001), 0.0)
+    assert isinstance(refused, str) and str(MAX_ENTRIES) in refused
+    assert isinstance(listing.register(entry("last", 2, 7001), 0.0), list), "a restarted node replaces itself"
+
+
+class ListingModel(RuleBasedStateMachine):
+    """Against a naive model: who registered last under a name and an address, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listing = Listing(TTL_S)
+        self.now = 0.0
+        self.heard: dict[Peer, tuple[pb.NodeEntry, float]] = {}
+        self.gone: set[Peer] = set()
+        self.reported: dict[Peer, pb.NodeEntry] = {}
+
+    def take(self, changes: list[Listed | Unlisted]) -> None:
+        for change in changes:
+            if isinstance(change, Listed):
+                peer = Peer(change.entry.node.name, change.entry.node.incarnation)
+                assert self.reported.get(peer) != change.entry, "nothing changed"
+                self.reported[peer] = change.entry
+            else:
+                del self.reported[change.peer]
+
+    @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4), port=st.integers(1, 4))
+    def register(self, name: str, incarnation: int, port: int) -> None:
+        new, peer = entry(name, incarnation, port), Peer(name, incarnation)
+        changes = self.listing.register(new, self.now)
+        if peer in self.gone:
+            assert isinstance(changes, str)
+            return
+        assert isinstance(changes, list)
+        for other, (known, _) in list(self.heard.items()):
+            if other != peer and (other.name == name or known.grpc_address == new.grpc_address):
+                del self.heard[other]
+                self.gone.add(other)
+        self.heard[peer] = (new, self.now)
+        self.take(changes)
+
+    @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4))
+    def deregister(self, name: str, incarnation: int) -> None:
+        self.take(self.listing.deregister(Peer(name, incarnation)))
+        if self.heard.pop(Peer(name, incarnation), None) is not None:
+            self.gone.add(Peer(name, incarnation))
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 1.5]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        deadline = self.listing.next_deadline()
+        self.take(self.listing.expire(self.now))
+        is_due = any(self.now >= at + TTL_S for _, at in self.heard.values())
+        assert is_due == (deadline is not None and deadline <= self.now)
+        self.heard = {peer: known for peer, known in self.heard.items() if self.now < known[1] + TTL_S}
+
+    @invariant()
+    def the_list_is_what_was_reported_and_what_was_heard(self) -> None:
+        listed = {Peer(e.node.name, e.node.incarnation): e for e in self.listing.entries()}
+        assert listed == self.reported == {peer: known for peer, (known, _) in self.heard.items()}
+
+
+TestListingModel = pytest.mark.covers("R13")(ListingModel.TestCase)
+TestListingModel.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

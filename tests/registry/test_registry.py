@@ -1,0 +1,168 @@
+"""Both ends of the embedded registry over real gRPC on 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import grpc
+import grpc.aio
+import pytest
+
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
+from runtime.registry_client import RegistryClient
+from runtime.registry_server import RegistryServer
+from runtime.session import Peer
+from tests.registry.test_listing import entry
+from tests.session.ends import until
+from tests.session.tcp_proxy import TcpProxy
+
+NODE = Peer("decode-0", 1)
+
+
+@dataclass
+class Recorder:
+    happened: list[tuple[str, Peer]] = field(default_factory=list)
+
+    def on_listed(self, entry: pb.NodeEntry) -> None:
+        self.happened.append(("listed", Peer(entry.node.name, entry.node.incarnation)))
+
+    def on_unlisted(self, node: Peer) -> None:
+        self.happened.append(("unlisted", node))
+
+
+@dataclass
+class RunningRegistry:
+    port: int
+    handler: Recorder
+    registry: RegistryServer
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def running_registry(port: int = 0) -> AsyncIterator[RunningRegistry]:
+    handler = Recorder()
+    registry = RegistryServer(handler)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    add_RegistryServicer_to_server(registry, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield RunningRegistry(port, handler, registry)
+    finally:
+        registry.close()
+        await server.stop(None)
+
+
+def never(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+@pytest.mark.covers("R13")
+def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> None:
+    async def scenario() -> None:
+        async with running_registry() as running:
+            num_asked = 0
+
+            def current() -> pb.NodeEntry:
+                nonlocal num_asked
+                num_asked += 1
+                return entry()
+
+            client = RegistryClient([running.address], current, never)
+            client.start()
+            await until(lambda: num_asked >= 5)  # 2 s: longer than the ttl
+            assert running.handler.happened == [("listed", NODE)]
+            assert running.registry.snapshot() == {"nodes": {"decode-0": "127.0.0.1:5001"}}
+            await client.deregister()
+            assert running.handler.happened == [("listed", NODE), ("unlisted", NODE)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_a_node_that_goes_silent_is_gone_within_2_s_with_no_call_arriving_and_back_when_it_returns() -> None:
+    async def scenario() -> None:
+        async with running_registry() as running, TcpProxy(running.port) as proxy:
+            client = RegistryClient([proxy.address], entry, never)
+            client.start()
+            await until(lambda: len(running.handler.happened) == 1)
+            proxy.black_hole()
+            took_s = await until(lambda: len(running.handler.happened) == 2)
+            assert took_s < 2.0
+            assert running.handler.happened[-1] == ("unlisted", NODE)
+            proxy.heal()
+            proxy.cut()  # what a partition swallowed is not waited for
+            assert await until(lambda: len(running.handler.happened) == 3) < 3.0
+            assert running.handler.happened[-1] == ("listed", NODE)
+            await client.deregister()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_a_router_that_starts_late_or_again_finds_the_node() -> None:
+    async def scenario() -> None:
+        async with running_registry() as first:
+            port = first.port
+        client = RegistryClient([f"127.0.0.1:{port}"], entry, never)
+        client.start()
+        for _ in range(2):
+            async with running_registry(port) as running:
+                assert await until(partial(operator.contains, running.handler.happened, ("listed", NODE))) < 3.0
+                assert running.handler.happened == [("listed", NODE)]
+        await client.deregister()  # nobody is there: bounded, and no error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_a_node_registers_at_every_router_beside_one_that_never_answers() -> None:
+    async def scenario() -> None:
+        async with running_registry() as one, running_registry() as two, TcpProxy(one.port) as hole:
+            hole.black_hole()
+            client = RegistryClient([hole.address, one.address, two.address], entry, never)
+            client.start()
+            await until(lambda: bool(one.handler.happened and two.handler.happened))
+            await client.deregister()
+            assert one.handler.happened == two.handler.happened == [("listed", NODE), ("unlisted", NODE)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_a_refused_node_hears_the_sentence_once() -> None:
+    async def scenario() -> None:
+        async with running_registry() as one, running_registry() as two:
+            heard: list[str] = []
+            bad = entry(num_blocks=0)
+            client = RegistryClient([one.address, two.address], lambda: bad, heard.append)
+            client.start()
+            await until(lambda: bool(heard))
+            await client.deregister()
+            assert heard == ["num_blocks is 0, it must be at least 1."]
+            assert one.handler.happened == two.handler.happened == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13", "C06")
+def test_the_same_address_with_a_new_incarnation_is_unlisted_and_listed() -> None:
+    async def scenario() -> None:
+        async with running_registry() as running, grpc.aio.insecure_channel(running.address) as channel:
+            stub = RegistryStub(channel)
+            reply = await stub.Register(entry())
+            assert (reply.ttl_ms, reply.refused) == (1500, "")
+            await stub.Register(entry(incarnation=2))
+            restarted = Peer("decode-0", 2)
+            assert running.handler.happened == [("listed", NODE), ("unlisted", NODE), ("listed", restarted)]
+
+    asyncio.run(scenario())

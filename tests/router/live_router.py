@@ -1,0 +1,85 @@
+"""A router's shell and HTTP side on real sockets, with two scripted nodes, inside the test's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from proto import baton_pb2 as pb
+from router.api import Api, ApiSettings
+from router.core import RouterCore, RouterCoreConfig
+from router.http_server import HttpServer
+from router.placement import Placement
+from router.shell import RouterShell
+from router.text import ModelText
+from runtime.session import Peer, SessionTiming
+from tests.router.scripted_nodes import Script, ScriptedNode, ScriptedPair, replying
+
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRouter:
+    """What tests touch."""
+
+    shell: RouterShell
+    pair: ScriptedPair
+    client: httpx.AsyncClient
+    port: int
+
+    async def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+        """A request with a small body; `body` adds and replaces fields."""
+        content = {"model": MODEL_NAME} | ({"prompt": "hi"} if path == "/v1/completions" else {}) | body
+        return await self.client.post(path, json=content)
+
+    def node(self, name: str) -> dict[str, Any]:
+        """The core's view of a node."""
+        nodes: Any = self.shell.snapshot()["nodes"]
+        return next(node for key, node in nodes.items() if key.startswith(f"{name}@"))
+
+
+@asynccontextmanager
+async def live_router(
+    model: Path,
+    script: Script | None = None,
+    core_config: RouterCoreConfig | None = None,
+    timeout_s: float = 30.0,
+    timing: SessionTiming | None = None,
+) -> AsyncIterator[LiveRouter]:
+    """Serve until the block ends; ready when it begins."""
+    shell = RouterShell(RouterCore(core_config or RouterCoreConfig(), Placement()), Peer("router", 77), SessionTiming())
+    api = Api(shell, ModelText(model), ApiSettings(MODEL_NAME, timeout_s, max_body_bytes=1 << 20))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    http = HttpServer(api.app(), listener)
+    serving = asyncio.create_task(http.run())
+    async with (
+        ScriptedNode("prefill", pb.ROLE_PREFILL, MAX_MODEL_LEN, timing) as prefill,
+        ScriptedNode("decode", pb.ROLE_DECODE, MAX_MODEL_LEN, timing) as decode,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+    ):
+        pair = ScriptedPair(prefill, decode, script or replying(b"hello"))
+        pair.start()
+        shell.on_listed(prefill.entry())
+        shell.on_listed(decode.entry())
+        await until(lambda: not shell.missing())
+        yield LiveRouter(shell, pair, client, port)
+        await pair.close()
+        await shell.close()
+        http.stop()
+        await serving
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Let the loop run until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)

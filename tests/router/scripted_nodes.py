@@ -1,0 +1,204 @@
+"""A prefill and a decode node that do what a test says, over real sessions; no model, no KV.
+
+Both are gRPC servers with the nodes' own session server. A script is a coroutine that gets each dispatched attempt and answers
+it as one node or the other. What routers sent is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc.aio
+
+from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
+from runtime.session import Peer, SessionTiming
+from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.session_server import SessionServer
+
+if TYPE_CHECKING:
+    from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+
+FINGERPRINT = pb.Fingerprint(architecture="scripted", num_layers=1, block_size=16, weights="0")
+
+
+class _Service(pb_grpc.NodeServicer):
+    """The gRPC service of a node that nobody hands anything to."""
+
+    def __init__(self, sessions: SessionServer) -> None:
+        self._sessions = sessions
+
+    async def Session(  # type: ignore[override]  # the generated stub knows handlers that yield only
+        self, request_iterator: _MaybeAsyncIterator[pb.Frame], context: _ServicerContext
+    ) -> None:
+        await self._sessions.Session(request_iterator, context)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: _ServicerContext) -> pb.ReserveReply:
+        raise NotImplementedError
+
+    async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
+        raise NotImplementedError
+
+    async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
+        raise NotImplementedError
+
+
+class ScriptedNode:
+    """One node process, as far as a router can tell."""
+
+    def __init__(self, name: str, role: pb.Role.ValueType, max_model_len: int, timing: SessionTiming) -> None:
+        self.peer = Peer(name, secrets.randbelow(2**64 - 1) + 1)
+        self._role = role
+        self._max_model_len = max_model_len
+        self._sessions = SessionServer(self.peer, self, pb.LoadReport, timing)
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._router: Peer | None = None
+        self._port = 0
+        self.dispatches: list[pb.Dispatch] = []
+        self.cancels: list[pb.Cancel] = []
+        self.on_dispatch: Callable[[pb.Dispatch], None] = lambda dispatch: None
+
+    async def __aenter__(self) -> Self:
+        pb_grpc.add_NodeServicer_to_server(_Service(self._sessions), self._server)
+        self._port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._sessions.close()
+        await self._server.stop(0)
+
+    def entry(self) -> pb.NodeEntry:
+        """What the registry would say."""
+        return pb.NodeEntry(
+            node=self.peer.to_proto(),
+            role=self._role,
+            grpc_address=f"127.0.0.1:{self._port}",
+            fingerprint=FINGERPRINT,
+            num_blocks=64,
+            max_num_seqs=8,
+            max_model_len=self._max_model_len,
+        )
+
+    def on_message(self, router: Peer, message: pb.RouterMessage) -> None:
+        """SessionHandler."""
+        self._router = router
+        if message.WhichOneof("kind") == "cancel":
+            self.cancels.append(message.cancel)
+        else:
+            self.dispatches.append(message.dispatch)
+            self.on_dispatch(message.dispatch)
+
+    def on_lost(self, router: Peer) -> None:
+        """SessionHandler."""
+
+    def send(self, router: Peer, message: pb.NodeMessage) -> None:
+        """Say something to a router."""
+        self._sessions.send(router, message)
+
+    @property
+    def router(self) -> Peer:
+        """The router that spoke last."""
+        assert self._router is not None
+        return self._router
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedAttempt:
+    """What a script answers."""
+
+    dispatch: pb.Dispatch
+    prefill: ScriptedNode
+    decode: ScriptedNode
+
+    @property
+    def key(self) -> pb.AttemptKey:
+        """Its fence."""
+        return pb.AttemptKey(request_id=self.dispatch.request_id, choice=0, attempt=self.dispatch.attempt)
+
+    def prefill_says(
+        self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_UNSPECIFIED
+    ) -> None:
+        """Tokens of the prefill node."""
+        self.prefill.send(self.prefill.router, self._batch(first_index, token_ids, finish, from_receiver=False))
+
+    def decode_says(
+        self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_UNSPECIFIED
+    ) -> None:
+        """Tokens of the decode node."""
+        self.decode.send(self.prefill.router, self._batch(first_index, token_ids, finish, from_receiver=True))
+
+    def prefill_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True, retry_after_ms: int = 0) -> None:
+        """A PD Error of the prefill node."""
+        self.prefill.send(self.prefill.router, self._error(code, retryable, retry_after_ms))
+
+    def decode_fails(self, code: pb.ErrorCode.ValueType) -> None:
+        """A PD Error of the decode node."""
+        self.decode.send(self.prefill.router, self._error(code, retryable=True, retry_after_ms=0))
+
+    def _batch(
+        self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType, *, from_receiver: bool
+    ) -> pb.NodeMessage:
+        tokens = pb.BranchTokens(key=self.key, first_index=first_index, token_ids=token_ids, finish=finish)
+        return pb.NodeMessage(tokens=pb.TokenBatch(branches=[tokens], from_receiver=from_receiver))
+
+    def _error(self, code: pb.ErrorCode.ValueType, retryable: bool, retry_after_ms: int) -> pb.NodeMessage:
+        message = f"PD Error {pb.ErrorCode.Name(code)}: as scripted"
+        return pb.NodeMessage(
+            error=pb.PDError(
+                code=code, message=message, retryable=retryable, key=self.key, retry_after_ms=retry_after_ms
+            )
+        )
+
+
+Script = Callable[[ScriptedAttempt], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class ScriptedPair:
+    """One node of each role and the script that they follow; scripts that fail show in `aclose`."""
+
+    prefill: ScriptedNode
+    decode: ScriptedNode
+    script: Script
+    tasks: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Follow the script from now on."""
+        self.prefill.on_dispatch = self._begin
+
+    def _begin(self, dispatch: pb.Dispatch) -> None:
+        attempt = ScriptedAttempt(dispatch, self.prefill, self.decode)
+        self.tasks.append(asyncio.ensure_future(self.script(attempt)))
+
+    async def close(self) -> None:
+        """End what still runs; raise what a script raised."""
+        for task in self.tasks:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def replying(token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_LENGTH) -> Script:
+    """A script that generates these tokens: the first by the prefill node, the rest one by one by the decode node."""
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        is_only = len(token_ids) == 1
+        attempt.prefill_says(0, token_ids[:1], finish if is_only else pb.FINISH_UNSPECIFIED)
+        if is_only:
+            return
+        attempt.decode_says(0, token_ids[:1])
+        for index in range(1, len(token_ids)):
+            is_last = index == len(token_ids) - 1
+            attempt.decode_says(index, token_ids[index : index + 1], finish if is_last else pb.FINISH_UNSPECIFIED)
+            await asyncio.sleep(0)
+
+    return script

@@ -1,0 +1,128 @@
+"""Under any order of events every request ends exactly once, its tokens come once each, and no counter is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proto import baton_pb2 as pb
+from router.events import Event, FromNode, LoadReported, NodeListed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
+from tests.router.core_world import CoreWorld, node_entry, ref
+
+NODES = ("p1", "p2", "d1", "d2")
+CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
+TIMEOUT_S = 30.0
+MAX_TOKENS = 6
+VOCAB = 3  # few tokens: wrong reports often look right
+
+
+class RandomCluster:
+    """Nodes that mostly tell the truth about what they were sent, and now and then anything at all."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.world = CoreWorld.with_nodes(*NODES, max_inflight_prefills=2, max_queue=4, preempt_retry_count=2)
+        self.submitted: list[str] = []
+
+    def step(self) -> None:
+        """One event."""
+        kinds = [self._submit, self._speak, self._err, self._abort, self._pass_time, self._lie, self._move_node]
+        self._random.choices(kinds, weights=[4, 12, 3, 1, 2, 2, 2])[0]()
+
+    def _submit(self) -> None:
+        request_id = f"r{len(self.submitted)}"
+        self.submitted.append(request_id)
+        self.world.submit(request_id, max_tokens=self._random.randint(1, MAX_TOKENS), timeout_s=TIMEOUT_S)
+
+    def _attempt(self) -> tuple[str, pb.Dispatch] | None:
+        """One of the attempts so far, mostly a recent one, with its prefill node."""
+        found = [(node.name, message.dispatch) for node, message in self.world.sent if message.HasField("dispatch")]
+        return self._random.choice(found[-8:]) if found else None
+
+    def _speak(self) -> None:
+        if (attempt := self._attempt()) is None:
+            return
+        prefill, dispatch = attempt
+        speaker = self._random.choice([prefill, dispatch.target.node.name])
+        log = self.world.tokens.get(dispatch.request_id, [])
+        first = self._random.randint(0, len(log))
+        fresh = [self._random.randrange(VOCAB) for _ in range(self._random.randint(0, 2))]
+        token_ids = (log[first:] + fresh)[: MAX_TOKENS - first]
+        finish = self._random.choice([pb.FINISH_UNSPECIFIED] * 4 + [pb.FINISH_STOP, pb.FINISH_LENGTH])
+        self.world.tokens_from(speaker, dispatch.request_id, first, token_ids, finish, dispatch.attempt)
+
+    def _err(self) -> None:
+        if (attempt := self._attempt()) is None:
+            return
+        prefill, dispatch = attempt
+        self.world.error_from(
+            self._random.choice([prefill, prefill, dispatch.target.node.name]),
+            dispatch.request_id,
+            self._random.choice(CODES),
+            dispatch.attempt,
+            retryable=self._random.random() < 0.8,
+            commit_unanswered=self._random.random() < 0.2,
+            retry_after_ms=self._random.choice([0, 0, 100, 1000]),
+            completion_token_ids=self.world.tokens.get(dispatch.request_id, []) + [1] * self._random.randint(0, 1),
+        )
+
+    def _abort(self) -> None:
+        living = [name for name in self.submitted if name not in self.world.ends]
+        if living:
+            self.world.abort(self._random.choice(living))
+
+    def _pass_time(self) -> None:
+        self.world.pass_time(self._random.choice([0.0, 0.01, 0.1, 1.0, 5.0]))
+
+    def _lie(self) -> None:
+        """A message with nothing right about it."""
+        key = pb.AttemptKey(request_id=f"r{self._random.randrange(40)}", choice=self._random.randrange(2), attempt=1)
+        tokens = pb.BranchTokens(
+            key=key, first_index=self._random.randrange(9), token_ids=[0] * self._random.randrange(9)
+        )
+        batch = pb.TokenBatch(branches=[tokens, tokens], from_receiver=self._random.random() < 0.5)
+        message = self._random.choice([pb.NodeMessage(), pb.NodeMessage(tokens=batch)])
+        self.world.feed(FromNode(ref(self._random.choice(NODES), self._random.choice([1, 2])), message))
+
+    def _move_node(self) -> None:
+        name = self._random.choice(NODES)
+        role = pb.ROLE_PREFILL if name.startswith("p") else pb.ROLE_DECODE
+        node = ref(name, self._random.choice([1, 1, 1, 2]))
+        entry = node_entry(name, role, incarnation=node.incarnation)
+        events: list[Event] = [
+            NodeListed(entry),
+            NodeUnlisted(node),
+            SessionUp(node),
+            SessionUp(node),
+            SessionBroken(node),
+            SessionLost(node),
+            LoadReported(node, pb.LoadReport(blocks_used=self._random.randrange(16))),
+        ]
+        self.world.feed(self._random.choice(events))
+
+
+@pytest.mark.covers("R15", "R17")
+@given(st.integers(0, 2**32), st.integers(10, 120))
+def test_every_request_ends_exactly_once_and_nothing_is_left(seed: int, num_steps: int) -> None:
+    cluster = RandomCluster(seed)
+    world = cluster.world
+    for _ in range(num_steps):
+        cluster.step()
+    world.pass_time(TIMEOUT_S + 1)
+    assert set(world.ends) | world.aborted == set(cluster.submitted)
+    assert not set(world.ends) & world.aborted
+    world.assert_nothing_is_left()
+
+
+@given(st.integers(0, 2**32))
+def test_equal_events_give_equal_actions(seed: int) -> None:
+    first, second = RandomCluster(seed), RandomCluster(seed)
+    for _ in range(60):
+        first.step()
+        second.step()
+    assert first.world.sent == second.world.sent
+    assert first.world.ends == second.world.ends
+    assert first.world.core.snapshot() == second.world.core.snapshot()

@@ -1,0 +1,94 @@
+"""The router as a process: small, without torch, and what the user can mend is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.router.tiny_model import write_model_text
+
+MAX_RSS_BYTES = 150 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_text(tmp_path_factory.mktemp("served-name"))
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "router", *flags]
+
+
+@contextmanager
+def running(model: Path, ready_file: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """A router on free ports, and what its ready file says."""
+    flags = ["--model", str(model), "--port", "0", "--ready-file", str(ready_file)]
+    with subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end = time.monotonic() + 60
+            while not ready_file.exists():
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            yield process, json.loads(ready_file.read_text())
+        finally:
+            process.kill()
+
+
+@pytest.mark.covers("A04")
+def test_it_serves_is_small_has_no_torch_and_ends_with_0_at_a_signal(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "ready.json") as (process, ready):
+        assert int(ready["pid"]) == process.pid
+        assert httpx.get(f"{ready['url']}/health").status_code == 200
+        assert httpx.get(f"{ready['url']}/ready").status_code == 503
+        assert httpx.get(f"{ready['url']}/v1/models").json()["data"][0]["id"] == model.name
+        host, _, port = ready["registry"].rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+        own = psutil.Process(process.pid)
+        assert own.memory_info().rss < MAX_RSS_BYTES
+        assert not [each.path for each in own.memory_maps() if "torch" in each.path]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("flag", ["--port", "--registry-port"])
+def test_a_taken_port_is_one_line_that_names_it_and_exit_code_2(model: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = {"--model": str(model), "--port": "0"} | {flag: port}
+        ended = subprocess.run(
+            command(*(word for pair in flags.items() for word in pair)), capture_output=True, text=True, timeout=60
+        )
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"baton router: {flag}:")
+    assert f"127.0.0.1:{port}" in line
+
+
+def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    flags = ("--model", str(tmp_path / "none"), "--port", "0")
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == f"baton router: {tmp_path / 'none'}: not a directory\n"
+
+
+def test_it_is_imported_within_a_second_and_without_what_is_not_its_business() -> None:
+    program = (
+        "import time, sys; import router.process; "
+        "print(time.process_time(), [name for name in ('torch', 'engine', 'connector', 'transformers') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    cpu_s, foreign = ended.stdout.split(" ", 1)
+    assert float(cpu_s) < 1.0
+    assert foreign.strip() == "[]"

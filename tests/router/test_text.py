@@ -1,0 +1,179 @@
+"""Text and token ids: what the model directory says holds, and streamed text is the whole answer's text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from router.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from router.text import ModelDirectoryError, ModelText, TemplateRefusal
+from tests.router.tiny_model import BOS_ID, EOS_ID, TURN_ID, VOCAB_SIZE, byte_level_tokenizer, write_model_text
+
+SPECIAL_IDS = frozenset({BOS_ID, EOS_ID, TURN_ID})
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
+    return ModelText(write_model_text(tmp_path_factory.mktemp("model")))
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As SentencePiece models have it: words with a leading mark, and byte tokens for what no word covers."""
+    vocabulary = {"<unk>": 0, "▁the": 1, "▁cat": 2, "s": 3, "▁": 4} | {
+        BYTE_TOKENS[byte]: 5 + byte for byte in range(256)
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+def byte_level_decode(token_ids: Sequence[int]) -> str:
+    return str(BYTE_LEVEL.decode(token_ids, skip_special_tokens=True))
+
+
+def fallback_decode(token_ids: Sequence[int]) -> str:
+    return str(FALLBACK.decode(token_ids, skip_special_tokens=True))
+
+
+def streamed(detokenizer: IncrementalDetokenizer, groups: list[list[int]]) -> list[str]:
+    return [*(detokenizer.push(group) for group in groups), detokenizer.finish()]
+
+
+any_tokens = st.lists(
+    st.one_of(
+        st.integers(0, VOCAB_SIZE - 1),
+        st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC3]),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.covers("A08")
+@given(any_tokens, st.data())
+def test_a_stream_reads_like_the_whole_however_its_tokens_are_grouped(tokens: list[int], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)), max_size=8)))
+    groups = [tokens[start:end] for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+    parts = streamed(IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS), groups)
+    assert "".join(parts) == byte_level_decode(tokens)
+
+
+@pytest.mark.covers("A08")
+@given(st.text(max_size=40))
+def test_no_part_of_a_valid_text_ever_shows_half_a_character(text: str) -> None:
+    tokens = list(text.encode())
+    parts = streamed(IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS), [[token] for token in tokens])
+    assert "".join(parts) == text
+    assert "".join(parts).count(REPLACEMENT) == text.count(REPLACEMENT)
+
+
+@pytest.mark.covers("A08")
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(1, 4).map(lambda i: [i]),
+            st.text(min_size=1, max_size=3).map(lambda text: [5 + byte for byte in text.encode()]),
+        ),
+        max_size=20,
+    )
+)
+def test_byte_fallback_characters_come_whole_and_words_keep_their_spaces(groups: list[list[int]]) -> None:
+    tokens = [token for group in groups for token in group]
+    parts = streamed(IncrementalDetokenizer(fallback_decode, ()), [[token] for token in tokens])
+    assert "".join(parts) == fallback_decode(tokens)
+
+
+def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
+    detokenizer = IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS)
+    parts = [detokenizer.push([0xFF]) for _ in range(300)]
+    assert 300 - len("".join(parts)) <= 8
+    assert "".join(parts) + detokenizer.finish() == REPLACEMENT * 300
+
+
+def test_special_tokens_have_no_text(text: ModelText) -> None:
+    detokenizer = text.detokenizer()
+    assert detokenizer.push([EOS_ID, ord("a"), BOS_ID, ord("b"), TURN_ID]) == "ab"
+
+
+def test_a_completions_prompt_gets_the_tokenizers_own_special_tokens(text: ModelText) -> None:
+    assert text.encode_prompt("ab") == [BOS_ID, ord("a"), ord("b")]
+
+
+def test_a_long_prompt_is_never_cut_even_if_the_tokenizers_file_asks_for_it(tmp_path: Path) -> None:
+    directory = write_model_text(tmp_path)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert len(ModelText(directory).encode_prompt("x" * 20)) == 21
+
+
+def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(text: ModelText) -> None:
+    token_ids = text.encode_chat([{"role": "user", "content": "hi"}])
+    assert token_ids == [BOS_ID, *b"user: hi", TURN_ID, *b"assistant: "]
+
+
+def test_a_template_that_refuses_says_why(text: ModelText) -> None:
+    with pytest.raises(TemplateRefusal, match="no tools here"):
+        text.encode_chat([{"role": "tool", "content": "42"}])
+
+
+@pytest.mark.covers("X01")
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}x{% endfor %}"]
+)
+def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> None:
+    directory = write_model_text(tmp_path)
+    (directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(TemplateRefusal):
+        ModelText(directory).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_from_the_tokenizer(
+    tmp_path: Path,
+) -> None:
+    directory = write_model_text(tmp_path)
+    assert ModelText(directory).stop_token_ids == (EOS_ID, TURN_ID)
+    (directory / "generation_config.json").unlink()
+    assert ModelText(directory).stop_token_ids == (EOS_ID,)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
+    assert ModelText(directory).stop_token_ids == (EOS_ID,)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "not json"),
+        ("config.json", None),
+        ("config.json", "[]"),
+        ("config.json", "{"),
+        ("config.json", '{"vocab_size": "many"}'),
+        ("config.json", '{"vocab_size": 300, "eos_token_id": 300}'),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+    ],
+)
+def test_a_bad_model_directory_is_one_line_that_names_the_place(tmp_path: Path, name: str, content: str | None) -> None:
+    directory = write_model_text(tmp_path)
+    (directory / "generation_config.json").unlink()
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_text(content)
+    with pytest.raises(ModelDirectoryError) as failure:
+        ModelText(directory)
+    assert str(directory) in str(failure.value)
+    assert "\n" not in str(failure.value)

@@ -1,0 +1,148 @@
+"""A node and a router with nothing but their ends of the session, over real gRPC on 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import NodeServicer, add_NodeServicer_to_server
+from runtime.session import Peer, SessionTiming
+from runtime.session_dialer import SessionDialer
+from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.session_server import SessionServer
+
+if TYPE_CHECKING:
+    from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+
+NODE = Peer("node", 5)
+ROUTER = Peer("router", 7)
+TIMING = SessionTiming()
+
+
+async def until(is_true: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Wait for it; the seconds it took. TimeoutError if it does not come true."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    async with asyncio.timeout(within_s):
+        while not is_true():  # noqa: ASYNC110  # what is waited for is another process's or gRPC's: no event of ours
+            await asyncio.sleep(0.001)
+    return loop.time() - start
+
+
+def to_node(number: int) -> pb.RouterMessage:
+    return pb.RouterMessage(cancel=pb.Cancel(key=pb.AttemptKey(attempt=number)))
+
+
+def to_router(number: int, text: str = "") -> pb.NodeMessage:
+    return pb.NodeMessage(error=pb.PDError(retry_after_ms=number, message=text))
+
+
+class NodeRecorder:
+    """Handler of a node's end."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.lost: list[Peer] = []
+        self.reply: Callable[[Peer, int], None] = lambda router, number: None
+
+    def on_message(self, router: Peer, message: pb.RouterMessage) -> None:
+        self.got.append(message.cancel.key.attempt)
+        self.reply(router, message.cancel.key.attempt)
+
+    def on_lost(self, router: Peer) -> None:
+        self.lost.append(router)
+
+
+class RouterRecorder:
+    """Handler of a router's end; `happened` has "up", "broken" and "lost" of every node in order."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.happened: list[tuple[str, Peer]] = []
+        self.loads: dict[Peer, pb.LoadReport] = {}
+
+    def on_up(self, node: Peer) -> None:
+        self.happened.append(("up", node))
+
+    def on_broken(self, node: Peer) -> None:
+        self.happened.append(("broken", node))
+
+    def on_lost(self, node: Peer) -> None:
+        self.happened.append(("lost", node))
+
+    def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
+        self.got.append(message.error.retry_after_ms)
+
+    def on_load(self, node: Peer, load: pb.LoadReport) -> None:
+        self.loads[node] = load
+
+    def count(self, what: str, node: Peer = NODE) -> int:
+        return self.happened.count((what, node))
+
+
+class _Servicer(NodeServicer):
+    def __init__(self, sessions: SessionServer) -> None:
+        self._sessions = sessions
+
+    async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
+        self, request_iterator: _MaybeAsyncIterator[pb.Frame], context: _ServicerContext
+    ) -> None:
+        await self._sessions.Session(request_iterator, context)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: _ServicerContext) -> pb.ReserveReply:
+        return pb.ReserveReply()
+
+    async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
+        return pb.RenewReply()
+
+    async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
+        return pb.ReleaseReply()
+
+
+@dataclass
+class RunningNode:
+    peer: Peer
+    port: int
+    sessions: SessionServer
+    handler: NodeRecorder
+    server: grpc.aio.Server
+
+    def entry(self, address: str | None = None) -> pb.NodeEntry:
+        return pb.NodeEntry(node=self.peer.to_proto(), grpc_address=address or f"127.0.0.1:{self.port}")
+
+    def send(self, number: int, router: Peer = ROUTER) -> None:
+        self.sessions.send(router, to_router(number))
+
+
+@asynccontextmanager
+async def running_node(peer: Peer = NODE, timing: SessionTiming = TIMING) -> AsyncIterator[RunningNode]:
+    """A node that serves sessions on a port of its own."""
+    handler = NodeRecorder()
+    sessions = SessionServer(peer, handler, lambda: pb.LoadReport(running=3), timing)
+    server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+    add_NodeServicer_to_server(_Servicer(sessions), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield RunningNode(peer, port, sessions, handler, server)
+    finally:
+        await sessions.close()
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def running_router(timing: SessionTiming = TIMING) -> AsyncIterator[tuple[SessionDialer, RouterRecorder]]:
+    """A router that dials whom it is told to."""
+    handler = RouterRecorder()
+    dialer = SessionDialer(ROUTER, handler, timing)
+    try:
+        yield dialer, handler
+    finally:
+        await dialer.close()

@@ -1,0 +1,160 @@
+"""Nodes with a transport each, what their transports said, and waiting for it: the same for every kind of transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from connector.memory_transport import MemoryHub, MemoryTransport
+from connector.transport import BlocksLanded, BlocksTaken, ReceiverEvent, SenderEvent
+from connector.zmq_transport import ZmqTransport
+from proto import baton_pb2 as pb
+
+_Kind = TypeVar("_Kind")
+
+WAIT_S = 20.0
+
+
+class Recorder:
+    """An `emit` that keeps what it was given, and on which thread; all recorders of a net share a condition."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._events: list[tuple[SenderEvent | ReceiverEvent, int]] = []
+        self.may_go_on = threading.Event()  # cleared: whoever emits is held up, like a thread that hangs
+        self.may_go_on.set()
+
+    def __call__(self, event: SenderEvent | ReceiverEvent) -> None:
+        with self._changed:
+            self._events.append((event, threading.get_ident()))
+            self._changed.notify_all()
+        self.may_go_on.wait(WAIT_S)
+
+    def all(self) -> list[SenderEvent | ReceiverEvent]:
+        with self._changed:
+            return [event for event, _ in self._events]
+
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        return [event for event in self.all() if isinstance(event, kind)]
+
+    def thread_of(self, wanted: SenderEvent | ReceiverEvent) -> int:
+        with self._changed:
+            return next(thread for event, thread in self._events if event == wanted)
+
+    def landed(self, lease_id: int) -> list[int]:
+        return [i for event in self.of(BlocksLanded) if event.lease_id == lease_id for i in event.block_indices]
+
+    def taken(self, lease_id: int) -> list[int]:
+        return [i for event in self.of(BlocksTaken) if event.lease_id == lease_id for i in event.block_indices]
+
+
+class Node:
+    """A KV memory, its transport, and what that said."""
+
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        said: Recorder,
+        transport: ZmqTransport | MemoryTransport,
+    ) -> None:
+        self.memory = memory
+        self.said = said
+        self.transport = transport
+
+    def counts(self, name: str) -> Mapping[str, int]:
+        """One of the transport's tallies."""
+        counts = self.transport.snapshot()[name]
+        assert isinstance(counts, dict)
+        return counts
+
+
+class Net(Protocol):
+    """Where nodes meet."""
+
+    def node(self, name: str, num_blocks: int = 8, block_bytes: int = 512) -> Node:
+        """A new node with zeroed memory."""
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        """Let things happen until the condition holds; fails if it never does."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+
+class MemoryNet:
+    """Nodes on one hub; `until` takes steps, oldest link first."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self._changed = threading.Condition()
+        self._nodes: list[Node] = []
+
+    def node(self, name: str, num_blocks: int = 8, block_bytes: int = 512) -> Node:
+        memory = np.zeros((num_blocks, block_bytes), np.uint8)
+        said = Recorder(self._changed)
+        made = Node(memory, said, MemoryTransport(memory, name, self.hub, said))
+        self._nodes.append(made)
+        return made
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            assert self.hub.pending(), "nothing is pending, and what was waited for has not come"
+            self.hub.step()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
+        for node in self._nodes:
+            node.transport.stop()
+
+
+class ZmqNet:
+    """Nodes on loopback; `until` waits for their threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._nodes: list[Node] = []
+
+    def node(self, name: str, num_blocks: int = 8, block_bytes: int = 512) -> Node:
+        memory = np.zeros((num_blocks, block_bytes), np.uint8)
+        said = Recorder(self._changed)
+        incarnation = len(self._nodes) + 1
+        made = Node(memory, said, ZmqTransport(memory, name, incarnation, said))
+        self._nodes.append(made)
+        return made
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(is_reached, WAIT_S), "what was waited for has not come in time"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
+        for node in self._nodes:
+            node.said.may_go_on.set()
+            node.transport.stop()
+
+
+def commit(lease_id: int) -> bytes:
+    """A notification's payload."""
+    return pb.DataMessage(commit=pb.Commit(lease_id=lease_id, secret=b"s" * 16)).SerializeToString()
+
+
+def answer(lease_id: int) -> bytes:
+    """An answer's payload."""
+    return pb.DataMessage(answer=pb.CommitAnswer(lease_id=lease_id)).SerializeToString()
+
+
+def fill_at_random(memory: npt.NDArray[np.uint8], seed: int = 0) -> None:
+    """Give every block bytes of its own."""
+    memory[:] = np.random.default_rng(seed).integers(0, 256, memory.shape, np.uint8)

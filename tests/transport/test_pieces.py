@@ -1,0 +1,128 @@
+"""The small parts: cutting, checksums, mailbox, tally."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connector.checksum import piece_checksum
+from connector.mailbox import Mailbox
+from connector.tally import Tally
+from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
+from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, gather, pack
+
+LEASE = LeaseRef(2**64 - 1, b"0123456789abcdef")
+
+
+@pytest.mark.covers("H02")
+@settings(deadline=None, max_examples=60)
+@given(
+    block_bytes=st.sampled_from([1, 512, 600_000, MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES + 1, 3 * MAX_PAYLOAD_BYTES]),
+    num_blocks=st.integers(0, 40),
+)
+def test_packing_moves_each_byte_once_in_order_and_within_the_limits(block_bytes: int, num_blocks: int) -> None:
+    blocks = [(i, 2 * i) for i in range(num_blocks)]
+    writes = list(pack(LEASE, blocks, block_bytes))
+    moved = [
+        (source_id, span.offset, span.length, span.block_index)
+        for write in writes
+        for span, source_id in zip(write.spans, write.source_ids, strict=True)
+    ]
+    expected = [
+        (2 * i, offset, min(MAX_PAYLOAD_BYTES, block_bytes - offset), i)
+        for i in range(num_blocks)
+        for offset in range(0, block_bytes, MAX_PAYLOAD_BYTES)
+    ]
+    assert moved == expected
+    assert all(0 < sum(span.length for span in write.spans) <= MAX_PAYLOAD_BYTES for write in writes)
+    assert [index for write in writes for index in write.finished] == list(range(num_blocks))
+    for write in writes:
+        for index in write.finished:  # finished with the message that holds its last byte
+            assert any(span.block_index == index and span.offset + span.length == block_bytes for span in write.spans)
+
+
+def test_small_blocks_share_messages() -> None:
+    writes = list(pack(LEASE, [(i, i) for i in range(3000)], 512))
+    assert [len(write.spans) for write in writes] == [1024, 1024, 952]
+
+
+@pytest.mark.covers("H13")
+def test_the_largest_honest_header_is_within_what_a_receiver_reads() -> None:
+    (write,) = pack(LEASE, [(2**32 - 1, 0)] * MAX_PIECES, 512)
+    header, payload = gather(np.zeros((1, 512), np.uint8), OutgoingWrite(LEASE, write.spans, write.source_ids, ()))
+    assert len(header) <= MAX_WRITE_HEADER_BYTES
+    assert len(payload) == MAX_PIECES * 512
+
+
+@pytest.mark.covers("H09")
+def test_a_checksum_tells_bytes_lease_block_and_offset_apart() -> None:
+    data = np.arange(100_000, dtype=np.uint32).view(np.uint8)
+    changed = data.copy()
+    changed[77_777] ^= 1
+    sums = {
+        piece_checksum(data, 1, 2, 3),
+        piece_checksum(changed, 1, 2, 3),
+        piece_checksum(data[:-1], 1, 2, 3),
+        piece_checksum(data, 2, 2, 3),
+        piece_checksum(data, 1, 3, 3),
+        piece_checksum(data, 1, 2, 4),
+        piece_checksum(data, 1, 3, 2),
+    }
+    assert len(sums) == 7
+    assert all(0 <= checksum < 2**64 for checksum in sums)
+    assert piece_checksum(data.copy(), 1, 2, 3) in sums
+
+
+def test_a_checksum_is_the_same_in_every_version_and_on_every_machine() -> None:
+    assert piece_checksum(np.arange(256, dtype=np.uint8), 1, 2, 3) == 13053838783795129111
+
+
+def test_a_mailbox_wakes_its_poller_keeps_order_and_sleeps_when_empty() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    received: list[int] = []
+
+    def read() -> None:
+        while len(received) < 50_000:
+            select.select([mailbox], [], [])
+            received.extend(mailbox.drain())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for i in range(50_000):
+        mailbox.put(i)
+    thread.join()
+    assert received == list(range(50_000))
+    mailbox.drain()
+    assert select.select([mailbox], [], [], 0)[0] == []
+    mailbox.close()
+    mailbox.put(1)
+    assert mailbox.fileno() == -1
+
+
+def test_a_mailbox_that_nobody_reads_never_blocks_the_one_who_puts() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    for i in range(20_000):
+        mailbox.put(i)
+    assert mailbox.drain() == list(range(20_000))
+    mailbox.close()
+
+
+def test_a_tally_adds_up_over_threads() -> None:
+    tally = Tally()
+
+    def add() -> None:
+        for _ in range(10_000):
+            tally.add("b", 2)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    tally.add("a")
+    for thread in threads:
+        thread.join()
+    assert list(tally.snapshot().items()) == [("a", 1), ("b", 80_000)]

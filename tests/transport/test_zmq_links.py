@@ -1,0 +1,282 @@
+"""zmq links that break, hang, or lie, over real sockets and through a real proxy."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from connector.zmq_transport import ZmqTransport
+from proto import baton_pb2 as pb
+from tests.transport.net import Node, ZmqNet, answer, commit, fill_at_random
+from tests.transport.tcp_proxy import TcpProxy
+
+SECRET = b"0123456789abcdef"
+MIB = 1 << 20
+
+
+def port_of(node: Node) -> int:
+    return int(node.transport.endpoint().address.rpartition(":")[2])
+
+
+def endpoint_through(proxy: TcpProxy, node: Node) -> pb.Endpoint:
+    return pb.Endpoint(transport="zmq", address=proxy.address, link_secret=node.transport.endpoint().link_secret)
+
+
+@pytest.fixture
+def brisk_thread_switches() -> Iterator[None]:
+    """Let Python change threads in the middle of a copy of many blocks."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+def ignore(event: object) -> None:
+    """An `emit` whose events nobody needs."""
+
+
+def seconds_until_closed(net: ZmqNet, sender: Node) -> float:
+    began = time.monotonic()
+    net.until(lambda: bool(sender.said.of(LinkClosed)))
+    return time.monotonic() - began
+
+
+@pytest.mark.covers("H09", "H11")
+def test_a_byte_flipped_on_the_wire_is_found_and_hurts_that_lease_only(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender", 3, MIB)
+    receiver = zmq_net.node("receiver", 3, MIB)
+    fill_at_random(sender.memory)
+    for i in range(3):
+        receiver.transport.admit(i + 1, SECRET, [i])
+    with TcpProxy(port_of(receiver), flip_at=MIB + MIB // 2) as proxy:
+        sender.transport.open("receiver@1/1", endpoint_through(proxy, receiver))
+        for i in range(3):
+            sender.transport.write("receiver@1/1", LeaseRef(i + 1, SECRET), [(0, i)])
+            sender.transport.notify("receiver@1/1", commit(i + 1))
+        zmq_net.until(lambda: len(receiver.said.of(NotifyArrived)) == 3)
+        assert proxy.num_flipped == 1
+    assert [(refused.lease_id, refused.code) for refused in receiver.said.of(WriteRefused)] == [(2, pb.CHECKSUM)]
+    assert [receiver.said.landed(i + 1) for i in range(3)] == [[0], [], [0]]
+    assert np.array_equal(receiver.memory[[0, 2]], sender.memory[[0, 2]])
+    assert np.count_nonzero(receiver.memory[1] != sender.memory[1]) == 1
+    assert receiver.counts("writes_refused") == {"CHECKSUM": 1}
+
+
+def test_a_connection_that_is_cut_closes_its_link_once_and_does_not_come_back(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender", 64, MIB)
+    receiver = zmq_net.node("receiver", 64, MIB)
+    receiver.transport.admit(1, SECRET, range(64))
+    with TcpProxy(port_of(receiver)) as proxy:
+        sender.transport.open("receiver@1/1", endpoint_through(proxy, receiver))
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(64)])
+        zmq_net.until(lambda: bool(receiver.said.landed(1)))
+        proxy.cut()
+        zmq_net.until(lambda: bool(sender.said.of(LinkClosed)))
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(0, 0)])
+        sender.transport.open("receiver@1/2", endpoint_through(proxy, receiver))  # the proxy still stands
+        sender.transport.notify("receiver@1/2", commit(1))
+        zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    closed = [event.link_id for event in sender.said.of(LinkClosed)]
+    assert closed[0] == "receiver@1/1"
+    assert "receiver@1/1" not in closed[1:]
+    assert len(receiver.said.landed(1)) < 64
+
+
+def test_a_lost_answer_ends_in_a_closed_link(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender")
+    receiver = zmq_net.node("receiver")
+    with TcpProxy(port_of(receiver)) as proxy:
+        sender.transport.open("receiver@1/1", endpoint_through(proxy, receiver))
+        sender.transport.notify("receiver@1/1", commit(1))
+        zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+        proxy.keep_answers_back()
+        receiver.transport.answer(receiver.said.of(NotifyArrived)[0].reply_to, answer(1))
+        assert seconds_until_closed(zmq_net, sender) < 10
+    assert sender.said.of(Answered) == []
+    assert len(sender.said.of(LinkClosed)) == 1
+
+
+@pytest.mark.parametrize("is_mute", [False, True])
+def test_a_peer_that_stops_reading_at_all_ends_in_a_closed_link(zmq_net: ZmqNet, is_mute: bool) -> None:
+    sender = zmq_net.node("sender", 64, MIB)
+    receiver = zmq_net.node("receiver", 64, MIB)
+    receiver.transport.admit(1, SECRET, range(64))
+    with TcpProxy(port_of(receiver)) as proxy:
+        sender.transport.open("receiver@1/1", endpoint_through(proxy, receiver))
+        sender.transport.notify("receiver@1/1", commit(1))
+        zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+        proxy.stop_forwarding()
+        if is_mute:  # nor does it say that it gives up, like a process that was stopped: only TCP is left to notice
+            proxy.keep_answers_back()
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(64)])
+        assert seconds_until_closed(zmq_net, sender) < 10
+    assert len(sender.said.taken(1)) < 64
+
+
+def test_a_refused_connection_closes_the_link_at_once(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: connecting is refused
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        sender.transport.open("nobody@1/1", pb.Endpoint(transport="zmq", address=address, link_secret=SECRET))
+        assert seconds_until_closed(zmq_net, sender) < 1
+    assert sender.said.of(LinkClosed) == [LinkClosed("nobody@1/1", "could not connect")]
+
+
+@pytest.mark.covers("P04")
+def test_a_black_hole_delays_no_other_link_and_is_given_up(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender")
+    receiver = zmq_net.node("receiver")
+    receiver.transport.admit(1, SECRET, [0])
+    with socket.create_server(("127.0.0.1", 0)) as hole:  # its kernel accepts, nobody reads
+        address = f"tcp://127.0.0.1:{hole.getsockname()[1]}"
+        sender.transport.open("hole@1/1", pb.Endpoint(transport="zmq", address=address, link_secret=SECRET))
+        sender.transport.write("hole@1/1", LeaseRef(1, SECRET), [(0, 0)])
+        sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(0, 0)])
+        zmq_net.until(lambda: receiver.said.landed(1) == [0])
+        assert sender.said.of(LinkClosed) == []
+        assert seconds_until_closed(zmq_net, sender) < 10
+    assert [event.link_id for event in sender.said.of(LinkClosed)] == ["hole@1/1"]
+    assert sender.said.taken(1) == [0]  # the good link's; a link that is not open reads no source
+
+
+@pytest.mark.covers("P04")
+def test_a_receiver_whose_thread_hangs_delays_no_other_link(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender", 64, MIB)
+    stuck = zmq_net.node("stuck", 64, MIB)
+    good = zmq_net.node("good", 16, MIB)
+    fill_at_random(sender.memory)
+    stuck.transport.admit(1, SECRET, range(64))
+    good.transport.admit(2, SECRET, range(16))
+    stuck.said.may_go_on.clear()
+    sender.transport.open("stuck@1/1", stuck.transport.endpoint())
+    sender.transport.open("good@1/1", good.transport.endpoint())
+    sender.transport.write("stuck@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(64)])
+    zmq_net.until(lambda: bool(stuck.said.landed(1)))
+    sender.transport.write("good@1/1", LeaseRef(2, SECRET), [(i, i) for i in range(16)])
+    zmq_net.until(lambda: len(good.said.landed(2)) == 16)
+    assert np.array_equal(good.memory, sender.memory[:16])
+    assert len(stuck.said.landed(1)) == 1  # it really hangs
+    assert len(sender.said.taken(1)) < 64  # and its link really is full
+    stuck.said.may_go_on.set()  # in time: the link is as good as before
+    zmq_net.until(lambda: len(stuck.said.landed(1)) == 64)
+    assert np.array_equal(stuck.memory, sender.memory)
+    assert sender.said.of(LinkClosed) == []
+
+
+@pytest.mark.covers("H08")
+@pytest.mark.usefixtures("brisk_thread_switches")
+def test_a_lease_revoked_while_a_write_runs_is_quiet_only_after_the_copy(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender", 1024, 1024)
+    receiver = zmq_net.node("receiver", 1024, 1024)
+    sender.memory[:] = 0xAA
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    loop_thread = threading.get_ident()
+    num_waited = 0
+    for lease_id in range(1, 41):
+        receiver.memory[:] = 0
+        receiver.transport.admit(lease_id, SECRET, range(1024))
+        sender.transport.write("receiver@1/1", LeaseRef(lease_id, SECRET), [(i, i) for i in range(1024)])
+        while not receiver.memory[0, 0]:  # from here the message's copy runs, block by block, on the receiver's thread
+            pass
+        receiver.transport.revoke(lease_id)
+        done = RevokeDone(lease_id)
+        zmq_net.until(lambda done=done: done in receiver.said.all())  # type: ignore[misc]
+        num_waited += receiver.said.thread_of(done) != loop_thread
+        receiver.memory[:] = 0xEE  # the next owner's bytes
+        sender.transport.notify("receiver@1/1", commit(lease_id))
+        zmq_net.until(lambda n=lease_id: len(receiver.said.of(NotifyArrived)) == n)  # type: ignore[misc]
+        assert (receiver.memory == 0xEE).all()
+    assert len(receiver.said.of(RevokeDone)) == 40
+    assert num_waited, "no revoke ever met a running copy"
+
+
+def test_a_notification_that_no_receiver_would_take_closes_the_link(zmq_net: ZmqNet) -> None:
+    sender = zmq_net.node("sender")
+    receiver = zmq_net.node("receiver")
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    sender.transport.notify("receiver@1/1", b"x" * (2 * MIB))
+    zmq_net.until(lambda: bool(sender.said.of(LinkClosed)))
+    assert "2097152 bytes" in sender.said.of(LinkClosed)[0].reason
+
+
+def test_stop_ends_every_thread_within_a_second_also_with_stuck_links(zmq_net: ZmqNet) -> None:
+    receiver = zmq_net.node("receiver", 64, MIB)
+    said: list[object] = []
+    sender = ZmqTransport(np.zeros((64, MIB), np.uint8), "sender", 1, said.append)
+    with socket.create_server(("127.0.0.1", 0)) as hole, TcpProxy(port_of(receiver)) as proxy:
+        address = f"tcp://127.0.0.1:{hole.getsockname()[1]}"
+        sender.open("hole@1/1", pb.Endpoint(transport="zmq", address=address, link_secret=SECRET))
+        sender.open("receiver@1/1", endpoint_through(proxy, receiver))
+        sender.notify("receiver@1/1", commit(1))
+        zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+        proxy.stop_forwarding()
+        sender.write("receiver@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(64)])
+        began = time.monotonic()
+        sender.stop()
+        assert time.monotonic() - began < 1
+    num_threads = sum(thread.name.startswith("zmq-") for thread in threading.enumerate())
+    assert num_threads == 2  # the other node's
+
+
+def test_a_host_that_cannot_be_bound_raises_and_leaves_nothing() -> None:
+    num_threads = threading.active_count()
+    with pytest.raises(zmq.ZMQError, match="assign requested address"):
+        ZmqTransport(np.zeros((1, 512), np.uint8), "node", 1, ignore, host="192.0.2.1")
+    assert threading.active_count() == num_threads
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_of_a_bug_says_so_and_the_transport_can_still_be_stopped(zmq_net: ZmqNet) -> None:
+    def fail(event: object) -> None:
+        raise RuntimeError("a bug in whoever takes the events")
+
+    broken = ZmqTransport(np.zeros((1, 512), np.uint8), "broken", 1, fail)
+    assert not any(ended.done() for ended in broken.ended)
+    sender = zmq_net.node("sender")
+    sender.transport.open("broken@1/1", broken.endpoint())
+    sender.transport.notify("broken@1/1", commit(1))
+    broken.open("nobody@1/1", pb.Endpoint())
+    for ended in broken.ended:
+        assert ended.result(timeout=10) is None
+    zmq_net.until(lambda: bool(sender.said.of(LinkClosed)))
+    broken.stop()
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+def test_other_names_of_loopback_work_as_well(host: str) -> None:
+    arrived = threading.Event()
+    memory = np.zeros((1, 512), np.uint8)
+    try:
+        receiver = ZmqTransport(memory, "receiver", 1, lambda event: arrived.set(), host)
+    except zmq.ZMQError as fault:
+        pytest.skip(f"this machine has no {host}: {fault}")
+    sender = ZmqTransport(memory, "sender", 1, ignore)
+    sender.open("receiver@1/1", receiver.endpoint())
+    sender.notify("receiver@1/1", commit(1))
+    assert arrived.wait(10)
+    sender.stop()
+    receiver.stop()
+
+
+@pytest.mark.parametrize("node_id", ["", "a@b", "a\n", "x" * 240])
+def test_a_node_id_that_does_not_fit_into_the_handshake_is_refused_at_start(node_id: str) -> None:
+    with pytest.raises(ValueError, match="node id"):
+        ZmqTransport(np.zeros((1, 512), np.uint8), node_id, 1, ignore)
+
+
+@pytest.mark.parametrize(
+    "memory", [np.zeros(512, np.uint8), np.zeros((2, 8), np.float32), np.zeros((8, 8), np.uint8).T[1:]]
+)
+def test_a_memory_that_blocks_cannot_be_cut_from_is_refused_at_start(memory: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        ZmqTransport(memory, "node", 1, ignore)
