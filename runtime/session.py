@@ -174,6 +174,7 @@ TABLE: Final[Mapping[tuple[State, Event], Row]] = {
 IGNORED: Final[frozenset[tuple[State, Event]]] = frozenset(
     {(s, E.STALE) for s in S if s is not S.AWAITED}
     | {(S.LOST, e) for e in (E.SEND, E.OVERFLOW, E.SUPERSEDED, E.HANG_UP)}
+    | {(S.LOST, E.CALLED)}  # its grace ended on the way to us
     | {(S.CONNECTING, e) for e in (E.SEND, E.OVERFLOW)}  # there is no session yet: dropped, as after a loss
 )
 

@@ -100,7 +100,8 @@ class SessionEnd:
             case StreamEnded(stream, fate, reason):
                 return self._step(self._end_event(stream, fate), now, reason=reason)
             case Called(stream, hello):
-                self._trim(hello.last_received)
+                if self.state is not State.LOST:
+                    self._trim(hello.last_received)
                 return self._step(Event.CALLED, now, reason="replaced by a newer stream", stream=stream)
             case Send(message):
                 return self._send(message, now)

@@ -93,6 +93,9 @@ class SessionServer:
         """Serve one stream from its Hello to its end."""
         del request_iterator  # frames are read from the context
         hello = await self._read_hello(context)
+        # By itself and not with the first frame: a write that is cancelled goes on inside gRPC, and abort would then fail to send
+        # the same metadata a second time, with the call left hanging.
+        await context.send_initial_metadata(())  # type: ignore[misc]  # generated: the type of the sync context comes first
         admission = self._book.admit(hello)
         if not isinstance(admission, Admitted):
             log_event(LOG, logging.WARNING, "session_refused", router=hello.peer.name, reason=admission.reason)
@@ -107,6 +110,9 @@ class SessionServer:
         stream = _Stream(number, asyncio.Event(), asyncio.get_running_loop().create_future(), handler)
         self._streams[number] = stream
         driver.feed(Called(number, hello))
+        if admission.session.stream != number:  # feed ticks first, and its grace was over
+            del self._streams[number]
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the session was lost here")
         reader = asyncio.create_task(self._read(driver, number, context), name=f"session reader {number}")
         writer = asyncio.create_task(self._write(driver, stream, context), name=f"session writer {number}")
         try:

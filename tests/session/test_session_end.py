@@ -158,6 +158,8 @@ def test_what_arrives_after_the_grace_finds_the_session_lost_however_late_the_ti
     end = open_listener()
     assert [type(output) for output in end.tick(60.0)] == [CloseStream, Broken, Lost]
     assert end.receive(FrameArrived(1, pb.Frame(seq=1, router=cancel(0))), 60.0) == []
+    assert end.receive(Called(2, router_hello()), 60.0) == []
+    assert end.stream is None
 
 
 @pytest.mark.covers("R12")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -50,10 +51,14 @@ async def connected() -> AsyncIterator[tuple[RunningNode, TcpProxy, SessionDiale
         yield node, proxy, dialer, router
 
 
+def dict_of(value: object) -> dict[str, Any]:
+    assert isinstance(value, dict)
+    return value
+
+
 def sent(dialer: SessionDialer, node: RunningNode) -> tuple[int, int]:
     """Highest numbers that the writers of either end took."""
-    router_end, node_end = dialer.snapshot()["peers"], node.sessions.snapshot()["peers"]
-    assert isinstance(router_end, dict) and isinstance(node_end, dict)
+    router_end, node_end = dict_of(dialer.snapshot()["peers"]), dict_of(node.sessions.snapshot()["peers"])
     return router_end["node"]["sent"], node_end["router"]["sent"]
 
 
@@ -345,6 +350,33 @@ def test_hostile_streams_end_alone_with_a_status_that_says_why() -> None:
             await until(lambda: node.handler.got == [1])
             assert handler.happened == [("up", NODE)]
             await dialer.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R12")
+def test_a_router_that_reads_nothing_holds_up_its_own_stream_only_and_is_lost() -> None:
+    async def scenario() -> None:
+        async with (
+            connected() as (node, _, dialer, router),
+            grpc.aio.insecure_channel(f"127.0.0.1:{node.port}") as channel,
+        ):
+            stuck = Peer("stuck", 8)
+            call = NodeStub(channel).Session()
+            hello = pb.Hello(peer=stuck.to_proto(), to_incarnation=NODE.incarnation, session_id=4, protocol=PROTOCOL)
+            await call.write(pb.Frame(hello=hello))
+            await until(lambda: "stuck" in dict_of(node.sessions.snapshot()["peers"]))
+            for number in range(10):
+                node.sessions.send(stuck, to_router(number, "x" * 1_000_000))
+            dialer.send(*NODE, to_node(1))
+            await until(lambda: node.handler.got == [1])
+            assert dict_of(dict_of(node.sessions.snapshot()["peers"])["stuck"])["sent"] != 10, "the stream is full"
+            await until(lambda: node.handler.lost == [stuck])
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert failure.value.code() is grpc.StatusCode.ABORTED
+            assert router.count("broken") == 0
 
     asyncio.run(scenario())
 
