@@ -273,7 +273,7 @@ class DecodeCore:
             self._out.append(ev.Count("commits_refused"))
             self._answer_commit(reply_to, commit, pb.LEASE_EXPIRED, "no lease of that id, secret and attempt")
             return
-        flaw = commit_flaw(commit, lease, self._key_seed, self._pool.block_size, self._limits.max_model_len)
+        flaw = commit_flaw(commit, lease, self._key_seed, self._pool.block_size, self._limits)
         if flaw is not None:
             self._out.append(ev.Count("commits_refused"))
             self._answer_commit(reply_to, commit, pb.INTERNAL, f"the Commit has {flaw}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from decode_node.core import DecodeCore
 from node.config import NodeConfig
 from node.validate import SECRET_BYTES
-from runtime.config import load, set_thread_environment
+from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -23,6 +23,7 @@ def run(argv: Sequence[str] | None) -> int:
     """Run the node until a signal; its exit code."""
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
     set_thread_environment(config.num_threads)
+    silence_grpc()
     from node.process import run_node
 
     return run_node("decode", config, make_core)

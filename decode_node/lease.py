@@ -9,6 +9,7 @@ from decode_node.admission import LeasedBlocks
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from node.events import RouterId
+from node.identity import NodeLimits
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
@@ -79,8 +80,8 @@ def spec_of(commit: pb.Commit, key: AttemptKey, keys: tuple[bytes, ...]) -> Sequ
     )
 
 
-def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: int, max_model_len: int) -> str | None:
-    """What in a Commit contradicts its lease, in words; None if it fits."""
+def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: int, limits: NodeLimits) -> str | None:
+    """What in a Commit contradicts its lease or this node's model, in words; None if it fits."""
     generated = commit.branch.generated_token_ids
     tokens = (*commit.prompt_token_ids, *generated)
     if len(tokens) != lease.num_tokens + 1:
@@ -89,8 +90,10 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
         return f"{len(generated)} completion tokens of max_tokens {commit.sampling.max_tokens}"
     if commit.first_index >= len(generated):
         return f"first_index {commit.first_index}, not below the {len(generated)} completion tokens"
-    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > max_model_len:
-        return f"max_tokens {commit.sampling.max_tokens}, which exceeds max_model_len {max_model_len}"
+    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > limits.max_model_len:
+        return f"max_tokens {commit.sampling.max_tokens}, which exceeds max_model_len {limits.max_model_len}"
+    if max(tokens) >= limits.vocab_size:
+        return f"token id {max(tokens)}, not below vocab_size {limits.vocab_size}"
     if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):
         return "token ids that do not have the block keys that were reserved for"
     return None

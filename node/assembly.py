@@ -71,7 +71,7 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
     scheduler_config = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
     parts = CoreParts(
         identity=identity,
-        limits=NodeLimits(sizes.max_model_len, lease_life_s=config.lease_life_s),
+        limits=NodeLimits(sizes.max_model_len, model_config.vocab_size, lease_life_s=config.lease_life_s),
         scheduler=Scheduler(scheduler_config, pool, key_seed),
         pool=pool,
         fingerprint=pb.Fingerprint(**asdict(fields)),

@@ -24,6 +24,7 @@ class NodeLimits:
     """Bounds that a core keeps."""
 
     max_model_len: int  # tokens of prompt and completion together
+    vocab_size: int  # token ids are below it
     max_attempts: int = 256  # accepted attempts that have not ended; above it BUSY
     max_fences: int = 65_536  # branches whose fence floor is remembered; above it BUSY
     lease_life_s: float = 10.0  # of a lease that nobody renews

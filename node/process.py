@@ -58,8 +58,8 @@ MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRP
 GRPC_STOP_GRACE_S: Final = 0.2
 
 
-class RunnerEnded(RuntimeError):
-    """The runner thread died of an exception, which it has written to stderr itself."""
+class ThreadEnded(RuntimeError):
+    """A thread died of an exception, which it has written to stderr itself."""
 
 
 def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts], NodeCore]) -> int:
@@ -166,7 +166,9 @@ class _NodeProcess:
         """Start everything, from the inside out; `started` stops it in reverse order."""
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
-        _keep(tasks, started, runner.ended, RunnerEnded("the runner thread has ended"))
+        _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        for end in listeners.transport.ended:
+            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
         peers = HandoffClient(inbox.post, tasks.create_task)
         started.push_async_callback(peers.close)
         bounds = Bounds(

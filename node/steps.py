@@ -7,7 +7,9 @@ from typing import Final
 from engine.scheduler import Scheduler
 from node.events import RunStep
 
-STEPS_AHEAD: Final = 2  # plans given to the runner and not read yet: one runs, the next waits, so that the runner never does
+STEPS_AHEAD: Final = (
+    2  # plans given to the runner and not read yet: one runs, the next waits, so that the runner never does
+)
 
 
 def plan_ahead(scheduler: Scheduler) -> list[RunStep]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
 from prefill_node.core import PrefillCore
-from runtime.config import load, set_thread_environment
+from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -21,6 +21,7 @@ def run(argv: Sequence[str] | None) -> int:
     """Run the node until a signal; its exit code."""
     config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
     set_thread_environment(config.num_threads)
+    silence_grpc()
     from node.process import run_node
 
     return run_node("prefill", config, make_core)

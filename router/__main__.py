@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from router.config import RouterConfig
-from runtime.config import load
+from runtime.config import load, silence_grpc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(
         RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
     )
+    silence_grpc()
     from router.process import run_router  # heavy: --help and a wrong flag answer without it
 
     return run_router(config)

@@ -18,23 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from proto import baton_pb2 as pb
-from router.events import (
-    Aborted,
-    Action,
-    Count,
-    Emitted,
-    Event,
-    Failed,
-    Finished,
-    FromNode,
-    GenerationRequest,
-    LoadReported,
-    NodeRef,
-    Submitted,
-    ToNode,
-)
+from router import events as ev
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeEvent, NodeTable, Session
+from router.ownership import Owner, Verdict, Word, judge, word_of
 from router.placement import Pair, Placement
 from router.requests import (
     BROKEN_HANDOFFS,
@@ -74,24 +61,24 @@ class RouterCore:
         self._timers = KeyedHeap()  # one instant per request
         self._num_arrived = 0
         self._may_place = False  # room may have appeared since the queue was looked at
-        self._actions: list[Action] = []
+        self._actions: list[ev.Action] = []
 
     # ---------------------------------------------------------------- the four methods
 
-    def receive(self, event: Event, now: float) -> list[Action]:
+    def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; `now` is in seconds of a monotonic clock and never goes back."""
         match event:
-            case FromNode(node, message):
+            case ev.FromNode(node, message):
                 self._on_message(node, message, now)
-            case Submitted(request):
+            case ev.Submitted(request):
                 self._on_submitted(request, now)
-            case Aborted(request_id):
+            case ev.Aborted(request_id):
                 self._on_aborted(request_id, now)
             case _:
                 self._on_node_event(event, now)
         return self._settle(now)
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[ev.Action]:
         """Fire every timer that is due; to be called before receive, and when next_deadline comes."""
         while (first := self._timers.first()) is not None and first[1] <= now:
             live = self._requests[first[0]]
@@ -99,7 +86,7 @@ class RouterCore:
                 case _ if live.request.deadline <= now:
                     self._fail_with_code(live, pb.DEADLINE, "PD Error: the request's deadline has passed", now)
                 case CommitUnknown(error=error):
-                    self._fail_with_code(live, error.code, error.message, now)
+                    self._fail_if_decided(live, Word.GRACE_OVER, error.code, error.message, now)
                 case Waiting():  # a node that refused it may be asked again
                     self._may_place = True
                     self._timers.put(first[0], live.wake_at(now))
@@ -152,7 +139,7 @@ class RouterCore:
 
     # ---------------------------------------------------------------- clients
 
-    def _on_submitted(self, request: GenerationRequest, now: float) -> None:
+    def _on_submitted(self, request: ev.GenerationRequest, now: float) -> None:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         if refusal := self._find_refusal(request, now):
@@ -165,22 +152,22 @@ class RouterCore:
         self._requests[request.request_id] = live
         self._enqueue(live, now)
 
-    def _find_refusal(self, request: GenerationRequest, now: float) -> Failed | None:
+    def _find_refusal(self, request: ev.GenerationRequest, now: float) -> ev.Failed | None:
         """Why the request is turned away at once, if it is."""
         wait_s = self._config.retry_after_s
         longest = self._nodes.max_total_tokens
         total_tokens = len(request.prompt_token_ids) + request.max_tokens
         if len(self._queue) >= self._config.max_queue:
             message = f"The router's queue is full ({self._config.max_queue} requests)."
-            return Failed(request.request_id, 429, "OVERLOADED", message, wait_s)
+            return ev.Failed(request.request_id, 429, "OVERLOADED", message, wait_s)
         if longest is None:
             message = f"No nodes to serve the request: {', '.join(self._nodes.missing())}."
-            return Failed(request.request_id, 503, "NO_NODES", message, wait_s)
+            return ev.Failed(request.request_id, 503, "NO_NODES", message, wait_s)
         if total_tokens > longest:
             message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
-            return Failed(request.request_id, 400, "context_length_exceeded", message, None)
+            return ev.Failed(request.request_id, 400, "context_length_exceeded", message, None)
         if request.deadline <= now:
-            return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
+            return ev.Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
         return None
 
     def _on_aborted(self, request_id: str, now: float) -> None:
@@ -194,12 +181,15 @@ class RouterCore:
     def _on_node_event(self, event: NodeEvent, now: float) -> None:
         change = self._nodes.receive(event)
         for request_id, ref in change.orphans.items():
+            live = self._requests[request_id]
+            is_sender = live.pair is not None and live.pair.prefill == ref
             message = f"PD Error: node {ref.name} was lost while the request was on it"
-            self._fail_with_code(self._requests[request_id], pb.NODE_LOST, message, now)
+            word = Word.SENDER_LOST if is_sender else Word.RECEIVER_LOST
+            self._fail_if_decided(live, word, pb.NODE_LOST, message, now)
         self._actions += change.actions
-        self._may_place = not isinstance(event, LoadReported)
+        self._may_place = not isinstance(event, ev.LoadReported)
 
-    def _on_message(self, node: NodeRef, message: pb.NodeMessage, now: float) -> None:
+    def _on_message(self, node: ev.NodeRef, message: pb.NodeMessage, now: float) -> None:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
@@ -210,24 +200,26 @@ class RouterCore:
             case None:
                 self._count("stale_messages", "unknown")
 
-    def _find_running(self, key: pb.AttemptKey, node: NodeRef) -> tuple[LiveRequest, Pair] | None:
+    def _find_running(self, key: pb.AttemptKey, node: ev.NodeRef) -> tuple[LiveRequest, Pair] | None:
         """The request and its nodes, if `key` is its newest attempt, which still counts, and the node is one of them."""
         live = self._requests.get(key.request_id)
         if live is None or (pair := live.pair) is None or (key.choice, key.attempt) != (0, live.attempt):
             return None
         return (live, pair) if node in (pair.prefill, pair.decode) else None
 
-    def _on_tokens(self, node: NodeRef, tokens: pb.BranchTokens, from_receiver: bool, now: float) -> None:
+    def _on_tokens(self, node: ev.NodeRef, tokens: pb.BranchTokens, from_receiver: bool, now: float) -> None:
         found = self._find_running(tokens.key, node)
         if found is None or node != (found[1].decode if from_receiver else found[1].prefill):
             self._refuse_stale(node, tokens.key, now)
             return
         live, pair = found
-        if from_receiver and not isinstance(live.phase, Decoding):
+        owner, verdict = judge(live.phase.owner, word_of(from_receiver, tokens.finish))
+        if verdict is Verdict.IGNORE:
+            self._count("stale_messages", "tokens")
+            return
+        if owner is Owner.RECEIVER and live.phase.owner is not owner:
             self._end_prefill(live, Decoding(pair), now)
-        if self._append(live, tokens.first_index, tokens.token_ids, now) and tokens.finish != pb.FINISH_UNSPECIFIED:
-            if not from_receiver and not isinstance(live.phase, Prefilling):
-                self._cancel(live, now)  # only a broken sender ends what the receiver owns
+        if self._append(live, tokens.first_index, tokens.token_ids, now) and verdict is Verdict.FINISH:
             self._finish(live, "stop" if tokens.finish == pb.FINISH_STOP else "length")
 
     def _append(self, live: LiveRequest, first_index: int, token_ids: Sequence[int], now: float) -> bool:
@@ -238,7 +230,7 @@ class RouterCore:
                 if len(fresh) < len(token_ids):
                     self._count("repeated_batches")
                 if fresh:
-                    self._actions.append(Emitted(request_id, start, fresh))
+                    self._actions.append(ev.Emitted(request_id, start, fresh))
                 return True
             case Gap(expected_index, index):
                 message = f"PD Error: tokens from index {index} arrived where index {expected_index} was due"
@@ -249,7 +241,7 @@ class RouterCore:
         self._fail_with_code(live, pb.INTERNAL, message, now)
         return False
 
-    def _refuse_stale(self, node: NodeRef, key: pb.AttemptKey, now: float) -> None:
+    def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:
         """Stop what still runs of an attempt that no longer counts."""
         self._count("stale_messages", "tokens")
         live = self._requests.get(key.request_id)
@@ -258,21 +250,26 @@ class RouterCore:
 
     # ---------------------------------------------------------------- PD Errors
 
-    def _on_error(self, node: NodeRef, error: pb.PDError, now: float) -> None:
+    def _on_error(self, node: ev.NodeRef, error: pb.PDError, now: float) -> None:
         found = self._find_running(error.key, node)
-        if found is None or (node == found[1].prefill and not isinstance(found[0].phase, Prefilling)):
-            self._count("stale_messages", "error")  # also a sender's, once the receiver owns the attempt or decides
+        if found is None:
+            self._count("stale_messages", "error")
             return
         live, pair = found
+        word = Word.SENDER_UNSURE if error.commit_unanswered else Word.SENDER_ERROR
+        _, verdict = judge(live.phase.owner, Word.RECEIVER_ERROR if node == pair.decode else word)
+        if verdict is Verdict.IGNORE:
+            self._count("stale_messages", "error")
+            return
         self._count("pd_errors", pb.ErrorCode.Name(error.code))
         if not self._append(live, 0, error.completion_token_ids, now):
             return
-        if node != pair.prefill:
-            self._fail_with_code(live, error.code, error.message, now)
-        elif error.commit_unanswered:
+        if verdict is Verdict.RETRY:
+            self._retry_or_fail(live, pair, error, now)
+        elif verdict is Verdict.AWAIT_RECEIVER:
             self._end_prefill(live, CommitUnknown(pair, now + self._config.commit_unknown_grace_s, error), now)
         else:
-            self._retry_or_fail(live, pair, error, now)
+            self._fail_with_code(live, error.code, error.message, now)
 
     def _retry_or_fail(self, live: LiveRequest, pair: Pair, error: pb.PDError, now: float) -> None:
         """Decide on an attempt that ended before its Commit."""
@@ -306,7 +303,7 @@ class RouterCore:
         self._timers.put(live.request.request_id, live.wake_at(now))
         self._may_place = True
 
-    def _settle(self, now: float) -> list[Action]:
+    def _settle(self, now: float) -> list[ev.Action]:
         """Dispatch from the queue's head while there is room; return what has been decided."""
         while self._may_place:
             self._may_place = self._place_head(now)
@@ -350,15 +347,22 @@ class RouterCore:
         self._may_place = True
 
     def _finish(self, live: LiveRequest, reason: str) -> None:
-        self._actions.append(Finished(live.request.request_id, reason, live.log.token_ids))
+        self._actions.append(ev.Finished(live.request.request_id, reason, live.log.token_ids))
         self._forget(live)
+
+    def _fail_if_decided(
+        self, live: LiveRequest, word: Word, code: pb.ErrorCode.ValueType, message: str, now: float
+    ) -> None:
+        """End the request with an error, unless the owner rule says that this word does not count."""
+        if judge(live.phase.owner, word)[1] is Verdict.FAIL:
+            self._fail_with_code(live, code, message, now)
 
     def _fail_with_code(self, live: LiveRequest, code: pb.ErrorCode.ValueType, message: str, now: float) -> None:
         """End the request with one error, everywhere."""
         status = STATUS.get(code, 500)
         wait_s = self._config.retry_after_s if status == 503 else None
         self._cancel(live, now)
-        self._actions.append(Failed(live.request.request_id, status, pb.ErrorCode.Name(code), message, wait_s))
+        self._actions.append(ev.Failed(live.request.request_id, status, pb.ErrorCode.Name(code), message, wait_s))
         self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
@@ -378,10 +382,10 @@ class RouterCore:
         self._send(live.pair.prefill, cancel)
         self._send(live.pair.decode, cancel)
 
-    def _send(self, ref: NodeRef, message: pb.RouterMessage) -> None:
+    def _send(self, ref: ev.NodeRef, message: pb.RouterMessage) -> None:
         node = self._nodes.find(ref)
         if node is not None and node.session is not Session.LOST:
-            self._actions.append(ToNode(ref, message))
+            self._actions.append(ev.ToNode(ref, message))
 
     def _count(self, name: str, label: str = "") -> None:
-        self._actions.append(Count(name, label))
+        self._actions.append(ev.Count(name, label))

@@ -62,7 +62,7 @@ async def _serve(config: RouterConfig, text: ModelText) -> None:
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
     async with AsyncExitStack() as started:
-        listener = started.enter_context(_listen(config))
+        listener = started.enter_context(_listen(config, "--port", config.port))
         registry_server = grpc.aio.server(
             options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS
         )
@@ -108,21 +108,23 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
 
 
-def _listen(config: RouterConfig) -> socket.socket:
+def _listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CannotListen(f"--port: cannot listen on {_address(config, config.port)}: {error.strerror}") from error
+        raise CannotListen(f"{flag}: cannot listen on {_address(config, port)}: {error.strerror}") from error
 
 
 def _bind_registry(server: grpc.aio.Server, config: RouterConfig) -> int:
     """The port taken."""
+    # First without gRPC, whose own error would be a second line, and less clear.
+    _listen(config, "--registry-port", config.registry_port).close()
     address = _address(config, config.registry_port)
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise CannotListen(f"--registry-port: cannot listen on {address}: address already in use") from error
+        raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 
 
 def _address(config: RouterConfig, port: int) -> str:

@@ -4,18 +4,18 @@
        ^                     │  │                                   ^
        └──refused, retried───┘  └──commit unanswered──> CommitUnknown
 
-Only the sender reports until it has sent Commit; from the receiver's first batch on only the receiver does. Between the two
-the sender may not know whether its Commit arrived: then nobody retries, and the receiver's batch decides (R21).
+Who of the two nodes is believed in which phase is the owner rule (ownership.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from router.events import GenerationRequest, NodeRef
+from router.ownership import Owner
 from router.placement import Pair
 from router.token_log import TokenLog
 
@@ -24,11 +24,14 @@ from router.token_log import TokenLog
 class Waiting:
     """In the queue, on no node."""
 
+    owner: ClassVar = Owner.NOBODY
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
     """Dispatched; the prefill node owns the attempt."""
 
+    owner: ClassVar = Owner.SENDER
     pair: Pair
 
 
@@ -36,6 +39,7 @@ class Prefilling:
 class CommitUnknown:
     """The sender sent Commit and heard nothing; the receiver may own the attempt, or nobody does."""
 
+    owner: ClassVar = Owner.UNSURE
     pair: Pair
     until: float
     error: pb.PDError
@@ -45,6 +49,7 @@ class CommitUnknown:
 class Decoding:
     """The receiver owns the attempt."""
 
+    owner: ClassVar = Owner.RECEIVER
     pair: Pair
 
 

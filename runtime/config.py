@@ -136,6 +136,14 @@ def set_thread_environment(threads: int) -> None:
     os.environ.update(thread_environment(threads))
 
 
+def silence_grpc() -> None:
+    """Keep gRPC's core from writing lines of its own to stderr, unless its variable says otherwise; before its first import.
+
+    What it has to say reaches us as exceptions and statuses, and is logged as one line by whoever meets them.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def child_environment(threads: int | None = None) -> dict[str, str]:
     """This process's environment for a child of the launcher: without BATON_CONFIG, which was meant for the launcher."""
     environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_PREFIX + "CONFIG"}

@@ -18,6 +18,7 @@ from proto.block_key import block_keys, seed_key
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
+VOCAB_SIZE = 32
 ROUTER = ev.RouterId("router", 7)
 FINGERPRINT = pb.Fingerprint(
     architecture="LlamaForCausalLM", dtype="fp32", block_size=BLOCK_SIZE, weights="ab", kernels="torch"
@@ -50,7 +51,7 @@ class Decode:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN), self.pool, SEED)
         serial = count(1)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN)
+        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
         self.core = DecodeCore(
             DECODE, limits, self.scheduler, self.pool, FINGERPRINT, SEED, lambda: (next(serial), bytes(16))
         )
@@ -106,7 +107,7 @@ class Prefill:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN), self.pool, SEED)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, max_attempts=8)
+        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8)
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
 
     def dispatch(

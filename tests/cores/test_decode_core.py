@@ -9,7 +9,7 @@ from engine.plan import SlotResult, StepResult
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
-from tests.cores.nodes import BLOCK_SIZE, MAX_MODEL_LEN, ROUTER, Decode, commit, only, reserve_request
+from tests.cores.nodes import BLOCK_SIZE, MAX_MODEL_LEN, ROUTER, VOCAB_SIZE, Decode, commit, only, reserve_request
 
 KEY = AttemptKey("r", 0, 0)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]  # one full block and a tail
@@ -145,12 +145,12 @@ def test_a_checksum_that_does_not_match_ends_the_lease_and_its_commit_hears_why(
 
 
 @pytest.mark.covers("H05")
-@pytest.mark.parametrize("field", ["secret", "attempt", "prompt", "length"])
+@pytest.mark.parametrize("field", ["secret", "attempt", "prompt", "length", "token"])
 def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None:
     decode = Decode()
     lease = decode.reserve(KEY, PROMPT, 4).lease
     decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
-    key, prompt = KEY, PROMPT
+    key, prompt, token = KEY, PROMPT, 9
     match field:
         case "secret":
             lease.secret = b"x" * 16
@@ -160,7 +160,9 @@ def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None
             prompt = [8, *PROMPT[1:]]
         case "length":
             prompt = PROMPT[:-1]
-    actions = list(decode.core.receive(NotifyArrived("link", commit(key, lease, prompt, 9, 4)), 1.0))
+        case "token":
+            token = VOCAB_SIZE
+    actions = list(decode.core.receive(NotifyArrived("link", commit(key, lease, prompt, token, 4)), 1.0))
     assert only(actions, ev.AnswerCommit).message.answer.HasField("error")
     assert decode.scheduler.num_running == 0
     assert ev.Count("commits_refused") in actions

@@ -25,6 +25,8 @@ from tests.router.scripted_nodes import Script, ScriptedNode, ScriptedPair, repl
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 256
 
+USUAL_TIMING = SessionTiming()
+
 
 @dataclass(frozen=True, slots=True)
 class LiveRouter:
@@ -52,10 +54,10 @@ async def live_router(
     script: Script | None = None,
     core_config: RouterCoreConfig | None = None,
     timeout_s: float = 30.0,
-    timing: SessionTiming | None = None,
+    timing: SessionTiming = USUAL_TIMING,
 ) -> AsyncIterator[LiveRouter]:
     """Serve until the block ends; ready when it begins."""
-    shell = RouterShell(RouterCore(core_config or RouterCoreConfig(), Placement()), Peer("router", 77), SessionTiming())
+    shell = RouterShell(RouterCore(core_config or RouterCoreConfig(), Placement()), Peer("router", 77), timing)
     api = Api(shell, ModelText(model), ApiSettings(MODEL_NAME, timeout_s, max_body_bytes=1 << 20))
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

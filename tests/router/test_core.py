@@ -136,6 +136,17 @@ def test_a_restarted_node_takes_the_place_of_the_process_before_it(name: str) ->
     assert world.dispatches("c")[0][1].target.node.incarnation == 2
 
 
+def test_a_process_that_moves_to_another_address_is_dialed_there_and_its_old_session_is_lost() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a")
+    world.feed(NodeListed(node_entry("d1", pb.ROLE_DECODE, address="elsewhere:1")))
+    assert world.failure("a").code == "NODE_LOST"
+    assert (world.hung_up, world.dialed) == ([ref("d1")], ["p1", "d1", "d1"])
+    world.feed(SessionUp(ref("d1")))
+    world.submit("b")
+    assert world.dispatches("b")[0][1].target.grpc_address == "elsewhere:1"
+
+
 @pytest.mark.parametrize("code", RETRIED)
 def test_a_broken_handoff_costs_a_retry_goes_elsewhere_and_takes_the_tokens_along(code: pb.ErrorCode.ValueType) -> None:
     world = CoreWorld.with_nodes("p1", "p2", "d1", "d2")

@@ -70,7 +70,7 @@ class World:
         memory = np.zeros((sizes.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         inbox: deque[SenderEvent | ReceiverEvent] = deque()
         transport = MemoryTransport(memory, name, self.hub, inbox.append)
-        limits = NodeLimits(max_model_len=sizes.max_model_len)
+        limits = NodeLimits(max_model_len=sizes.max_model_len, vocab_size=VOCAB_SIZE)
         core: PrefillCore | DecodeCore
         if role == pb.ROLE_PREFILL:
             core = PrefillCore(identity, limits, scheduler, pool, FINGERPRINT, KEY_SEED)

@@ -1,0 +1,92 @@
+"""The owner rule: of an attempt on two nodes, whose word counts. One table, no I/O, no tokens.
+
+    SENDER ──its Commit has no answer──> UNSURE ──grace over──> NOBODY
+       │  └──────────receiver's batch──────┐ │                    ^
+       │                                   v v                    │
+       └──finish, error, lost──> NOBODY  RECEIVER ──finish, error, lost
+
+Until the sender has sent Commit only the sender reports (connector/handoff.py), so its error is certain and the attempt may be
+retried. An error that says that Commit went unanswered decides nothing: the receiver may run. Then the receiver's first batch
+decides, and for want of one the end of a grace period (R21). Once the receiver was heard, nothing that the sender says matters:
+the two sessions have no common order, so its words may simply be late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final
+
+from proto import baton_pb2 as pb
+
+
+class Owner(Enum):
+    """Who may end an attempt."""
+
+    SENDER = auto()
+    UNSURE = auto()  # the sender, or the receiver: neither the sender nor we know
+    RECEIVER = auto()
+    NOBODY = auto()  # it has ended here
+
+
+class Word(Enum):
+    """What is heard of an attempt."""
+
+    SENDER_TOKENS = auto()
+    SENDER_FINISH = auto()
+    SENDER_ERROR = auto()  # certain: the receiver does not own the attempt
+    SENDER_UNSURE = auto()  # Commit was sent and not answered
+    SENDER_LOST = auto()
+    RECEIVER_TOKENS = auto()
+    RECEIVER_FINISH = auto()
+    RECEIVER_ERROR = auto()
+    RECEIVER_LOST = auto()
+    GRACE_OVER = auto()
+
+
+class Verdict(Enum):
+    """What the router's core makes of it."""
+
+    TAKE = auto()  # tokens, for the log
+    FINISH = auto()  # tokens, and the branch's end
+    AWAIT_RECEIVER = auto()  # for the grace period
+    RETRY = auto()  # another attempt, if the error and the budget allow
+    FAIL = auto()  # the request ends with this error
+    IGNORE = auto()  # counted
+
+
+_O, _W, _V = Owner, Word, Verdict
+
+TABLE: Final[Mapping[tuple[Owner, Word], tuple[Owner, Verdict]]] = {
+    (_O.SENDER, _W.SENDER_TOKENS): (_O.SENDER, _V.TAKE),
+    (_O.SENDER, _W.SENDER_FINISH): (_O.NOBODY, _V.FINISH),
+    (_O.SENDER, _W.SENDER_ERROR): (_O.NOBODY, _V.RETRY),
+    (_O.SENDER, _W.SENDER_UNSURE): (_O.UNSURE, _V.AWAIT_RECEIVER),
+    (_O.SENDER, _W.SENDER_LOST): (_O.NOBODY, _V.FAIL),
+    (_O.UNSURE, _W.GRACE_OVER): (_O.NOBODY, _V.FAIL),
+    (_O.RECEIVER, _W.SENDER_TOKENS): (_O.RECEIVER, _V.TAKE),  # late, and a repeat: the log drops it
+    **{(owner, _W.RECEIVER_TOKENS): (_O.RECEIVER, _V.TAKE) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+    **{(owner, _W.RECEIVER_FINISH): (_O.NOBODY, _V.FINISH) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+    **{(owner, _W.RECEIVER_ERROR): (_O.NOBODY, _V.FAIL) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+    **{(owner, _W.RECEIVER_LOST): (_O.NOBODY, _V.FAIL) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+}
+
+# The rest is late, or a broken peer's: no change.
+IGNORED: Final[frozenset[tuple[Owner, Word]]] = frozenset(
+    {(_O.NOBODY, word) for word in Word}
+    | {(_O.RECEIVER, word) for word in (_W.SENDER_FINISH, _W.SENDER_ERROR, _W.SENDER_UNSURE, _W.SENDER_LOST)}
+    | {(_O.UNSURE, word) for word in (_W.SENDER_TOKENS, _W.SENDER_FINISH, _W.SENDER_ERROR, _W.SENDER_UNSURE)}
+    | {(_O.UNSURE, _W.SENDER_LOST), (_O.SENDER, _W.GRACE_OVER), (_O.RECEIVER, _W.GRACE_OVER)}
+)
+
+
+def judge(owner: Owner, word: Word) -> tuple[Owner, Verdict]:
+    """The next owner, and what to do. Total: a word that counts no more changes nothing."""
+    return TABLE.get((owner, word), (owner, Verdict.IGNORE))
+
+
+def word_of(from_receiver: bool, finish: pb.FinishReason.ValueType) -> Word:
+    """What a batch of tokens says."""
+    if finish == pb.FINISH_UNSPECIFIED:
+        return Word.RECEIVER_TOKENS if from_receiver else Word.SENDER_TOKENS
+    return Word.RECEIVER_FINISH if from_receiver else Word.SENDER_FINISH
