@@ -420,28 +420,25 @@ class Sampling(_message.Message):
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    IGNORE_EOS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     max_tokens: _builtins.int
     """completion tokens of the whole branch, across attempts"""
-    ignore_eos: _builtins.bool
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the model's end-of-sequence ids among them, unless ignore_eos"""
+        """any of them ends the completion; the router has put in the model's own, or not"""
 
     def __init__(
         self,
         *,
         temperature: _builtins.float = ...,
         max_tokens: _builtins.int = ...,
-        ignore_eos: _builtins.bool = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

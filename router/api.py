@@ -183,7 +183,6 @@ class Api:
             seed=secrets.randbits(_DRAWN_SEED_BITS) if body.seed is None else body.seed,
             temperature=body.temperature,
             max_tokens=self._fitting_max_tokens(field, len(prompt), asked_tokens),
-            ignore_eos=body.ignore_eos,
             stop_token_ids=() if body.ignore_eos else self._text.stop_token_ids,
             deadline=arrived_at + self._settings.request_timeout_s,
         )

@@ -28,8 +28,7 @@ class GenerationRequest:
     seed: int  # effective: drawn by the API if the client gave none
     temperature: float
     max_tokens: int
-    ignore_eos: bool
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]  # empty with ignore_eos
     deadline: float  # the instant, on the router's monotonic clock
 
 

@@ -20,7 +20,7 @@ STREAM_END: Final = b"data: [DONE]\n\n"
 
 def unix_seconds() -> int:
     """The API's field `created`: the one reading of a wall clock, by which nothing is decided."""
-    return int(time.clock_gettime(time.CLOCK_REALTIME))
+    return int(time.time())
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -92,9 +92,7 @@ class AnswerWriter:
         self._form = form
         self._options = options
         self._detokenizer = text.detokenizer()
-        self._silent_ids = (
-            () if request.ignore_eos else request.stop_token_ids
-        )  # a stop token ends the text, it is not in it
+        self._silent_ids = request.stop_token_ids  # a stop token ends the text, it is not in it
         self._frame = {
             "id": form.id_prefix + request.request_id,
             "created": unix_seconds(),

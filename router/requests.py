@@ -94,7 +94,7 @@ class LiveRequest:
     @property
     def ended_by_stop_token(self) -> bool:
         """The newest token ends the completion."""
-        return not self.request.ignore_eos and self.log.last_token_id in self.request.stop_token_ids
+        return self.log.last_token_id in self.request.stop_token_ids
 
     def wake_at(self, now: float) -> float:
         """The nearest instant at which something happens to the request by itself: the deadline at the latest."""
@@ -120,7 +120,6 @@ class LiveRequest:
             sampling=pb.Sampling(
                 temperature=request.temperature,
                 max_tokens=request.max_tokens,
-                ignore_eos=request.ignore_eos,
                 stop_token_ids=request.stop_token_ids,
             ),
             target=target,

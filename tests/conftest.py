@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.coverage_table import CoverageTable
 
@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of the run."""
-    settings.register_profile("baton", deadline=None, print_blob=True)
+    # How fast examples are drawn says how busy the machine is, nothing about the code.
+    settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("baton")
     given: int | None = config.getoption("--seed")
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given

@@ -207,7 +207,7 @@ def dispatch_of(spec: SequenceSpec, decode: pb.NodeEntry) -> pb.Dispatch:
         attempt=0,
         branches=[pb.Branch(choice=0, seed=spec.sampling.seed)],
         prompt_token_ids=spec.token_ids,
-        sampling=pb.Sampling(temperature=spec.sampling.temperature, max_tokens=spec.max_new_tokens, ignore_eos=True),
+        sampling=pb.Sampling(temperature=spec.sampling.temperature, max_tokens=spec.max_new_tokens),
         target=pb.Target(node=decode.node, grpc_address=decode.grpc_address),
         ms_left=60_000,
     )

@@ -99,7 +99,6 @@ class CoreWorld:
             seed=5,
             temperature=0.0,
             max_tokens=max_tokens,
-            ignore_eos=False,
             stop_token_ids=(99,),
             deadline=self.now + timeout_s,
         )

@@ -26,17 +26,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_text(tmp_path_factory.mktemp("model"))
 
 
-def request(deadline: float = 60.0, *, ignore_eos: bool = False) -> GenerationRequest:
-    return GenerationRequest("id", (1, 2), 5, 0.0, 20, ignore_eos, (ord("!"),), deadline)
+def request(deadline: float = 60.0, *, stop: str = "!") -> GenerationRequest:
+    return GenerationRequest("id", (1, 2), 5, 0.0, 20, tuple(map(ord, stop)), deadline)
 
 
 def writer(model: Path, generation: GenerationRequest) -> AnswerWriter:
     return AnswerWriter(generation, CompletionForm(), AnswerOptions("tiny", False, False, False), ModelText(model))
 
 
-@pytest.mark.parametrize(("ignore_eos", "text"), [(False, "ok"), (True, "ok!")])
-def test_a_stop_token_is_no_text_even_if_it_is_an_ordinary_token(model: Path, ignore_eos: bool, text: str) -> None:
-    answer = writer(model, request(ignore_eos=ignore_eos))
+@pytest.mark.parametrize(("stop", "text"), [("!", "ok"), ("", "ok!")])
+def test_a_stop_token_is_no_text_even_if_it_is_an_ordinary_token(model: Path, stop: str, text: str) -> None:
+    answer = writer(model, request(stop=stop))
     answer.collect([*b"ok!"])
     whole = answer.whole("stop")
     assert whole["choices"][0]["text"] == text

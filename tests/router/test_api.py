@@ -69,7 +69,6 @@ def test_what_the_client_asks_reaches_the_prefill_node(model: Path) -> None:
         assert (first.branches[0].seed, first.attempt, first.target.node.name) == (7, 0, "decode")
         assert (first.sampling.temperature, first.sampling.max_tokens) == (0.5, 5)
         assert list(first.sampling.stop_token_ids) == [EOS_ID, TURN_ID]
-        assert second.sampling.ignore_eos
         assert not second.sampling.stop_token_ids
         assert 0 < first.ms_left <= 30_000
 

@@ -110,7 +110,6 @@ class World:
             seed=sampling.seed,
             temperature=temperature,
             max_tokens=max_tokens,
-            ignore_eos=not stop,
             stop_token_ids=stop,
             deadline=self.now + 600,
         )
