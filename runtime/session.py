@@ -58,6 +58,7 @@ class SessionTiming:
     keepalive_s: float = 0.2  # promised every 250 ms
     silence_s: float = 1.5  # a stream on which nothing came for so long is broken
     grace_s: float = 2.0  # since the last frame: then the session is lost
+    late_s: float = 0.25  # a timer that fires later than this says that we were away, not the peer
     dial_timeout_s: float = 1.0  # from dialing to the peer's Hello
     backoff_min_s: float = 0.05
     backoff_max_s: float = 0.5  # a quarter of the grace, so that a healed path is found within it

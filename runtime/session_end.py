@@ -111,9 +111,16 @@ class SessionEnd:
                 return self._step(Event.HANG_UP, now, reason="hung up")
 
     def tick(self, now: float) -> list[Output]:
-        """Fire every timer that is due."""
+        """Fire every timer that is due.
+
+        A loop that was held up reads its timers before its sockets: what came meanwhile is not silence. So the time by which
+        the earliest timer is late does not count against the peer.
+        """
         out: list[Output] = []
         timing = self._timing
+        deadline = self.next_deadline()
+        if deadline is not None and now - deadline > timing.late_s:
+            self._heard_at += now - deadline
         if self.state in _UP and now >= self._heard_at + timing.silence_s:
             out += self._step(Event.SILENCE, now, reason=f"nothing came for {timing.silence_s:g} s")
         if self.state in _DOWN and now >= self._heard_at + timing.grace_s:

@@ -15,6 +15,7 @@ import pytest
 
 from runtime.session import State
 from runtime.session_events import Broken, Lost, OpenStream, Refused, Up
+from tests.session.clocks import tick_on_time
 from tests.session.real_ends import TIMING
 from tests.session.world import Budget, Cluster, World
 
@@ -110,13 +111,12 @@ def test_each_end_alone_loses_a_silent_session_within_the_grace(budget: Budget) 
     for router_key in {world.router for world in explored.moves}:
         router = copy.deepcopy(explored.cluster.ends.router(router_key))
         if router.end is not None and router.end.state is not State.CONNECTING:
-            router.end.tick(router.now + TIMING.silence_s)
-            router.end.tick(router.now + TIMING.grace_s)
+            tick_on_time(router.end, router.now + TIMING.grace_s)
             assert router.end.state is State.LOST
     for node_key in {world.node for world in explored.moves if world.node is not None}:
         node = copy.deepcopy(explored.cluster.ends.node(node_key))
         for end in node.book.sessions():
-            end.tick(node.now + TIMING.grace_s)
+            tick_on_time(end, node.now + TIMING.grace_s)
             assert end.state is State.LOST
 
 

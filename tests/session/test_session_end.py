@@ -26,6 +26,7 @@ from runtime.session_events import (
     Up,
     WakeWriter,
 )
+from tests.session.clocks import tick_on_time
 
 ROUTER = Peer("router", 7)
 NODE = Peer("node", 5)
@@ -145,7 +146,7 @@ def test_a_blocked_writer_is_woken_once_and_does_not_spin_the_timer() -> None:
 @pytest.mark.covers("C10")
 def test_silence_breaks_the_stream_and_then_loses_the_session() -> None:
     end = open_dialer()
-    assert end.tick(1.49) == [WakeWriter()]
+    assert tick_on_time(end, 1.49) == [WakeWriter()]
     broken = end.tick(1.5)
     assert [type(output) for output in broken] == [CloseStream, Broken, OpenStream]
     assert end.next_deadline() == 2.0
@@ -154,12 +155,20 @@ def test_silence_breaks_the_stream_and_then_loses_the_session() -> None:
 
 
 @pytest.mark.covers("C10")
-def test_what_arrives_after_the_grace_finds_the_session_lost_however_late_the_tick_came() -> None:
+def test_what_arrives_after_the_grace_finds_the_session_lost() -> None:
     end = open_listener()
-    assert [type(output) for output in end.tick(60.0)] == [CloseStream, Broken, Lost]
+    assert [type(output) for output in tick_on_time(end, 60.0)] == [WakeWriter, CloseStream, Broken, Lost]
     assert end.receive(FrameArrived(1, pb.Frame(seq=1, router=cancel(0))), 60.0) == []
     assert end.receive(Called(2, router_hello()), 60.0) == []
     assert end.stream is None
+
+
+@pytest.mark.covers("R12", "C10")
+def test_a_loop_that_was_held_up_does_not_take_its_own_absence_for_the_peers_silence() -> None:
+    end = open_dialer()
+    assert end.tick(5.0) == [WakeWriter()], "5 s went by unread: the peer may have written all the time"
+    end.receive(FrameArrived(1, pb.Frame(seq=0)), 5.0)
+    assert [type(output) for output in tick_on_time(end, 7.0)][-1] is Lost, "from here on it is the peer that is silent"
 
 
 @pytest.mark.covers("R12")
