@@ -1,26 +1,35 @@
 """The fence floor: per branch, the lowest attempt that this node still accepts.
 
 Everything that names an attempt raises it: Dispatch and Reserve to that attempt (older ones end here), Cancel and Release above
-it, also for attempts that never came this far. So a message that was overtaken by its own cancellation is refused however late
-it arrives. A floor is kept until the request's deadline; the table is bounded, and when it is full new work is refused (BUSY)
-rather than an old floor forgotten.
+it, also for attempts that never came this far, and an attempt's own end. So a message that was overtaken by its own end is
+refused however late it arrives.
+
+A floor stands as long as its attempt lives here, and then until its deadline, MAX_REST_S at most: nothing of an ended attempt
+is under way for longer, and if it were, its tokens would be refused by the router, which knows the current attempt. The table is
+bounded; when it is full new work is refused (BUSY) rather than an old floor forgotten.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import Final
 
 from proto.attempt_key import AttemptKey, BranchKey
 
+# How long a floor is kept without a living attempt: until the deadline, but within these.
+MIN_REST_S: Final = 10.0
+MAX_REST_S: Final = 60.0
+
 
 class FenceFloor:
-    """The floors of all branches that this node heard of and whose deadline has not passed."""
+    """The floors of all branches that this node heard of lately."""
 
     def __init__(self, max_branches: int) -> None:
         self._max_branches = max_branches
         self._floors: dict[BranchKey, int] = {}
         self._until: dict[BranchKey, float] = {}
-        self._expiry: list[tuple[float, BranchKey]] = []  # lazily: an entry counts if it is the branch's current time
+        self._expiry: list[tuple[float, BranchKey]] = []  # of each branch one entry counts: the one at _looked_at
+        self._looked_at: dict[BranchKey, float] = {}  # never later than _until
 
     def admits(self, key: AttemptKey) -> bool:
         """Whether this attempt is at or above its branch's floor."""
@@ -30,28 +39,48 @@ class FenceFloor:
         """Whether a floor for this branch can be remembered."""
         return branch in self._floors or len(self._floors) < self._max_branches
 
-    def raise_to(self, branch: BranchKey, attempt: int, until: float) -> bool:
-        """Accept only `attempt` and newer ones from now on, at least up to the instant `until`; never lowers a floor.
-
-        Returns whether it is remembered; False only if the table is full.
-        """
+    def begin(self, key: AttemptKey, deadline: float) -> bool:
+        """An attempt begins here: refuse older ones, at least until its deadline. False: the table is full."""
+        branch = key.branch
         if not self.has_room(branch):
             return False
-        self._floors[branch] = max(attempt, self._floors.get(branch, 0))
-        if until > self._until.get(branch, float("-inf")):
-            self._until[branch] = until
-            heappush(self._expiry, (until, branch))
+        self._floors[branch] = max(key.attempt, self._floors.get(branch, 0))
+        self._keep(branch, max(deadline, self._until.get(branch, deadline)))
         return True
+
+    def end(self, key: AttemptKey, deadline: float, now: float) -> bool:
+        """This attempt and all older ones have ended, or must never begin: refuse them while anything of them may come.
+
+        False if the table is full.
+        """
+        branch = key.branch
+        if not self.has_room(branch):
+            return False
+        if key.attempt >= self._floors.get(branch, 0):  # else a newer one lives, or ended after this one
+            self._floors[branch] = key.attempt + 1
+            self._keep(branch, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S))
+        return True
+
+    def _keep(self, branch: BranchKey, until: float) -> None:
+        self._until[branch] = until
+        if until < self._looked_at.get(branch, float("inf")):
+            self._looked_at[branch] = until
+            heappush(self._expiry, (until, branch))
 
     def tick(self, now: float) -> None:
         """Forget the floors whose time has passed."""
         while self._expiry and self._expiry[0][0] <= now:
-            until, branch = heappop(self._expiry)
-            if self._until.get(branch) == until:
+            at, branch = heappop(self._expiry)
+            if self._looked_at.get(branch) != at:
+                continue
+            del self._looked_at[branch]
+            if (until := self._until[branch]) > now:
+                self._keep(branch, until)
+            else:
                 del self._floors[branch], self._until[branch]
 
     def next_expiry(self) -> float | None:
-        """When tick has something to forget, at the earliest."""
+        """When tick has something to look at."""
         return self._expiry[0][0] if self._expiry else None
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s i
 HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
 QUEUED_MESSAGES: Final = 8
+MAX_SOCKETS: Final = 16_384  # three for each link
 MAX_NAME_BYTES: Final = 255  # of PLAIN
 
 Context = zmq.Context[zmq.Socket[bytes]]

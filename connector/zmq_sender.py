@@ -189,7 +189,11 @@ class ZmqSender:
         if endpoint.transport != "zmq" or not endpoint.address.startswith("tcp://"):
             self._emit(LinkClosed(link_id, f"no zmq endpoint: {endpoint.transport} {endpoint.address}"))
             return
-        link = _Link(link_id, self._context.socket(zmq.DEALER), time.monotonic() + OPEN_S)
+        try:
+            link = _Link(link_id, self._context.socket(zmq.DEALER), time.monotonic() + OPEN_S)
+        except zmq.ZMQError as fault:  # no socket left
+            self._emit(LinkClosed(link_id, f"no socket: {fault}"))
+            return
         try:
             self._connect(link.socket, endpoint)
         except zmq.ZMQError as fault:  # the endpoint came over the wire: libzmq does not take its address or its secret

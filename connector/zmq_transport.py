@@ -18,7 +18,7 @@ import zmq
 
 from connector.transport import Emit, LeaseRef
 from connector.writes import checked_memory
-from connector.zmq_options import Context, user_name
+from connector.zmq_options import MAX_SOCKETS, Context, user_name
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -41,6 +41,7 @@ class ZmqTransport:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
         self._context: Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             self._receiver = ZmqReceiver(self._context, memory, emit, host)
         except zmq.ZMQError:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
+from node.identity import NodeLimits
 from proto import baton_pb2 as pb
 
 
@@ -75,4 +76,14 @@ def fingerprint_difference(ours: pb.Fingerprint, theirs: pb.Fingerprint) -> str 
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
         if here != there:
             return f"{field.name} is {here} here and {there} at the sender"
+    return None
+
+
+def request_flaw(request: pb.ReserveRequest, block_size: int, limits: NodeLimits) -> str | None:
+    """What in a Reserve no right sender asks for, or this node can never give, in words; None if nothing."""
+    if request.max_total_tokens > limits.max_model_len:
+        return f"max_total_tokens {request.max_total_tokens} exceeds max_model_len {limits.max_model_len}"
+    num_full = request.num_tokens // block_size
+    if len(request.block_keys) != num_full or len(set(request.block_keys)) != num_full:
+        return f"block_keys are not one each for the {num_full} full blocks of num_tokens {request.num_tokens}"
     return None

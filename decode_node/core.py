@@ -13,6 +13,7 @@ then free. A committed sequence's full blocks are published to the prefix cache,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, cast
 
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError
 from connector.fence import FenceFloor
 from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step_receiver
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
-from decode_node.admission import block_need, fingerprint_difference, return_blocks, take_blocks
+from decode_node.admission import block_need, fingerprint_difference, request_flaw, return_blocks, take_blocks
 from decode_node.lease import Lease, RunningBranch, commit_flaw, spec_of
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
@@ -87,7 +88,7 @@ class DecodeCore:
             case RevokeDone(lease_id):
                 self._step(self._leases[lease_id], ReceiverEvent.QUIET, now)
             case ev.StepDone(result):
-                self._step_done(self._scheduler.complete(result))
+                self._step_done(self._scheduler.complete(result), now)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._cancel(message.cancel, now)
             case ev.RouterLost(router):
@@ -103,7 +104,7 @@ class DecodeCore:
             if isinstance(timer, int):
                 self._lease_due(self._leases[timer], now)
             else:
-                self._branch_due(self._running[timer])
+                self._give_up(self._running[timer], pb.DEADLINE, "the request's deadline has passed", now)
         return self._finish_turn()
 
     def next_deadline(self) -> float | None:
@@ -113,12 +114,9 @@ class DecodeCore:
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
-        states: dict[str, int] = {}
-        for lease in self._leases.values():
-            states[lease.state.name] = states.get(lease.state.name, 0) + 1
         return {
             "leases": len(self._lease_of),
-            "leases_by_state": states,
+            "leases_by_state": dict(Counter(lease.state.name for lease in self._leases.values())),
             "blocks_of_leases": sum(
                 len(lease.blocks.leased) for lease in self._leases.values() if lease.state is not ReceiverState.RELEASED
             ),
@@ -135,11 +133,10 @@ class DecodeCore:
 
     def _reserve(self, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
         key = attempt_key(request.key)
-        if (difference := fingerprint_difference(self._fingerprint, request.fingerprint)) is not None:
-            return self._refused(key, pb.INCOMPATIBLE, difference)
-        if request.max_total_tokens > self._limits.max_model_len:
-            reason = f"max_total_tokens {request.max_total_tokens} exceeds max_model_len {self._limits.max_model_len}"
-            return self._refused(key, pb.INCOMPATIBLE, reason)
+        flaw = fingerprint_difference(self._fingerprint, request.fingerprint)
+        flaw = flaw or request_flaw(request, self._pool.block_size, self._limits)
+        if flaw is not None:
+            return self._refused(key, pb.INCOMPATIBLE, flaw)
         if not self._fence.admits(key):
             self._out.append(ev.Count("stale_refused"))
             return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is below the fence floor")
@@ -150,9 +147,12 @@ class DecodeCore:
             return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is committed already")
         if not self._fence.has_room(key.branch):
             return self._refused(key, pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
-        self._fence.raise_to(key.branch, key.attempt, now + request.ms_left / 1000)
+        self._fence.begin(key, now + request.ms_left / 1000)
         self._end_below(key, now)
-        return self._grant(key, request, now)
+        reply = self._grant(key, request, now)
+        if reply.WhichOneof("result") == "error":
+            self._fence.end(key, now + request.ms_left / 1000, now)
+        return reply
 
     def _grant(self, key: AttemptKey, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
         if not self._scheduler.reserve_slot():
@@ -173,6 +173,7 @@ class DecodeCore:
             router=ev.RouterId(request.router.name, request.router.incarnation),
             blocks=blocks,
             num_tokens=request.num_tokens,
+            max_total_tokens=request.max_total_tokens,
             block_keys=tuple(request.block_keys),
             life_s=self._limits.lease_life_s,
             expires_at=now + self._limits.lease_life_s,
@@ -206,7 +207,7 @@ class DecodeCore:
 
     def _release(self, request: pb.ReleaseRequest, now: float) -> None:
         key = attempt_key(request.key)
-        self._fence.raise_to(key.branch, key.attempt + 1, now + request.ms_left / 1000)
+        self._fence.end(key, now + request.ms_left / 1000, now)
         lease = self._lease_of.get(key)
         if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
             lease.outcome = "released"
@@ -217,7 +218,7 @@ class DecodeCore:
 
     def _cancel(self, cancel: pb.Cancel, now: float) -> None:
         key = attempt_key(cancel.key)
-        self._fence.raise_to(key.branch, key.attempt + 1, now + cancel.ms_left / 1000)
+        self._fence.end(key, now + cancel.ms_left / 1000, now)
         self._end_below(key._replace(attempt=key.attempt + 1), now)
 
     def _end_below(self, key: AttemptKey, now: float) -> None:
@@ -225,20 +226,21 @@ class DecodeCore:
         for older in [k for k in self._lease_of if k.branch == key.branch and k.attempt < key.attempt]:
             self._step(self._lease_of[older], ReceiverEvent.CANCEL, now)
         for older in [k for k in self._running if k.branch == key.branch and k.attempt < key.attempt]:
-            self._stop(older, "cancelled")
+            self._stop(older, "cancelled", now)
 
     def _router_lost(self, router: ev.RouterId, now: float) -> None:
         for lease in [lease for lease in self._lease_of.values() if lease.router == router]:
             self._step(lease, ReceiverEvent.CANCEL, now)
         for key in [b.key for b in self._running.values() if b.router == router]:
-            self._stop(key, "router lost")
+            self._stop(key, "router lost", now)
 
-    def _stop(self, key: AttemptKey, outcome: str) -> None:
+    def _stop(self, key: AttemptKey, outcome: str, now: float) -> None:
         """Take a running branch out of the engine; its blocks follow when no launched step uses them."""
         self._scheduler.abort(key)
-        self._forget_branch(key, outcome)
+        self._forget_branch(key, outcome, now)
 
-    def _forget_branch(self, key: AttemptKey, outcome: str) -> None:
+    def _forget_branch(self, key: AttemptKey, outcome: str, now: float) -> None:
+        self._fence.end(key, self._running[key].deadline, now)
         del self._running[key]
         self._timers.set(key, None)
         self._out.append(ev.Ended(key, outcome))
@@ -307,6 +309,7 @@ class DecodeCore:
             case ReceiverAction.QUARANTINE:
                 self._pool.quarantine(lease.blocks.leased)
                 del self._lease_of[lease.key]
+                self._fence.end(lease.key, lease.deadline, now)
                 self._out.append(ev.Ended(lease.key, lease.outcome))
             case ReceiverAction.FREE_BLOCKS:
                 return_blocks(self._pool, lease.blocks)
@@ -315,10 +318,10 @@ class DecodeCore:
             case ReceiverAction.ACTIVATE:
                 self._activate(lease, now)
             case ReceiverAction.ACK_COMMIT:
-                self._answer_commit(lease.reply_to, _commit(lease), None)
+                self._answer_commit(lease.reply_to, lease.received_commit, None)
             case ReceiverAction.REFUSE_COMMIT:
                 reason = f"the lease is over: {pb.ErrorCode.Name(lease.refusal)}"
-                self._answer_commit(lease.reply_to, _commit(lease), lease.refusal, reason)
+                self._answer_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:
         """Forget a lease that is over; one that a bad write ended stays for its life, to tell its Commit why."""
@@ -330,7 +333,7 @@ class DecodeCore:
 
     def _activate(self, lease: Lease, now: float) -> None:
         """The lease becomes a sequence; its tokens so far go to the router at once, repeating the sender's."""
-        commit, key = _commit(lease), lease.key
+        commit, key = lease.received_commit, lease.key
         del self._lease_of[key], self._leases[lease.lease_id]
         self._timers.set(lease.lease_id, None)
         self._pool.commit_lease(lease.blocks.leased)
@@ -347,11 +350,14 @@ class DecodeCore:
 
     # ------------------------------------------------------------ steps and timers
 
-    def _step_done(self, progress: Iterable[Progress]) -> None:
+    def _step_done(self, progress: Iterable[Progress], now: float) -> None:
         batches: dict[ev.RouterId, pb.TokenBatch] = {}
         for item in progress:
             branch = self._running.get(cast(AttemptKey, item.sequence_id))
-            if branch is None or item.token_id is None:
+            if branch is None:
+                continue
+            if item.token_id is None:  # "broken": its KV, or what the model makes of it, is no number
+                self._give_up(branch, pb.INTERNAL, "the model gives no numbers for this sequence", now)
                 continue
             finish = _FINISH[item.finish]
             batches.setdefault(branch.router, pb.TokenBatch(from_receiver=True)).branches.add(
@@ -362,7 +368,7 @@ class DecodeCore:
             )
             branch.token_ids.append(item.token_id)
             if item.finish is not None:
-                self._forget_branch(branch.key, "finished")
+                self._forget_branch(branch.key, "finished", now)
         self._out += [ev.ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
 
     def _lease_due(self, lease: Lease, now: float) -> None:
@@ -375,26 +381,15 @@ class DecodeCore:
         elif lease.state is ReceiverState.RELEASED:
             del self._leases[lease.lease_id]
 
-    def _branch_due(self, branch: RunningBranch) -> None:
-        error = pd_error(
-            pb.DEADLINE,
-            "the request's deadline has passed",
-            branch.key,
-            self._identity.name,
-            completion_token_ids=branch.token_ids,
-        )
+    def _give_up(self, branch: RunningBranch, code: pb.ErrorCode.ValueType, reason: str, now: float) -> None:
+        """End a running branch with a PD Error behind its last batch."""
+        known = branch.token_ids
+        error = pd_error(code, reason, branch.key, self._identity.name, completion_token_ids=known)
         self._out.append(ev.ToRouter(branch.router, pb.NodeMessage(error=error)))
-        self._stop(branch.key, "DEADLINE")
+        self._stop(branch.key, pb.ErrorCode.Name(code), now)
 
     def _finish_turn(self) -> list[ev.Action]:
         """Plan what can be planned, hand out the turn's actions."""
         self._out += plan_ahead(self._scheduler)
         out, self._out = self._out, []
         return out
-
-
-def _commit(lease: Lease) -> pb.Commit:
-    """The Commit of a lease that has had one."""
-    if lease.commit is None:
-        raise AssertionError(f"lease {lease.lease_id:x} in {lease.state.name} has no Commit")
-    return lease.commit

@@ -25,6 +25,7 @@ class Lease:
     router: RouterId
     blocks: LeasedBlocks
     num_tokens: int
+    max_total_tokens: int  # that growth is promised for
     block_keys: tuple[bytes, ...]
     life_s: float
     expires_at: float
@@ -35,6 +36,13 @@ class Lease:
     refusal: pb.ErrorCode.ValueType = pb.LEASE_EXPIRED  # what a Commit is told once the lease is over
     commit: pb.Commit | None = None
     reply_to: object = None  # of the Commit
+
+    @property
+    def received_commit(self) -> pb.Commit:
+        """The Commit of a lease that has had one."""
+        if self.commit is None:
+            raise AssertionError(f"lease {self.lease_id:x} in {self.state.name} has no Commit")
+        return self.commit
 
     def to_message(self) -> pb.Lease:
         """The answer to Reserve; the shell adds the endpoint."""
@@ -90,8 +98,8 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
         return f"{len(generated)} completion tokens of max_tokens {commit.sampling.max_tokens}"
     if commit.first_index >= len(generated):
         return f"first_index {commit.first_index}, not below the {len(generated)} completion tokens"
-    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > limits.max_model_len:
-        return f"max_tokens {commit.sampling.max_tokens}, which exceeds max_model_len {limits.max_model_len}"
+    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > lease.max_total_tokens:
+        return f"max_tokens {commit.sampling.max_tokens}, above what was reserved for"
     if max(tokens) >= limits.vocab_size:
         return f"token id {max(tokens)}, not below vocab_size {limits.vocab_size}"
     if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):

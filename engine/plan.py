@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 # What a slot's row can answer besides a token id (>= 0; 0 is a token like any other).
 NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
+BROKEN_ROW: Final = -2  # no logit is a number: the KV behind the row, or the model on this prompt, is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class SlotResult:
 
     slot: int
     generation: int
-    token_id: int  # >= 0, or NO_TOKEN
+    token_id: int  # >= 0, NO_TOKEN or BROKEN_ROW
 
 
 @dataclass(frozen=True, slots=True)

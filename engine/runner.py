@@ -42,7 +42,7 @@ class TorchRunner:
         self._temperature = np.zeros(num_slots, np.float64)
 
     def run(self, plan: Plan) -> StepResult:
-        """Compute one step. Raises PlanError if it does not fit the slots, LogitsError if the model's output is broken."""
+        """Compute one step. Raises PlanError if it does not fit the slots."""
         for start in plan.starts:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
@@ -54,7 +54,9 @@ class TorchRunner:
         token_ids = sample(logits, [self._draw(row.slot) for row in sampling])
         sampled = dict(zip((row.slot for row in sampling), token_ids, strict=True))
         slots = np.fromiter(sampled, np.int64)
-        self._last_token_id[slots] = token_ids
+        self._last_token_id[slots] = np.maximum(
+            token_ids, 0
+        )  # a broken row's next one was planned already: feed it anything
         self._next_index[slots] += 1
         results = (SlotResult(row.slot, row.generation, sampled.get(row.slot, NO_TOKEN)) for row in rows)
         return StepResult(plan.step_id, tuple(results))

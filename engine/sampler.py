@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.plan import BROKEN_ROW
+
 _MASK_64: Final = (1 << 64) - 1
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,21 +36,20 @@ class Draw(NamedTuple):
     token_index: int  # in its completion
 
 
-class LogitsError(ArithmeticError):
-    """A row has no greatest logit that is a number: the weights or the KV behind it are broken."""
-
-
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draw one token id per row of [num_rows, vocab_size]. Raises LogitsError rather than inventing a token."""
+    """Draw one token id per row of [num_rows, vocab_size]; BROKEN_ROW, rather than an invented token, where logits are no numbers.
+
+    That row alone is broken: KV that a peer wrote, or a prompt that overflows the model, ends no other sequence.
+    """
     logits = logits.float()
     greatest_ids = logits.argmax(-1, keepdim=True)  # the first of equals; a NaN counts as the greatest
     greatest = logits.gather(-1, greatest_ids)
-    if not bool(greatest.isfinite().all()):
-        row = int((~greatest.isfinite()).nonzero()[0, 0])
-        raise LogitsError(f"row {row}: the greatest logit is {greatest[row, 0].item()}")
+    is_number: list[bool] = greatest[:, 0].isfinite().tolist()
     token_ids: list[int] = greatest_ids[:, 0].tolist()
     for row, draw in enumerate(draws):
-        if draw.temperature > 0:
+        if not is_number[row]:
+            token_ids[row] = BROKEN_ROW
+        elif draw.temperature > 0:
             below = (logits[row] - greatest[row]).numpy()
             token_ids[row] = _draw_one(below, draw)
     return token_ids

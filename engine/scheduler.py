@@ -29,7 +29,7 @@ from collections import OrderedDict, abc, deque
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.plan import DecodeRow, Plan, PrefillChunk, SlotStart, StepResult
+from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotStart, StepResult
 from engine.prefix_cache import PrefixCache
 from engine.sequence import NEVER, Phase, Sequence, SequenceSpec, blocks_for
 
@@ -57,7 +57,9 @@ class Progress:
     sequence_id: abc.Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
-    finish: str | None  # "stop": a stop token was sampled, `token_id` is it; "length"; None: it goes on
+    finish: (
+        str | None
+    )  # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
 
 
 class Scheduler:
@@ -335,10 +337,12 @@ class Scheduler:
                 sequence.num_computed, samples = row.position + 1, True
             case PrefillChunk():
                 sequence.num_computed, samples = row.start + len(row.token_ids), row.samples
+        if samples and token_id == BROKEN_ROW:
+            self._finish(sequence)
+            return Progress(sequence.spec.sequence_id, sequence.num_computed, None, "broken")
         if samples != (token_id >= 0):
-            raise ValueError(
-                f"slot {row.slot} answered {token_id}: the row {'samples' if samples else 'does not sample'}"
-            )
+            kind = "samples" if samples else "does not sample"
+            raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
         self._publish(sequence)
         if not samples:
             return Progress(sequence.spec.sequence_id, sequence.num_computed, None, None)

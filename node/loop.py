@@ -89,6 +89,7 @@ class NodeLoop:
                 self._feed_all()
                 self._alarm.arm(self._core.next_deadline())
                 await self._inbox.wait()
+                await asyncio.sleep(0)  # `wait` alone does not let others run where the inbox is never empty
         finally:
             self._alarm.cancel()
 

@@ -24,6 +24,7 @@ from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from proto.attempt_key import attempt_key
 from runtime.logs import log_event
+from runtime.session import Peer
 from runtime.session_server import SessionServer
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ class NodeService(pb_grpc.NodeServicer):
         if problem is not None:
             self._malformed("Reserve", problem)
             return self._refused(request, pb.INTERNAL, problem, False)
+        if not self._sessions.knows(Peer(request.router.name, request.router.incarnation)):
+            # Its tokens would reach nobody, and nobody would ever cancel it.
+            return self._refused(request, pb.BUSY, "there is no session with the attempt's router", True)
         return await self._calls.reserve(request, self._post)
 
     async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:

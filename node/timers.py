@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -25,6 +25,9 @@ class Timers(Generic[K]):
         elif self._at.get(key) != at:
             self._at[key] = at
             heappush(self._heap, (at, next(self._serial), key))
+            if len(self._heap) > 2 * len(self._at) + 64:  # most are of ended work, and far away
+                self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+                heapify(self._heap)
 
     def pop_due(self, now: float) -> list[K]:
         """Keys whose instant has come, earliest first; they are cleared."""

@@ -12,6 +12,7 @@ connector/handoff.py allows only when no link reads it. Full blocks stay in the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, cast
 
@@ -28,8 +29,8 @@ from node.load import load_report
 from node.pd_error import pd_error
 from node.steps import plan_ahead
 from node.timers import Timers
+from prefill_node import messages
 from prefill_node.links import Links
-from prefill_node.messages import commit, lease_flaw, release_request, renew_request, reserve_request
 from prefill_node.task import HeldLease, PrefillTask, Work, work_of
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
@@ -105,12 +106,9 @@ class PrefillCore:
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
-        states: dict[str, int] = {}
-        for task in self._tasks.values():
-            states[task.state.name] = states.get(task.state.name, 0) + 1
         return {
             "attempts": len(self._tasks),
-            "attempts_by_state": states,
+            "attempts_by_state": dict(Counter(task.state.name for task in self._tasks.values())),
             "reserves_unanswered": len(self._asked),
             "links": len(self._links),
             "fences": len(self._fence),
@@ -129,21 +127,21 @@ class PrefillCore:
                 self._dispatch(work_of(router, message.dispatch, self._key_seed, self._pool.block_size, now), now)
             case "cancel":
                 key = attempt_key(message.cancel.key)
-                self._fence.raise_to(key.branch, key.attempt + 1, now + message.cancel.ms_left / 1000)
+                self._fence.end(key, now + message.cancel.ms_left / 1000, now)
                 self._end_below(key._replace(attempt=key.attempt + 1), now)
             case _:
                 self._out.append(ev.Count("unexpected_events"))
 
     def _dispatch(self, work: Work, now: float) -> None:
         key = work.key
-        if key in self._tasks or not self._fence.admits(key):
+        if key in self._tasks or key in self._asked or not self._fence.admits(key):
             self._out.append(ev.Count("stale_refused"))
             return
         if len(self._tasks) >= self._limits.max_attempts or not self._fence.has_room(key.branch):
             reason = f"{len(self._tasks)} attempts and {len(self._fence)} fences are the most that it keeps"
             self._refuse(work, pb.BUSY, reason)
             return
-        self._fence.raise_to(key.branch, key.attempt, work.deadline)
+        self._fence.begin(key, work.deadline)
         self._end_below(key, now)
         task = self._tasks[key] = PrefillTask(work)
         self._not_started[key] = None
@@ -156,14 +154,8 @@ class PrefillCore:
             self._step(self._tasks[older], SenderEvent.CANCEL, now)
 
     def _refuse(self, work: Work, code: pb.ErrorCode.ValueType, reason: str) -> None:
-        error = pd_error(
-            code,
-            reason,
-            work.key,
-            self._identity.name,
-            completion_token_ids=work.generated_token_ids,
-            retry_after_ms=100,
-        )
+        name, known = self._identity.name, work.generated_token_ids
+        error = pd_error(code, reason, work.key, name, completion_token_ids=known, retry_after_ms=100)
         self._out.append(ev.ToRouter(work.router, pb.NodeMessage(error=error)))
         self._out.append(ev.Ended(work.key, pb.ErrorCode.Name(code)))
 
@@ -175,12 +167,13 @@ class PrefillCore:
             error = self._error(task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} did not answer Reserve")
             self._step(task, SenderEvent.UNANSWERED, now, error)
         elif reply.WhichOneof("result") == "error":
-            refusal = reply.error
+            refusal = messages.known_error(reply.error)
             refusal.key.CopyFrom(key.to_proto())
             refusal.completion_token_ids[:] = task.completion_token_ids()
             self._step(task, SenderEvent.REFUSED, now, refusal)
         elif task.state is SenderState.RESERVING:
-            if (flaw := lease_flaw(task.work, reply.lease, self._pool.block_size)) is not None:
+            is_new = self._links.is_new_lease(messages.receiver_of(task.work), reply.lease.lease_id)
+            if (flaw := messages.lease_flaw(task.work, reply.lease, self._pool.block_size, is_new)) is not None:
                 error = self._error(
                     task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} granted a lease with {flaw}"
                 )
@@ -192,7 +185,7 @@ class PrefillCore:
             self._step(task, SenderEvent.GRANTED, now)
 
     def _hold(self, task: PrefillTask, lease: pb.Lease, now: float) -> None:
-        receiver = (task.work.target.node.name, task.work.target.node.incarnation)
+        receiver = messages.receiver_of(task.work)
         link_id = self._links.find(receiver)
         if link_id is None:
             link_id = self._links.make(receiver)
@@ -237,9 +230,10 @@ class PrefillCore:
         if task.state is not SenderState.COMMITTING or task.num_unread > 0:
             self._out.append(ev.Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
         elif answer.HasField("error"):
-            answer.error.key.CopyFrom(key.to_proto())
-            answer.error.completion_token_ids[:] = task.completion_token_ids()
-            self._step(task, SenderEvent.COMMIT_REFUSED, now, answer.error)
+            refusal = messages.known_error(answer.error)
+            refusal.key.CopyFrom(key.to_proto())
+            refusal.completion_token_ids[:] = task.completion_token_ids()
+            self._step(task, SenderEvent.COMMIT_REFUSED, now, refusal)
         else:
             self._step(task, SenderEvent.ACKED, now)
 
@@ -251,6 +245,10 @@ class PrefillCore:
         for item in progress:
             task = self._tasks.get(cast(AttemptKey, item.sequence_id))
             if task is None or task.state in _GIVEN_UP:
+                continue
+            if item.finish == "broken":
+                self._report(task, self._error(task, pb.INTERNAL, "the model gives no numbers for this sequence"))
+                self._step(task, SenderEvent.CANCEL, now)
                 continue
             task.num_computed = item.num_computed
             ends = False
@@ -307,7 +305,7 @@ class PrefillCore:
         elif now >= task.renew_at and task.state is SenderState.WRITING:
             work, lease = task.work, _lease(task)
             task.renew_at = now + lease.life_s / 3
-            request = renew_request(work, lease)
+            request = messages.renew_request(work, lease)
             self._out.append(ev.SendRenew(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
         if task.work.key in self._tasks:
             self._timers.set(task.work.key, task.next_timer())
@@ -343,7 +341,7 @@ class PrefillCore:
         match action:
             case SenderAction.SEND_RESERVE:
                 self._asked[work.key] = task
-                request = reserve_request(work, self._identity, self._fingerprint, now)
+                request = messages.reserve_request(work, self._identity, self._fingerprint, now)
                 self._out.append(
                     ev.SendReserve(work.key, work.target.grpc_address, request, self._patience_s(work, now))
                 )
@@ -352,9 +350,9 @@ class PrefillCore:
             case SenderAction.SEND_COMMIT:
                 lease = _lease(task)
                 task.overdue_at = now + lease.life_s
-                self._out.append(ev.NotifyLink(lease.link_id, commit(task, lease, now)))
+                self._out.append(ev.NotifyLink(lease.link_id, messages.commit(task, lease, now)))
             case SenderAction.SEND_RELEASE:
-                self._out.append(ev.SendRelease(work.target.grpc_address, release_request(work, now)))
+                self._out.append(ev.SendRelease(work.target.grpc_address, messages.release_request(work, now)))
             case SenderAction.CLOSE_LINK:
                 task.overdue_at = float("inf")  # LinkClosed is certain to come
                 link_id = _lease(task).link_id
@@ -364,7 +362,7 @@ class PrefillCore:
                 self._not_started.pop(work.key, None)
                 self._scheduler.abort(work.key)
             case SenderAction.DROP_BLOCKS:
-                self._forget(task)
+                self._forget(task, now)
             case SenderAction.REPORT | SenderAction.REPORT_UNANSWERED:
                 if error is None:
                     raise AssertionError(f"{action.name} without an error")
@@ -374,12 +372,13 @@ class PrefillCore:
     def _patience_s(self, work: Work, now: float) -> float:
         return min(self._limits.rpc_timeout_s, max(work.deadline - now, 0.001))
 
-    def _forget(self, task: PrefillTask) -> None:
+    def _forget(self, task: PrefillTask, now: float) -> None:
         key = task.work.key
         if task.lease is not None:
             self._links.detach(task.lease.link_id, task.lease.ref.lease_id)
         self._scheduler.release(key)
         self._timers.set(key, None)
+        self._fence.end(key, task.work.deadline, now)
         del self._tasks[key]
         outcome = "committed" if task.state is SenderState.DONE else task.outcome
         self._out.append(ev.Ended(key, outcome))

@@ -33,6 +33,11 @@ class Links:
         self._current[receiver] = link_id
         return link_id
 
+    def is_new_lease(self, receiver: tuple[str, int], lease_id: int) -> bool:
+        """Whether no attempt writes under this lease id on the receiver's link."""
+        link_id = self._current.get(receiver)
+        return link_id is None or lease_id not in self._links[link_id].leases
+
     def attach(self, link_id: str, lease_id: int, key: AttemptKey) -> None:
         """This attempt's blocks travel there from now on."""
         self._links[link_id].leases[lease_id] = key

@@ -61,8 +61,22 @@ def commit(task: PrefillTask, lease: HeldLease, now: float) -> pb.DataMessage:
     )
 
 
-def lease_flaw(work: Work, lease: pb.Lease, block_size: int) -> str | None:
+def receiver_of(work: Work) -> tuple[str, int]:
+    """Name and incarnation of the node that the KV goes to."""
+    return work.target.node.name, work.target.node.incarnation
+
+
+def known_error(error: pb.PDError) -> pb.PDError:
+    """A peer's error; one with a code that we do not know (a newer version's) counts as INTERNAL."""
+    if error.code not in pb.ErrorCode.values():
+        error.code = pb.INTERNAL
+    return error
+
+
+def lease_flaw(work: Work, lease: pb.Lease, block_size: int, is_new: bool) -> str | None:
     """What is wrong with a lease, in words, that a right receiver would not have granted; None if nothing is."""
+    if not is_new:
+        return f"lease_id {lease.lease_id:x}, which another attempt holds"
     if lease.num_blocks * block_size <= work.num_tokens:
         return f"num_blocks {lease.num_blocks}, too few for {work.num_tokens + 1} tokens"
     if lease.num_blocks_held > len(work.block_keys):

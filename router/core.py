@@ -15,7 +15,6 @@ Not here: text, HTTP, sockets (shell.py); which node is best (placement.py); wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from proto import baton_pb2 as pb
 from router import events as ev
@@ -31,22 +30,10 @@ from router.requests import (
     Decoding,
     LiveRequest,
     Prefilling,
+    RouterCoreConfig,
     Waiting,
 )
 from router.token_log import Appended, Differs, Gap, TokenLog, TooLong
-
-
-@dataclass(frozen=True, slots=True)
-class RouterCoreConfig:
-    """The core's numbers; the router's flags fill the first three."""
-
-    max_queue: int = 1024  # requests waiting; beyond: 429
-    max_inflight_prefills: int = 32  # per prefill node
-    preempt_retry_count: int = 3  # attempts after the first that a broken handoff may cost
-    commit_unknown_grace_s: float = 2.0  # how long the receiver's first batch is awaited after an unanswered Commit
-    min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before
-    retry_after_s: float = 1.0  # what a client turned away is told
-    forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
 class RouterCore:
@@ -58,6 +45,7 @@ class RouterCore:
         self._nodes = NodeTable()
         self._requests: dict[str, LiveRequest] = {}
         self._queue = KeyedHeap()  # ids of waiting requests by arrival
+        self._aside: dict[str, None] = {}  # ids of waiting requests that no node left can hold: they hold up nobody
         self._timers = KeyedHeap()  # one instant per request
         self._num_arrived = 0
         self._may_place = False  # room may have appeared since the queue was looked at
@@ -102,7 +90,7 @@ class RouterCore:
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state for /metrics and the invariants of tests; costs a pass over nodes and requests."""
         return {
-            "queued": len(self._queue),
+            "queued": len(self._queue) + len(self._aside),
             "timers": len(self._timers),
             "requests": {
                 request_id: {
@@ -157,7 +145,7 @@ class RouterCore:
         wait_s = self._config.retry_after_s
         longest = self._nodes.max_total_tokens
         total_tokens = len(request.prompt_token_ids) + request.max_tokens
-        if len(self._queue) >= self._config.max_queue:
+        if len(self._queue) + len(self._aside) >= self._config.max_queue:
             message = f"The router's queue is full ({self._config.max_queue} requests)."
             return ev.Failed(request.request_id, 429, "OVERLOADED", message, wait_s)
         if longest is None:
@@ -187,7 +175,11 @@ class RouterCore:
             word = Word.SENDER_LOST if is_sender else Word.RECEIVER_LOST
             self._fail_if_decided(live, word, pb.NODE_LOST, message, now)
         self._actions += change.actions
-        self._may_place = not isinstance(event, ev.LoadReported)
+        if not isinstance(event, ev.LoadReported):
+            self._may_place = True
+            while self._aside:  # a node may have come that can hold them
+                request_id = self._aside.popitem()[0]
+                self._queue.put(request_id, self._requests[request_id].arrival)
 
     def _on_message(self, node: ev.NodeRef, message: pb.NodeMessage, now: float) -> None:
         match message.WhichOneof("kind"):
@@ -256,6 +248,8 @@ class RouterCore:
             self._count("stale_messages", "error")
             return
         live, pair = found
+        if error.code not in pb.ErrorCode.values():
+            error.code = pb.INTERNAL  # a newer version's
         word = Word.SENDER_UNSURE if error.commit_unanswered else Word.SENDER_ERROR
         _, verdict = judge(live.phase.owner, Word.RECEIVER_ERROR if node == pair.decode else word)
         if verdict is Verdict.IGNORE:
@@ -277,7 +271,7 @@ class RouterCore:
             self._cancel(live, now)
             self._finish(live, "stop" if live.ended_by_stop_token else "length")
             return
-        wait_s = error.retry_after_ms / 1000
+        wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
         if error.retryable and error.code in REFUSALS:
             self._requeue(live, pair, error, now + max(wait_s, self._config.min_refusal_wait_s), now)
         elif error.retryable and error.code in BROKEN_HANDOFFS and live.retries_left > 0:
@@ -311,11 +305,15 @@ class RouterCore:
         return actions
 
     def _place_head(self, now: float) -> bool:
-        """Dispatch the queue's head; False if it is empty or finds no room."""
+        """Dispatch the queue's head, or put it aside; False if there is none or it finds no room."""
         head = self._queue.first()
         if head is None:
             return False
         live = self._requests[head[0]]
+        if (longest := self._nodes.max_total_tokens) is not None and live.total_tokens > longest:
+            self._queue.discard(head[0])
+            self._aside[head[0]] = None
+            return True
         pair = self._placement.choose(
             self._nodes.prefill_candidates(live.total_tokens, self._config.max_inflight_prefills),
             self._nodes.decode_candidates(live.total_tokens),
@@ -371,6 +369,7 @@ class RouterCore:
             self._nodes.vacate(request_id, live.pair)
         del self._requests[request_id]
         self._queue.discard(request_id)
+        self._aside.pop(request_id, None)
         self._timers.discard(request_id)
         self._may_place = True
 

@@ -26,9 +26,10 @@ import uvloop
 from proto import baton_pb2_grpc as pb_grpc
 from router.api import Api, ApiSettings
 from router.config import RouterConfig
-from router.core import RouterCore, RouterCoreConfig
+from router.core import RouterCore
 from router.http_server import BACKLOG, HttpServer
 from router.placement import Placement
+from router.requests import RouterCoreConfig
 from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging

@@ -21,6 +21,20 @@ from router.token_log import TokenLog
 
 
 @dataclass(frozen=True, slots=True)
+class RouterCoreConfig:
+    """The core's numbers; the router's flags fill the first three."""
+
+    max_queue: int = 1024  # requests waiting; beyond: 429
+    max_inflight_prefills: int = 32  # per prefill node
+    preempt_retry_count: int = 3  # attempts after the first that a broken handoff may cost
+    commit_unknown_grace_s: float = 2.0  # how long the receiver's first batch is awaited after an unanswered Commit
+    min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before
+    max_refusal_wait_s: float = 2.0  # whatever it says: the request holds up those behind it meanwhile
+    retry_after_s: float = 1.0  # what a client turned away is told
+    forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """In the queue, on no node."""
 

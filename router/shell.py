@@ -56,7 +56,7 @@ class RouterShell:
         self._dialer = SessionDialer(me, self, timing)
         self._answers: dict[str, Answer] = {}  # by request id
         self._events: deque[Event] = deque()
-        self._is_running = False
+        self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
         self.metrics = RouterMetrics(core.snapshot)
 
@@ -93,6 +93,7 @@ class RouterShell:
         for request_id in list(self._answers):
             self._end(request_id, Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0))
             self._feed(Aborted(request_id))
+        self._run()
         self._alarm.cancel()
         await self._dialer.close()
 
@@ -129,20 +130,19 @@ class RouterShell:
     # ---------------------------------------------------------------- the core
 
     def _feed(self, event: Event) -> None:
+        """Queue an event. The loop itself runs the core, so that its bugs reach the loop's handler, whoever fed it."""
         self._events.append(event)
-        if not self._is_running:  # else an action caused it: its turn comes after the actions before it
-            self._run()
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._run)
 
     def _run(self) -> None:
         """Tick, then feed what waits; tick before each event, so that nothing beats its own deadline."""
-        self._is_running = True
-        try:
+        self._is_woken = False
+        self._perform_all(self._core.tick(now := self._loop.time()), now)
+        while self._events:
+            self._perform_all(self._core.receive(self._events.popleft(), now), now)
             self._perform_all(self._core.tick(now := self._loop.time()), now)
-            while self._events:
-                self._perform_all(self._core.receive(self._events.popleft(), now), now)
-                self._perform_all(self._core.tick(now := self._loop.time()), now)
-        finally:
-            self._is_running = False
         self._alarm.arm(self._core.next_deadline())
 
     def _perform_all(self, actions: list[Action], now: float) -> None:

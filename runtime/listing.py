@@ -6,6 +6,7 @@ nothing changed only renews. Not here: gRPC and the clock (registry_server.py); 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,6 +38,8 @@ class Unlisted:
 
 
 Change = Listed | Unlisted
+# A name as DNS takes it, an IPv4 address, or an IPv6 address in brackets: what a resolver can be asked without surprise.
+_HOST: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
 def entry_problem(entry: pb.NodeEntry) -> str | None:
@@ -52,7 +55,7 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
             return f"{field} is {text[:64]!r}, it must have 1 to {MAX_TEXT_CHARS} printable characters."
     for field in ("grpc_address", "http_address"):
         host, _, port = texts[field].rpartition(":")
-        if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= _MAX_UINT16:
+        if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= _MAX_UINT16:
             return f"{field} is {texts[field]!r}, it must be host:port with a port from 1 to {_MAX_UINT16}."
     sizes = {f"fingerprint.{name}": getattr(entry.fingerprint, name) for name in _FINGERPRINT_SIZES}
     sizes |= {name: getattr(entry, name) for name in _SIZES}

@@ -40,6 +40,7 @@ from runtime.session_events import (
     WakeWriter,
 )
 
+MAX_NAME_CHARS: Final = 255
 _UP: Final = (State.OPEN, State.ATTACHED)
 _DOWN: Final = (State.BROKEN, State.DETACHED)
 
@@ -52,6 +53,8 @@ def hello_problem(hello: pb.Hello, me: Peer) -> str | None:
         return f"to_incarnation is {hello.to_incarnation:016x}, this process is {me.incarnation:016x}"
     if not hello.peer.name or not hello.peer.incarnation or not hello.session_id:
         return "peer.name, peer.incarnation and session_id must be set"
+    if len(hello.peer.name) > MAX_NAME_CHARS:
+        return f"peer.name has {len(hello.peer.name)} characters, at most {MAX_NAME_CHARS} are taken"
     return None
 
 
@@ -114,13 +117,13 @@ class SessionEnd:
         """Fire every timer that is due.
 
         A loop that was held up reads its timers before its sockets: what came meanwhile is not silence. So the time by which
-        the earliest timer is late does not count against the peer.
+        the earliest timer is late does not count against the peer, and a moment is left to read what there is.
         """
         out: list[Output] = []
         timing = self._timing
         deadline = self.next_deadline()
         if deadline is not None and now - deadline > timing.late_s:
-            self._heard_at += now - deadline
+            self._heard_at += now - deadline + timing.late_s
         if self.state in _UP and now >= self._heard_at + timing.silence_s:
             out += self._step(Event.SILENCE, now, reason=f"nothing came for {timing.silence_s:g} s")
         if self.state in _DOWN and now >= self._heard_at + timing.grace_s:

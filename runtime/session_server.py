@@ -134,6 +134,10 @@ class SessionServer:
         if session is not None:
             self._drivers[session].feed(Send(message))
 
+    def knows(self, router: Peer) -> bool:
+        """Whether the router has a session that is not lost."""
+        return self._book.find(router) is not None
+
     async def close(self) -> None:
         """End every session; the routers hear of it on their streams. The handler hears no more of them."""
         for session in self._book.sessions():

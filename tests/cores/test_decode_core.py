@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
-from engine.plan import SlotResult, StepResult
+from engine.plan import BROKEN_ROW, SlotResult, StepResult
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -145,12 +145,12 @@ def test_a_checksum_that_does_not_match_ends_the_lease_and_its_commit_hears_why(
 
 
 @pytest.mark.covers("H05")
-@pytest.mark.parametrize("field", ["secret", "attempt", "prompt", "length", "token"])
+@pytest.mark.parametrize("field", ["secret", "attempt", "prompt", "length", "token", "max_tokens"])
 def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None:
     decode = Decode()
     lease = decode.reserve(KEY, PROMPT, 4).lease
     decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
-    key, prompt, token = KEY, PROMPT, 9
+    key, prompt, token, max_tokens = KEY, PROMPT, 9, 4
     match field:
         case "secret":
             lease.secret = b"x" * 16
@@ -162,7 +162,9 @@ def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None
             prompt = PROMPT[:-1]
         case "token":
             token = VOCAB_SIZE
-    actions = list(decode.core.receive(NotifyArrived("link", commit(key, lease, prompt, token, 4)), 1.0))
+        case "max_tokens":
+            max_tokens = 5
+    actions = list(decode.core.receive(NotifyArrived("link", commit(key, lease, prompt, token, max_tokens)), 1.0))
     assert only(actions, ev.AnswerCommit).message.answer.HasField("error")
     assert decode.scheduler.num_running == 0
     assert ev.Count("commits_refused") in actions
@@ -212,6 +214,45 @@ def test_a_running_branch_ends_at_its_deadline_with_one_error_that_has_all_its_t
     decode.core.receive(RevokeDone(lease.lease_id), 1.0)
     error = only(list(decode.core.tick(5.0)), ev.ToRouter).message.error
     assert error.code == pb.DEADLINE and not error.retryable and list(error.completion_token_ids) == [9]
+
+
+@pytest.mark.covers("H11")
+def test_kv_that_gives_no_numbers_ends_its_own_branch_with_one_error() -> None:
+    decode = Decode()
+    lease = decode.reserve(KEY, PROMPT, 4).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
+    decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 4)), 1.0)
+    plans = _plans(decode.core.receive(RevokeDone(lease.lease_id), 1.0))
+    for run in plans:
+        row = run.plan.decodes[0]
+        actions = decode.core.receive(ev.StepDone(_result(run.plan.step_id, row.slot, row.generation, BROKEN_ROW)), 1.0)
+        if run is plans[0]:
+            error = only(list(actions), ev.ToRouter).message.error
+            assert error.code == pb.INTERNAL and list(error.completion_token_ids) == [9]
+    assert decode.pool.counts().used == 0
+
+
+@pytest.mark.covers("H05")
+@pytest.mark.parametrize("keys", ["repeated", "too many", "too few"])
+def test_a_reserve_with_other_keys_than_its_full_blocks_is_refused(keys: str) -> None:
+    decode = Decode()
+    request = reserve_request(KEY, PROMPT + PROMPT, 4)
+    match keys:
+        case "repeated":
+            request.block_keys[1] = request.block_keys[0]
+        case "too many":
+            request.num_tokens = 3
+        case "too few":
+            del request.block_keys[0]
+    assert decode.ask(request).error.code == pb.INCOMPATIBLE
+
+
+@pytest.mark.covers("R04", "H05")
+def test_an_attempt_that_ended_here_never_begins_again() -> None:
+    decode = Decode()
+    decode.reserve(KEY, PROMPT, 4)
+    decode.core.receive(ev.RouterLost(ROUTER), 1.0)
+    assert decode.reserve(KEY, PROMPT, 4, now=2.0).error.code == pb.CANCELLED
 
 
 @pytest.mark.covers("A10", "R17")

@@ -214,3 +214,30 @@ def test_an_answer_for_a_lease_that_is_not_ours_is_counted_and_changes_nothing()
 
 def _cancel(key: AttemptKey) -> ev.FromRouter:
     return ev.FromRouter(ROUTER, pb.RouterMessage(cancel=pb.Cancel(key=key.to_proto(), ms_left=60_000)))
+
+
+@pytest.mark.covers("R04")
+def test_the_same_dispatch_again_after_the_router_was_lost_is_refused() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4)
+    prefill.core.receive(ev.RouterLost(ROUTER), 0.0)
+    assert prefill.dispatch(KEY, PROMPT, 4) == [ev.Count("stale_refused")]
+
+
+@pytest.mark.covers("H05")
+def test_a_lease_id_that_another_attempt_holds_is_given_back() -> None:
+    prefill = Prefill()
+    other = AttemptKey("s", 0, 0)
+    prefill.dispatch(KEY, PROMPT[:3], 4)
+    prefill.dispatch(other, PROMPT[:3], 4)
+    prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 3)), 0.0)
+    actions = list(prefill.core.receive(ev.ReserveAnswered(other, grant(1, 3)), 0.0))
+    assert messages(actions)[0].error.code == pb.TRANSFER_FAILED and only(actions, ev.SendRelease)
+
+
+def test_an_error_code_of_a_newer_version_counts_as_internal() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4)
+    unknown = pb.ReserveReply.FromString(b"\x12\x02\x08\x63")  # error {code: 99}
+    error = messages(list(prefill.core.receive(ev.ReserveAnswered(KEY, unknown), 0.0)))[0].error
+    assert error.code == pb.INTERNAL

@@ -44,6 +44,7 @@ class RoleByRole:
         self._folder = folder
         self._flags = flags
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._disowned: list[subprocess.Popen[bytes]] = []
         self._ready: dict[str, dict[str, Any]] = {}  # what each wrote when it began to listen; kept for its next life
         self.http = httpx.Client(timeout=60, trust_env=False)
 
@@ -91,6 +92,13 @@ class RoleByRole:
         """SIGCONT."""
         self._processes[name].send_signal(signal.SIGCONT)
 
+    def disown(self, name: str) -> subprocess.Popen[bytes]:
+        """The process, which keeps its addresses: who is started next under this name takes others."""
+        process = self._processes.pop(name)
+        self._disowned.append(process)
+        del self._ready[name]
+        return process
+
     def exit_code(self, name: str) -> int | None:
         """None while it runs."""
         return self._processes[name].poll()
@@ -107,7 +115,7 @@ class RoleByRole:
 
     def close(self) -> None:
         """Kill all of them."""
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._disowned):
             process.kill()
             process.wait(END_BOUND_S)
         self.http.close()
@@ -133,7 +141,9 @@ class RoleByRole:
     def metric(self, name: str, label: str = "") -> float:
         """The sum of a metric of the router over all its samples; with `label`, over those that carry it."""
         samples = _SAMPLE.findall(self.get("/metrics").text)
-        return sum(float(value) for each, labels, value in samples if each == f"baton_router_{name}" and label in labels)
+        return sum(
+            float(value) for each, labels, value in samples if each == f"baton_router_{name}" and label in labels
+        )
 
     def state(self, node: str) -> dict[str, Any]:
         """A node's /state."""
@@ -152,9 +162,10 @@ class RoleByRole:
 
         return wait_until("nothing is held", lambda: all(is_idle(self.state(node)) for node in nodes))
 
-    def outcomes(self, node: str, request_id: str) -> list[str]:
-        """How the attempts of a request ended on a node, as its log says."""
-        ended = re.compile(rf'attempt_ended request={re.escape(request_id)} .*outcome=("[^"]*"|\S+)$', re.MULTILINE)
+    def outcomes(self, node: str, request_id: str | None = None) -> list[str]:
+        """How attempts (of one request, or all) ended on a node, in the order and the words of its log."""
+        request = r"\S+" if request_id is None else re.escape(request_id)
+        ended = re.compile(rf'attempt_ended request={request} .*outcome=("[^"]*"|\S+)$', re.MULTILINE)
         return [outcome.strip('"') for outcome in ended.findall(self._log(node).read_text())]
 
     # ---------------------------------------------------------------- files and flags

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.block_pool import BlockCounts, BlockPool
-from engine.plan import NO_TOKEN, SlotResult, StepResult
+from engine.plan import BROKEN_ROW, NO_TOKEN, SlotResult, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Phase
 from proto.block_key import block_keys
@@ -299,3 +299,16 @@ def test_what_can_never_run_is_refused_at_the_door() -> None:
             make_spec("a", token_ids, max_new_tokens, SIZES, num_generated=num_generated)
     node.run_to_the_end()
     assert node.finished == {"longest": "length"}
+
+
+@pytest.mark.covers("Q08")
+def test_a_broken_row_ends_its_sequence_without_a_token_and_is_not_cached() -> None:
+    node = CheckedNode(SIZES)
+    node.submit(make_spec("a", [1, 2, 3, 4, 5], 9, SIZES))
+    plan = node.scheduler.plan()
+    assert plan is not None
+    (chunk,) = plan.chunks
+    answer = StepResult(plan.step_id, (SlotResult(chunk.slot, chunk.generation, BROKEN_ROW),))
+    (progress,) = node.scheduler.complete(answer)
+    assert (progress.token_id, progress.finish) == (None, "broken")
+    assert node.pool.counts() == BlockCounts(free=SIZES.num_blocks, cached=0, used=0, leased=0, quarantined=0)

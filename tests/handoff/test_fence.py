@@ -1,4 +1,4 @@
-"""The fence floor against a naive model, and the two things that it must never do: forget early, or forget to make room."""
+"""The fence floor against a naive model, and what it must never do: forget early, forget to make room, or keep for ever."""
 
 from __future__ import annotations
 
@@ -6,34 +6,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.fence import FenceFloor
+from connector.fence import MAX_REST_S, MIN_REST_S, FenceFloor
 from proto.attempt_key import AttemptKey, BranchKey
 
 BRANCHES = [BranchKey(f"r{n}", 0) for n in range(3)]
-raises = st.tuples(st.sampled_from(BRANCHES), st.integers(0, 5), st.floats(0, 10))
+moves = st.tuples(st.booleans(), st.sampled_from(BRANCHES), st.integers(0, 5), st.floats(0, 200))
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(raises, st.floats(0, 3)), max_size=30))
+@given(st.lists(st.one_of(moves, st.floats(0, 30)), max_size=30))
 @pytest.mark.covers("R04", "H05")
-def test_a_floor_never_falls_before_its_time(events: list[tuple[BranchKey, int, float] | float]) -> None:
+def test_a_floor_stands_while_its_attempt_lives_and_for_a_bounded_rest(
+    events: list[tuple[bool, BranchKey, int, float] | float],
+) -> None:
     fence = FenceFloor(max_branches=2)
     model: dict[BranchKey, tuple[int, float]] = {}
     now = 0.0
     for event in events:
         if isinstance(event, float):
             now += event
-            fence.tick(now)
-            model = {branch: (floor, until) for branch, (floor, until) in model.items() if until > now}
         else:
-            branch, attempt, life = event
-            is_kept = fence.raise_to(branch, attempt, now + life)
-            assert is_kept == (branch in model or len(model) < 2)
-            if is_kept:
-                floor, until = model.get(branch, (0, 0.0))
-                model[branch] = (max(floor, attempt), max(until, now + life))
-                fence.tick(now)
-                model = {b: (f, u) for b, (f, u) in model.items() if u > now}
+            is_end, branch, attempt, life_s = event
+            has_room = branch in model or len(model) < 2
+            floor, until = model.get(branch, (0, 0.0))
+            key, deadline = AttemptKey(*branch, attempt), now + life_s
+            if is_end:
+                assert fence.end(key, deadline, now) == has_room
+                if attempt >= floor:
+                    floor, until = attempt + 1, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S)
+            else:
+                assert fence.begin(key, deadline) == has_room
+                floor, until = max(floor, attempt), max(until, deadline)
+            if has_room:
+                model[branch] = (floor, until)
+        fence.tick(now)
+        model = {branch: (floor, until) for branch, (floor, until) in model.items() if until > now}
         assert len(fence) == len(model)
         for branch in BRANCHES:
             floor = model.get(branch, (0, 0.0))[0]
@@ -44,9 +51,26 @@ def test_a_floor_never_falls_before_its_time(events: list[tuple[BranchKey, int, 
 @pytest.mark.covers("R04")
 def test_a_full_table_refuses_new_branches_rather_than_forget_an_old_floor() -> None:
     fence = FenceFloor(max_branches=1)
-    assert fence.raise_to(BRANCHES[0], 3, until=10.0)
-    assert not fence.has_room(BRANCHES[1]) and not fence.raise_to(BRANCHES[1], 1, until=10.0)
+    assert fence.begin(AttemptKey(*BRANCHES[0], 3), deadline=100.0)
+    assert not fence.has_room(BRANCHES[1]) and not fence.begin(AttemptKey(*BRANCHES[1], 1), deadline=10.0)
     assert not fence.admits(AttemptKey(*BRANCHES[0], 2))
-    assert fence.next_expiry() == 10.0
-    fence.tick(10.0)
+    assert fence.next_expiry() == 100.0
+    fence.tick(100.0)
     assert fence.has_room(BRANCHES[1]) and fence.admits(AttemptKey(*BRANCHES[0], 0))
+
+
+def test_an_ended_attempt_gives_its_place_back_long_before_a_distant_deadline() -> None:
+    """Else a node that serves a hundred requests a second would be BUSY with floors of finished ones."""
+    fence = FenceFloor(max_branches=1)
+    fence.begin(AttemptKey(*BRANCHES[0], 0), deadline=600.0)
+    fence.end(AttemptKey(*BRANCHES[0], 0), deadline=600.0, now=5.0)
+    fence.tick(5.0 + MAX_REST_S)
+    assert fence.has_room(BRANCHES[1])
+
+
+def test_an_attempt_that_ends_at_its_deadline_is_still_fenced() -> None:
+    fence = FenceFloor(max_branches=1)
+    fence.begin(AttemptKey(*BRANCHES[0], 0), deadline=5.0)
+    fence.end(AttemptKey(*BRANCHES[0], 0), deadline=5.0, now=5.0)
+    fence.tick(5.0)
+    assert not fence.admits(AttemptKey(*BRANCHES[0], 0))

@@ -17,9 +17,10 @@ from node.service import NodeService, PendingCalls
 from node.validate import Bounds
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
-from runtime.session import SessionTiming
+from runtime.session import PROTOCOL, Peer, SessionTiming
 
 INCARNATION = 77
+ROUTER = Peer("router", 3)
 
 
 @dataclass(slots=True)
@@ -31,6 +32,26 @@ class GrpcNode:
     counters: Counters
     routers: Routers
     events: list[ev.Event] = field(default_factory=list)
+
+
+async def _open_session(address: str) -> asyncio.Task[None]:
+    """Be the router whose attempts the tests reserve for: without a session nobody gets a lease."""
+    is_open = asyncio.Event()
+
+    async def hold() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stream = pb_grpc.NodeStub(channel).Session()
+            peer = pb.PeerId(name=ROUTER.name, incarnation=ROUTER.incarnation)
+            hello = pb.Hello(peer=peer, to_incarnation=INCARNATION, session_id=1, protocol=PROTOCOL)
+            await stream.write(pb.Frame(hello=hello))
+            while True:
+                await stream.read()
+                is_open.set()
+                await stream.write(pb.Frame())
+
+    task = asyncio.create_task(hold())
+    await is_open.wait()
+    return task
 
 
 @asynccontextmanager
@@ -55,8 +76,10 @@ async def serve_node(
     pb_grpc.add_NodeServicer_to_server(service, server)
     node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers)
     await server.start()
+    stream = await _open_session(node.address)
     try:
         yield node
     finally:
+        stream.cancel()
         await routers.sessions.close()
         await server.stop(None)

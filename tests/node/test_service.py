@@ -40,6 +40,19 @@ def reserve_for(incarnation: int) -> pb.ReserveRequest:
     return request
 
 
+@pytest.mark.covers("C09")
+def test_a_reserve_for_a_router_without_a_session_is_refused() -> None:
+    async def test(node: GrpcNode, stub: pb_grpc.NodeAsyncStub) -> pb.ReserveReply:
+        request = reserve_for(INCARNATION)
+        request.router.incarnation += 1
+        reply = await stub.Reserve(request)
+        assert node.events == []
+        return reply
+
+    error = call(pb.ROLE_DECODE, test).error
+    assert error.code == pb.BUSY and "session" in error.message
+
+
 def test_each_reserve_gets_the_cores_answer_to_that_call() -> None:
     def react(node: GrpcNode, event: ev.Event) -> None:
         assert isinstance(event, ev.ReserveAsked)
@@ -149,7 +162,9 @@ def test_an_answer_to_a_caller_that_hung_up_has_no_effect() -> None:
 
 async def _say(stub: pb_grpc.NodeAsyncStub, message: pb.RouterMessage) -> pb.NodeMessage:
     """Open a session, send one message, return the first answer."""
-    hello = pb.Hello(peer=pb.PeerId(name="router", incarnation=5), to_incarnation=INCARNATION, session_id=9, protocol=1)
+    hello = pb.Hello(
+        peer=pb.PeerId(name="another", incarnation=5), to_incarnation=INCARNATION, session_id=9, protocol=1
+    )
     stream = stub.Session()
     await stream.write(pb.Frame(hello=hello))
     await stream.write(pb.Frame(seq=1, router=message))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proto import baton_pb2 as pb
-from router.core import RouterCore, RouterCoreConfig
+from router.core import RouterCore
 from router.events import (
     Aborted,
     Action,
@@ -25,6 +25,7 @@ from router.events import (
     ToNode,
 )
 from router.placement import Placement
+from router.requests import RouterCoreConfig
 
 GOES_ON = pb.FINISH_UNSPECIFIED
 

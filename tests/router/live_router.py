@@ -14,9 +14,10 @@ import httpx
 
 from proto import baton_pb2 as pb
 from router.api import Api, ApiSettings
-from router.core import RouterCore, RouterCoreConfig
+from router.core import RouterCore
 from router.http_server import HttpServer
 from router.placement import Placement
+from router.requests import RouterCoreConfig
 from router.shell import RouterShell
 from router.text import ModelText
 from runtime.session import Peer, SessionTiming

@@ -87,7 +87,7 @@ def test_when_the_way_to_the_client_breaks_the_request_is_aborted(model: Path) -
             )
             with pytest.raises(ConnectionError):
                 await response({"type": "http"}, never, broken)
-            assert not router.shell.snapshot()["requests"]
+            await until(lambda: not router.shell.snapshot()["requests"])
             await until(lambda: bool(router.pair.prefill.cancels and router.pair.decode.cancels))
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from proto import baton_pb2 as pb
-from router.core import RouterCoreConfig
+from router.requests import RouterCoreConfig
 from runtime.session import SessionTiming
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router, until
 from tests.router.scripted_nodes import Script, ScriptedAttempt, replying

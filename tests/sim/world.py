@@ -27,8 +27,9 @@ from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
 from router import events as rev
-from router.core import RouterCore, RouterCoreConfig
+from router.core import RouterCore
 from router.placement import Placement
+from router.requests import RouterCoreConfig
 from tests.sim.parts import Client, Rpc, SimNode, Sizes
 
 BLOCK_SIZE = 4
