@@ -31,7 +31,7 @@ MAX_CHANNELS: Final = 256  # addresses of nodes that came and went must not add 
 _CHANNEL_OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1_000),  # which is also how long one connect may take
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.enable_retries", 0),  # the core decides what is tried again
 )
 
@@ -77,11 +77,11 @@ class HandoffClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _reserve(self, action: SendReserve) -> None:
-        call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s)
+        call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s, wait_for_ready=True)
         self._post(ReserveAnswered(action.key, await _answer("reserve", action.address, call)))
 
     async def _renew(self, action: SendRenew) -> None:
-        call = self._stub(action.address).Renew(action.request, timeout=action.timeout_s)
+        call = self._stub(action.address).Renew(action.request, timeout=action.timeout_s, wait_for_ready=True)
         self._post(RenewAnswered(action.key, await _answer("renew", action.address, call)))
 
     async def _release(self, action: SendRelease) -> None:

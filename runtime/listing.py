@@ -65,6 +65,9 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
     return None
 
 
+LATE_S: Final = 0.25  # an expiry looked at later than this was not looked at in time
+
+
 class Listing:
     """All entries, in the order of their last repetition."""
 
@@ -106,7 +109,14 @@ class Listing:
         return [self._remove(entry, is_gone=True)]
 
     def expire(self, now: float) -> list[Change]:
-        """Drop what was not repeated in time; it may come back."""
+        """Drop what was not repeated in time; it may come back.
+
+        A call that comes late says that we were away: what the nodes said meanwhile is not read yet, so all get that time.
+        """
+        deadline = self.next_deadline()
+        if deadline is not None and now - deadline > LATE_S:
+            away_s = now - deadline + LATE_S
+            self._entries = {name: (entry, at + away_s) for name, (entry, at) in self._entries.items()}
         due = [entry for entry, expires_at in self._entries.values() if now >= expires_at]
         return [self._remove(entry, is_gone=False) for entry in due]
 

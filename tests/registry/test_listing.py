@@ -51,10 +51,20 @@ def test_a_repetition_changes_nothing_and_keeps_the_entry() -> None:
 
 
 @pytest.mark.covers("R13")
+def test_a_router_that_was_held_up_gives_the_nodes_the_time_that_it_did_not_listen() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    assert listing.expire(10.0) == [], "it may have registered twenty times meanwhile"
+    deadline = listing.next_deadline()
+    assert deadline is not None and deadline <= 10.0 + TTL_S
+    assert listing.expire(deadline) == [Unlisted(Peer("decode-0", 1))]
+
+
+@pytest.mark.covers("R13")
 def test_what_went_silent_comes_back() -> None:
     listing = Listing(TTL_S)
     listing.register(entry(), 0.0)
-    listing.expire(9.0)
+    assert listing.expire(TTL_S) == [Unlisted(Peer("decode-0", 1))]
     assert listing.register(entry(), 10.0) == [Listed(entry())]
 
 
@@ -204,7 +214,8 @@ class ListingModel(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
         deadline = self.listing.next_deadline()
-        self.take(self.listing.expire(self.now))
+        while (instant := self.listing.next_deadline()) is not None and instant <= self.now:
+            self.take(self.listing.expire(instant))
         is_due = any(self.now >= at + TTL_S for _, at in self.heard.values())
         assert is_due == (deadline is not None and deadline <= self.now)
         self.heard = {peer: known for peer, known in self.heard.items() if self.now < known[1] + TTL_S}

@@ -1,0 +1,421 @@
+"""Real processes that are killed, hang, pause and come back: what their clients get, what the others keep, and what is left.
+
+Until lost attempts are retried, a request on a lost node ends with one clear error; everything else goes on. Bounds are ten times
+what the design allows. Each fault is checked to have fired: a kill by its exit code, a stop by the kernel's word.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from runtime.registry_server import TTL_S
+from tests.e2e.role_by_role import BOUND_S, RoleByRole, started_role_by_role, wait_until
+
+NUM_THREADS: Final = 8  # requests at once
+PAUSE_S: Final = 0.7  # well below the silence that breaks a session
+LONG: Final = 4000  # tokens: more than are generated before a fault is found
+SLOW_PREFILL: Final = ("--max-num-seqs", "8", "--max-num-batched-tokens", "8")  # a long prompt takes seconds
+LONG_LEASES: Final = ("--lease-life-s", "120")  # a lease that ends within the bound was released, it did not expire
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
+    """One of each role."""
+    flags = {"router": (), "prefill-0": (*SLOW_PREFILL, *LONG_LEASES), "decode-0": LONG_LEASES}
+    with started_role_by_role(tiny_model, tmp_path_factory.mktemp("faults"), flags) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(shared_cluster: RoleByRole) -> RoleByRole:
+    """The shared one, with whatever the last test's fault has left put right."""
+    shared_cluster.restore()
+    return shared_cluster
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Where clients run."""
+    with ThreadPoolExecutor(NUM_THREADS) as running:
+        yield running
+
+
+def body(rng: random.Random, prompt_len: int, max_tokens: int) -> dict[str, Any]:
+    """A completion of exactly `max_tokens` tokens, with a prompt of its own."""
+    return {
+        "model": "llama-tiny",
+        "prompt": [rng.randrange(256) for _ in range(prompt_len)],
+        "max_tokens": max_tokens,
+        "temperature": rng.choice((0.0, 1.0)),
+        "seed": rng.getrandbits(53),
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def ask(cluster: RoleByRole, fields: dict[str, Any]) -> httpx.Response:
+    """One plain request on a connection of its own; may run on any thread."""
+    return httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120, trust_env=False)
+
+
+def tokens_of(response: httpx.Response) -> list[int]:
+    """The completion of a plain answer that went well."""
+    assert response.status_code == 200, response.text
+    token_ids: list[int] = response.json()["choices"][0]["completion_token_ids"]
+    return token_ids
+
+
+class Stream:
+    """A streamed completion that a thread reads: the tokens taken so far, and what followed them."""
+
+    def __init__(self, cluster: RoleByRole, threads: ThreadPoolExecutor, fields: dict[str, Any]) -> None:
+        self.token_ids: list[int] = []
+        self.request_id = ""
+        self.last = ""  # the event that was taken last
+        self._is_over = False
+        self._events: SimpleQueue[str | None] = SimpleQueue()
+        self._end = threads.submit(self._read, f"{cluster.url}/v1/completions", fields | {"stream": True})
+
+    def take_tokens(self, number: int) -> None:
+        """Wait until there are so many."""
+        while len(self.token_ids) < number:
+            assert self._take(BOUND_S), f"it ended with {self.last}"
+
+    def take_until_quiet(self, quiet_s: float) -> None:
+        """Take what comes until nothing has come for so long."""
+        try:
+            while self._take(quiet_s):
+                pass
+        except Empty:
+            return
+        raise AssertionError(f"it did not pause, it ended with {self.last}")
+
+    def take_all(self) -> None:
+        """Take what comes until the connection's end; raises what went wrong with it."""
+        while self._take(BOUND_S):
+            pass
+        self._end.result()
+
+    def take_the_error(self) -> dict[str, Any]:
+        """The one error that ends it, checked to be one: an event in OpenAI's shape, and nothing behind it."""
+        self.take_all()
+        return checked_error(json.loads(self.last))
+
+    def _take(self, patience_s: float) -> bool:
+        """Take the next event; False at the end; raises Empty if none comes in time."""
+        event = None if self._is_over else self._events.get(timeout=patience_s)
+        if event is None:
+            self._is_over = True
+            return False
+        assert "error" not in self.last, f"behind the error came {event}"
+        self.last = event
+        for choice in [] if event == "[DONE]" else json.loads(event).get("choices", ()):
+            self.token_ids += choice["completion_token_ids"]
+        return True
+
+    def _read(self, url: str, fields: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", url, json=fields, timeout=120, trust_env=False) as response:
+                assert response.status_code == 200, response.read()
+                self.request_id = response.headers["X-Request-Id"]
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self._events.put(line.removeprefix("data: "))
+        finally:
+            self._events.put(None)
+
+
+def checked_error(content: dict[str, Any]) -> dict[str, Any]:
+    """The error of an answer or of an event, in OpenAI's shape."""
+    assert set(content) == {"error"}
+    error: dict[str, Any] = content["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and isinstance(error["type"], str)
+    return error
+
+
+def assert_is_503(response: httpx.Response, code: str) -> None:
+    """Nothing was generated: come back later."""
+    assert response.status_code == 503, response.text
+    assert checked_error(response.json())["code"] == code
+    assert int(response.headers["Retry-After"]) >= 1
+
+
+def assert_no_load_is_left(cluster: RoleByRole) -> None:
+    """The router counts no work, on no node."""
+    for name in ("queued_requests", "live_requests", "node_prefilling", "node_branches"):
+        assert cluster.metric(name) == 0, name
+
+
+@pytest.mark.covers("A06", "C05", "P08", "R15")
+def test_a_killed_decode_node_fails_its_own_requests_with_one_error_each_and_no_others(
+    tiny_model: Path, tmp_path: Path, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """Four requests on each of two decode nodes, half of them streamed; one node dies in the middle of all of them."""
+    rng = random.Random(fresh_seed)
+    flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
+    with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
+        fields = [body(rng, 40, 600) for _ in range(NUM_THREADS)]
+        streams: dict[int, Stream] = {}
+        plain: dict[int, Future[httpx.Response]] = {}
+        for i, each in enumerate(fields):
+            if i % 4 < 2:
+                streams[i] = Stream(cluster, threads, each)
+            else:
+                plain[i] = threads.submit(ask, cluster, each)
+            # One by one, so that they are placed in turn.
+            wait_until("it is placed", lambda i=i: cluster.metric("node_branches") == i + 1)  # type: ignore[misc]
+        for stream in streams.values():
+            stream.take_tokens(5)
+        wait_until("every prefill has ended", lambda: cluster.metric("node_prefilling") == 0)
+        assert cluster.metric("live_requests") == NUM_THREADS
+        cluster.kill("decode-0")
+
+        for stream in streams.values():
+            stream.take_all()
+        lost = {i for i, stream in streams.items() if stream.last != "[DONE]"}
+        for i in lost:
+            assert streams[i].take_the_error()["code"] == "NODE_LOST"
+        answers = {i: future.result() for i, future in plain.items()}
+        refused = {i for i, answer in answers.items() if answer.status_code != 200}
+        for i in refused:
+            assert_is_503(answers[i], "NODE_LOST")
+        assert len(lost) == len(refused) == 2, "those of one node, and only those"
+
+        assert cluster.missing() == []
+        assert all(cluster.exit_code(name) is None for name in ("router", "prefill-0", "decode-1"))
+        cluster.wait_until_nothing_is_held("prefill-0", "decode-1")
+        assert_no_load_is_left(cluster)
+        answered = [i for i in range(NUM_THREADS) if i not in refused]
+        undisturbed = list(threads.map(lambda i: tokens_of(ask(cluster, fields[i])), answered))
+    for i, whole in zip(answered, undisturbed, strict=True):
+        token_ids = streams[i].token_ids if i in streams else tokens_of(answers[i])
+        assert token_ids == (whole[: len(token_ids)] if i in lost else whole)
+
+
+@pytest.mark.covers("A06", "R13")
+def test_a_killed_prefill_nodes_half_written_leases_are_released_and_its_clients_told(
+    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """The router tells the decode node long before a lease would end. The node comes back."""
+    rng = random.Random(fresh_seed)
+    before = cluster.state("decode-0")
+    futures = [threads.submit(ask, cluster, body(rng, LONG, 8) | {"stream": i % 2 == 0}) for i in range(4)]
+
+    def is_half_written() -> bool:
+        state = cluster.state("decode-0")
+        num_bytes = sum(state["kv_bytes_received"].values()) - sum(before["kv_bytes_received"].values())
+        return num_bytes > 0 and "RESERVED" in state["attempts"]["leases_by_state"]
+
+    wait_until("a lease is half written", is_half_written)
+    assert cluster.state("decode-0")["blocks"]["leased"] > 0
+    cluster.kill("prefill-0")
+    cluster.wait_until_nothing_is_held("decode-0")
+    for future in futures:
+        assert_is_503(future.result(), "NODE_LOST")
+    after = cluster.state("decode-0")
+    assert after["leases"] == 0
+    assert after["counters"]["leases_expired"] == before["counters"]["leases_expired"]
+    assert cluster.missing() == ["no prefill node can take work"]
+    assert_no_load_is_left(cluster)
+    cluster.start("prefill-0")
+    cluster.wait_until_ready()
+    assert len(tokens_of(ask(cluster, body(rng, 40, 8)))) == 8
+
+
+@pytest.mark.covers("A06", "A12", "C10", "R13")
+def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_work(
+    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """Its port still takes connections: the kernel does that for it."""
+    rng = random.Random(fresh_seed)
+    stream = Stream(cluster, threads, body(rng, 40, LONG))
+    stream.take_tokens(5)
+    incarnation = cluster.state("decode-0")["incarnation"]
+    cluster.freeze("decode-0")
+    assert stream.take_the_error()["code"] == "NODE_LOST"
+    assert len(stream.token_ids) < LONG
+    wait_until("it is missed", lambda: cluster.missing() == ["no decode node can take work"])
+    assert_is_503(ask(cluster, body(rng, 40, 8)), "NO_NODES")
+    assert_no_load_is_left(cluster)
+    cluster.thaw("decode-0")
+    cluster.wait_until_ready()
+    assert cluster.state("decode-0")["incarnation"] == incarnation
+    assert len(tokens_of(ask(cluster, body(rng, 40, 8)))) == 8
+    cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+    (outcome,) = cluster.outcomes("decode-0", stream.request_id)
+    assert outcome in ("router lost", "cancelled"), "it ran on to its end"
+
+
+@pytest.fixture(scope="module")
+def patient_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
+    """Sessions that survive a long silence, on any machine."""
+    grace = ("--session-grace-s", str(3 * BOUND_S))
+    flags = {"router": grace, "prefill-0": grace, "decode-0": grace}
+    with started_role_by_role(tiny_model, tmp_path_factory.mktemp("patient"), flags) as running:
+        yield running
+
+
+@pytest.mark.covers("R12")
+@pytest.mark.parametrize("noticed_by", ["the client", "the router"])
+def test_a_stop_shorter_than_the_grace_is_a_pause_without_gap_repeat_or_prefill(
+    patient_cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int, noticed_by: str
+) -> None:
+    """A short one delays the stream; a longer one breaks the session, which is resumed."""
+    cluster = patient_cluster
+    fields = body(random.Random(fresh_seed), 40, 600)
+    undisturbed = tokens_of(ask(cluster, fields))
+    num_dispatches = cluster.metric("dispatches_total")
+    stream = Stream(cluster, threads, fields)
+    stream.take_tokens(50)
+    cluster.freeze("decode-0")
+    if noticed_by == "the router":
+        wait_until("the session is broken", lambda: cluster.metric("node_up", 'role="decode"') == 0)
+        assert cluster.missing() == ["no decode node can take work"]
+    stream.take_until_quiet(PAUSE_S)
+    num_before = len(stream.token_ids)
+    cluster.thaw("decode-0")
+    stream.take_all()
+    assert stream.last == "[DONE]"
+    assert num_before < len(undisturbed), "it had ended before it was stopped"
+    assert stream.token_ids == undisturbed
+    assert cluster.metric("dispatches_total") == num_dispatches + 1
+    if noticed_by == "the router":
+        assert cluster.state("decode-0")["sessions"]["resumes"] >= 1
+    cluster.wait_until_ready()
+    cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+
+
+def test_a_router_that_was_held_up_serves_at_once_as_if_nothing_had_been(
+    patient_cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """What it did not hear meanwhile is not held against the nodes, for they did not stop saying it."""
+    cluster = patient_cluster
+    fields = body(random.Random(fresh_seed), 40, 600)
+    undisturbed = tokens_of(ask(cluster, fields))
+    stream = Stream(cluster, threads, fields)
+    stream.take_tokens(50)
+    cluster.freeze("router")
+    stream.take_until_quiet(2 * TTL_S)
+    cluster.thaw("router")
+    assert tokens_of(ask(cluster, fields)) == undisturbed
+    stream.take_all()
+    assert stream.last == "[DONE]"
+    assert stream.token_ids == undisturbed
+
+
+@pytest.mark.covers("C06", "R13")
+def test_a_killed_decode_node_is_gone_at_once_and_back_as_a_new_incarnation_at_its_address(
+    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    rng = random.Random(fresh_seed)
+    fields = body(rng, 40, 50)
+    tokens = tokens_of(ask(cluster, fields))
+    old = cluster.state("decode-0")
+    stream = Stream(cluster, threads, body(rng, 40, LONG))
+    stream.take_tokens(5)
+    half_written = threads.submit(ask, cluster, body(rng, 1500, 8))
+    wait_until("it holds a lease", lambda: cluster.state("decode-0")["leases"] > 0)
+    cluster.kill("decode-0")
+    wait_until("it is missed", lambda: cluster.missing() == ["no decode node can take work"])
+    assert stream.take_the_error()["code"] == "NODE_LOST"
+    assert_is_503(ask(cluster, fields), "NO_NODES")
+    cluster.start("decode-0")
+    wait_until("it is taken back", lambda: cluster.missing() == [])
+    assert tokens_of(ask(cluster, fields)) == tokens, "the prefill node has found it, too"
+    new = cluster.state("decode-0")
+    assert new["node_id"] == old["node_id"] and new["incarnation"] != old["incarnation"]
+    assert half_written.result().status_code in (200, 502, 503), "run again, or ended with the dead node"
+    cluster.wait_until_ready()  # and the dead one is not counted any more
+    cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+    assert cluster.outcomes("decode-0", stream.request_id) == [], "the old one's work came to the new one"
+
+
+@pytest.mark.covers("C06", "R13")
+def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_disturbs_nobody(
+    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """The successor has other addresses; the old one wakes with the work of its last life."""
+    rng = random.Random(fresh_seed)
+    stream = Stream(cluster, threads, body(rng, 40, LONG))
+    stream.take_tokens(5)
+    fields = body(rng, 40, 600)
+    undisturbed = tokens_of(ask(cluster, fields))
+    old = cluster.state("decode-0")
+    cluster.freeze("decode-0")
+    old_process = cluster.disown("decode-0")
+    cluster.start("decode-0")
+    assert stream.take_the_error()["code"] == "NODE_LOST"
+    cluster.wait_until_ready()
+    assert cluster.state("decode-0")["incarnation"] != old["incarnation"]
+    new_stream = Stream(cluster, threads, fields)
+    new_stream.take_tokens(5)
+    old_process.send_signal(signal.SIGCONT)
+    assert old_process.wait(BOUND_S) == 2, "it had to find another name"
+    new_stream.take_all()
+    assert new_stream.last == "[DONE]" and new_stream.token_ids == undisturbed
+    assert cluster.missing() == []
+    cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+
+
+@pytest.mark.covers("P08")
+def test_a_killed_routers_work_is_freed_on_both_nodes_which_serve_it_again_when_it_is_back(
+    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """With nothing asked of the nodes meanwhile but their state."""
+    rng = random.Random(fresh_seed)
+    streams = [Stream(cluster, threads, body(rng, 40, LONG - 40)) for _ in range(2)]
+    for stream in streams:
+        stream.take_tokens(5)
+    prompts = [threads.submit(ask, cluster, body(rng, LONG - 8, 8)) for _ in range(4)]
+    wait_until("a long prompt is computed", lambda: cluster.held_blocks("prefill-0") > 0)
+    assert cluster.state("decode-0")["running"] == 2
+    num_ended = len(cluster.outcomes("prefill-0"))
+    cluster.kill("router")
+    for stream in streams:
+        with pytest.raises(httpx.TransportError):
+            stream.take_all()
+        assert len(stream.token_ids) < LONG - 40
+    assert all(isinstance(prompt.exception(), httpx.TransportError) for prompt in prompts)
+    cluster.wait_until_nothing_is_held("prefill-0", "decode-0")
+    ended = cluster.outcomes("prefill-0")[num_ended:]
+    assert len(ended) == len(prompts) and ended.count("cancelled") >= len(prompts) - 1, "it computed on for nobody"
+    for stream in streams:
+        assert cluster.outcomes("decode-0", stream.request_id) == ["router lost"]
+    cluster.start("router")
+    cluster.wait_until_ready()
+    assert len(tokens_of(ask(cluster, body(rng, 40, 8)))) == 8
+
+
+@pytest.mark.covers("D01")
+def test_a_decode_node_with_room_for_one_sequence_serves_many_one_after_the_other(
+    tiny_model: Path, tmp_path: Path, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """Each needs exactly the whole pool; the others are refused, wait, and use no retry."""
+    rng = random.Random(fresh_seed)
+    num_requests, pool_tokens = 5, 128
+    tight = ("--block-size", "16", "--num-blocks", str(pool_tokens // 16), "--max-model-len", str(pool_tokens))
+    flags = {"router": (), "prefill-0": ("--block-size", "16"), "decode-0": tight}
+    with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
+        fields = [body(rng, 40, pool_tokens - 40) for _ in range(num_requests)]
+        together = [tokens_of(answer) for answer in threads.map(lambda each: ask(cluster, each), fields)]
+        refusals = cluster.state("decode-0")["counters"]["reserve_refused"]
+        assert set(refusals) == {"NO_BLOCKS"}, refusals
+        assert cluster.metric("pd_errors_total", "NO_BLOCKS") == cluster.metric("pd_errors_total") > 0
+        assert cluster.metric("dispatches_total") == num_requests + refusals["NO_BLOCKS"]
+        assert cluster.metric("retries_total") == 0
+        cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+        assert_no_load_is_left(cluster)
+        alone = [tokens_of(ask(cluster, each)) for each in fields]
+        assert cluster.state("decode-0")["counters"]["reserve_refused"] == refusals, "one by one there is room"
+    assert together == alone
