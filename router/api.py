@@ -176,13 +176,15 @@ class Api:
                 asked_tokens = body.max_completion_tokens
         else:
             field, prompt = "prompt", await self._completion_prompt(body)
-            asked_tokens = asked_tokens or _DEFAULT_COMPLETION_TOKENS
+        max_tokens = self._fitting_max_tokens(field, len(prompt), asked_tokens)
+        if asked_tokens is None and isinstance(body, CompletionBody):
+            max_tokens = min(max_tokens, _DEFAULT_COMPLETION_TOKENS)
         return GenerationRequest(
             request_id=secrets.token_hex(12),
             prompt_token_ids=tuple(prompt),
             seed=secrets.randbits(_DRAWN_SEED_BITS) if body.seed is None else body.seed,
             temperature=body.temperature,
-            max_tokens=self._fitting_max_tokens(field, len(prompt), asked_tokens),
+            max_tokens=max_tokens,
             stop_token_ids=() if body.ignore_eos else self._text.stop_token_ids,
             deadline=arrived_at + self._settings.request_timeout_s,
         )

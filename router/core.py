@@ -273,7 +273,10 @@ class RouterCore:
             return
         wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
         if error.retryable and error.code in REFUSALS:
-            self._requeue(live, pair, error, now + max(wait_s, self._config.min_refusal_wait_s), now)
+            live.num_refusals += 1  # every one has cost a prefill: ask less and less often
+            patience_s = self._config.min_refusal_wait_s * 2 ** min(live.num_refusals - 1, 6)
+            wait_s = min(max(wait_s, patience_s), self._config.max_refusal_wait_s)
+            self._requeue(live, pair, error, now + wait_s, now)
         elif error.retryable and error.code in BROKEN_HANDOFFS and live.retries_left > 0:
             live.retries_left -= 1
             self._count("retries", pb.ErrorCode.Name(error.code))

@@ -150,7 +150,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # one error of a huge list is enough
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
 
 

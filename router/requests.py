@@ -79,6 +79,7 @@ class LiveRequest:
     log: TokenLog
     retries_left: int
     phase: Phase
+    num_refusals: int = 0  # that it met so far; they use no retry
     attempt: int = -1  # number of the newest attempt; before the first there is none
     last_pair: Pair | None = None  # where that attempt ran
     held_off: dict[NodeRef, float] = field(

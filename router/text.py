@@ -78,7 +78,9 @@ class ModelText:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text.encode()  # the tokenizer's own error for what is no Unicode does not say so
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch form lets other threads run meanwhile; `encode` holds the interpreter for as long as a large text takes.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a whole completion, special tokens skipped; ids without a token have no text."""

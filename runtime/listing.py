@@ -76,6 +76,7 @@ class Listing:
         self._entries: dict[str, tuple[pb.NodeEntry, float]] = {}  # by name: (entry, when it expires), earliest first
         self._names: dict[str, str] = {}  # by gRPC address: whose entry has it
         self._gone: dict[Peer, None] = {}  # oldest first; what they still say comes late
+        self._silent: dict[str, Peer] = {}  # by name, oldest first: expired; may come back until another takes the name
 
     def register(self, entry: pb.NodeEntry, now: float) -> list[Change] | str:
         """Take an entry or its repetition: what changed, or the sentence that refuses it."""
@@ -93,6 +94,9 @@ class Listing:
             other, _ = self._entries.get(name, (None, 0.0))
             if other is not None and _peer(other) != peer:
                 changes.append(self._remove(other, is_gone=True))
+        silent = self._silent.pop(peer.name, peer)
+        if silent != peer:  # a hung process that was replaced: it must not take the name back when it wakes
+            self._remember_gone(silent)
         if peer.name in self._entries:  # of the same process, perhaps with another address
             self._take_out(peer.name)
         self._entries[peer.name] = (entry, now + self._ttl_s)  # at the end: the latest to expire
@@ -134,10 +138,17 @@ class Listing:
         peer = _peer(entry)
         self._take_out(peer.name)
         if is_gone:
-            self._gone[peer] = None
-            if len(self._gone) > MAX_GONE:
-                del self._gone[next(iter(self._gone))]
+            self._remember_gone(peer)
+        else:
+            self._silent[peer.name] = peer
+            if len(self._silent) > MAX_GONE:
+                del self._silent[next(iter(self._silent))]
         return Unlisted(peer)
+
+    def _remember_gone(self, peer: Peer) -> None:
+        self._gone[peer] = None
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
 
     def _take_out(self, name: str) -> None:
         entry, _ = self._entries.pop(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.block_pool import BlockPool
 from engine.fingerprint import fingerprint_fields
@@ -59,6 +60,7 @@ def draw_cases(seed: int) -> list[Case]:
 
 def engine_alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[int]]:
     """The oracle: one pool, one scheduler, one runner, no network."""
+    torch.set_num_threads(1)  # as the nodes have; idle threads of a second one would take their core
     config = read_model_config(model_dir)
     memory = KvMemory(config, BLOCK_SIZE, NUM_BLOCKS, dtype)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)

@@ -60,6 +60,18 @@ def test_a_router_that_was_held_up_gives_the_nodes_the_time_that_it_did_not_list
     assert listing.expire(deadline) == [Unlisted(Peer("decode-0", 1))]
 
 
+@pytest.mark.covers("R13", "C06")
+def test_what_went_silent_does_not_come_back_once_another_process_has_its_name() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    listing.expire(TTL_S)
+    successor = entry()
+    successor.node.incarnation += 1
+    assert listing.register(successor, 2.0) == [Listed(successor)]
+    assert "replaced" in str(listing.register(entry(), 2.1))
+    assert listing.entries() == (successor,)
+
+
 @pytest.mark.covers("R13")
 def test_what_went_silent_comes_back() -> None:
     listing = Listing(TTL_S)
@@ -178,6 +190,7 @@ class ListingModel(RuleBasedStateMachine):
         self.now = 0.0
         self.heard: dict[Peer, tuple[pb.NodeEntry, float]] = {}
         self.gone: set[Peer] = set()
+        self.silent: dict[str, Peer] = {}
         self.reported: dict[Peer, pb.NodeEntry] = {}
 
     def take(self, changes: list[Listed | Unlisted]) -> None:
@@ -197,6 +210,9 @@ class ListingModel(RuleBasedStateMachine):
             assert isinstance(changes, str)
             return
         assert isinstance(changes, list)
+        silent = self.silent.pop(name, peer)
+        if silent != peer:
+            self.gone.add(silent)
         for other, (known, _) in list(self.heard.items()):
             if other != peer and (other.name == name or known.grpc_address == new.grpc_address):
                 del self.heard[other]
@@ -218,7 +234,10 @@ class ListingModel(RuleBasedStateMachine):
             self.take(self.listing.expire(instant))
         is_due = any(self.now >= at + TTL_S for _, at in self.heard.values())
         assert is_due == (deadline is not None and deadline <= self.now)
-        self.heard = {peer: known for peer, known in self.heard.items() if self.now < known[1] + TTL_S}
+        for peer, (_, at) in list(self.heard.items()):
+            if self.now >= at + TTL_S:
+                del self.heard[peer]
+                self.silent[peer.name] = peer
 
     @invariant()
     def the_list_is_what_was_reported_and_what_was_heard(self) -> None:

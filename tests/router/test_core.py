@@ -192,9 +192,11 @@ def test_retries_are_counted_and_then_the_request_fails_with_the_nodes_words(cod
 def test_a_refusal_costs_no_retry_and_the_same_node_is_asked_again_after_a_while(code: pb.ErrorCode.ValueType) -> None:
     world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=0)
     world.submit("a")
-    for attempt in range(5):
+    for attempt, wait_s in enumerate(
+        (0.2, 0.2, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0)
+    ):  # what the node asks, then ever less often
         world.error_from("p1", "a", code, attempt, retry_after_ms=200, node_id="d1")
-        world.pass_time(0.19)
+        world.pass_time(wait_s - 0.01)
         assert len(world.dispatches("a")) == attempt + 1
         world.pass_time(0.02)
         assert len(world.dispatches("a")) == attempt + 2
