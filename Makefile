@@ -65,7 +65,7 @@ tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's 
 	@$(BIN)/python -m tests.architecture.readme_tree
 
 coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
-	@$(BIN)/python -m pytest --coverage-table docs/coverage.md
+	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
 	rm -rf .venv run models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
