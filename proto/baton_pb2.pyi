@@ -919,7 +919,7 @@ class Lease(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_HELD_FIELD_NUMBER: _builtins.int
     LIFE_MS_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     secret: _builtins.bytes
     """16 random bytes; every write, Commit, Renew shows them"""
@@ -929,7 +929,9 @@ class Lease(_message.Message):
     """leading blocks that the receiver has: not to be sent"""
     life_ms: _builtins.int
     @_builtins.property
-    def endpoint(self) -> Global___Endpoint: ...
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
+        """the receiver's transports, best first; the sender takes the first that it has and reaches"""
+
     def __init__(
         self,
         *,
@@ -938,11 +940,11 @@ class Lease(_message.Message):
         num_blocks: _builtins.int = ...,
         num_blocks_held: _builtins.int = ...,
         life_ms: _builtins.int = ...,
-        endpoint: Global___Endpoint | None = ...,
+        endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "lease_id", b"lease_id", "life_ms", b"life_ms", "num_blocks", b"num_blocks", "num_blocks_held", b"num_blocks_held", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "lease_id", b"lease_id", "life_ms", b"life_ms", "num_blocks", b"num_blocks", "num_blocks_held", b"num_blocks_held", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -950,7 +952,7 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
-    """Where the receiver's transport listens, and what its handshake wants."""
+    """Where a receiver's transport listens, and what its handshake wants."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -958,7 +960,7 @@ class Endpoint(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_SECRET_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"zmq", "memory" """
+    """"shm", "zmq", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
     def __init__(
@@ -1069,10 +1071,45 @@ class ReleaseReply(_message.Message):
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
-class Write(_message.Message):
+class LinkHello(_message.Message):
     """---------------------------------------------------------------- data plane, in band
 
-    Frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most.
+    First on a shm link, with the descriptor of the sender's KV memory beside it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    LINK_SECRET_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    """node@incarnation"""
+    link_secret: _builtins.bytes
+    """of the receiver's Endpoint"""
+    num_blocks: _builtins.int
+    """of the sender's KV memory"""
+    block_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        sender: _builtins.str = ...,
+        link_secret: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "link_secret", b"link_secret", "num_blocks", b"num_blocks", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+
+@_typing.final
+class Write(_message.Message):
+    """zmq: frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most. shm: all of it; the pieces say where
+    the receiver finds the bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1107,6 +1144,7 @@ class Piece(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCK_FIELD_NUMBER: _builtins.int
     block_index: _builtins.int
     """position in the lease, not a block id: a sender cannot name foreign memory"""
     offset: _builtins.int
@@ -1115,6 +1153,8 @@ class Piece(_message.Message):
     """bytes"""
     checksum: _builtins.int
     """xxh3-64 over the bytes, seeded with lease and position"""
+    source_block: _builtins.int
+    """shm: block id in the sender's KV memory, at the same offset"""
     def __init__(
         self,
         *,
@@ -1122,10 +1162,11 @@ class Piece(_message.Message):
         offset: _builtins.int = ...,
         length: _builtins.int = ...,
         checksum: _builtins.int = ...,
+        source_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "checksum", b"checksum", "length", b"length", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "checksum", b"checksum", "length", b"length", "offset", b"offset", "source_block", b"source_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

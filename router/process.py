@@ -102,7 +102,8 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
     )
-    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode))
+    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
+    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
     return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))

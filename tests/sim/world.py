@@ -108,9 +108,7 @@ class World:
             request_id=request_id,
             prompt_token_ids=prompt,
             seed=sampling.seed,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            stop_token_ids=stop,
+            sampling=rev.Sampling(temperature, max_tokens, stop),
             deadline=self.now + 600,
         )
         self.clients[request_id] = Client(request, expected, "stop" if stops else "length")
@@ -261,12 +259,12 @@ class World:
                     self.rpcs.append(Rpc(deliver, _nothing, 0.0))
                 case ev.AnswerReserve(call_id, reply):
                     if reply.WhichOneof("result") == "lease":
-                        reply.lease.endpoint.CopyFrom(node.transport.endpoint())
+                        reply.lease.endpoints.append(node.transport.endpoint())
                     self.calls.pop(call_id)(reply)
                 case ev.AnswerRenew(call_id, answer):
                     self.calls.pop(call_id)(answer)
-                case ev.OpenLink(link_id, endpoint):
-                    node.transport.open(link_id, endpoint)
+                case ev.OpenLink(link_id, endpoints):
+                    node.transport.open(link_id, endpoints[0])
                 case ev.WriteBlocks(link_id, lease, blocks):
                     node.transport.write(link_id, lease, blocks)
                 case ev.NotifyLink(link_id, message):
