@@ -15,7 +15,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree coverage-table clean
+.PHONY: help setup up test lint format proto tree docs coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
+
+docs: $(STAMP) ## write the tables of docs/metrics.md anew, from the registries
+	@$(BIN)/python -m tests.router.metrics_table
 
 coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md

@@ -1,7 +1,7 @@
 """The receiving half that all two-sided transports share: from a checked message to bytes in place, and the events that say so.
 
-Whoever carries the bytes calls `begin` and `finish` around each write, from one thread; the loop thread calls `admit` and
-`revoke`. Not here: how messages arrive.
+Whoever carries the bytes calls `begin` and `finish` around each write, each link's from one thread; the loop thread calls `admit`
+and `revoke`. Transports of one node share one landing: it is the node's memory and leases. Not here: how messages arrive.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Landing:
 
     def finish(self, running: RunningWrite) -> None:
         """Copy, verify over the destination, and report what that completed."""
-        copy_in(self._memory, running.grant, running.write.payload)
+        copy_in(self._memory, running.grant, running.write.sources)
         corrupt = find_corrupt(self._memory, running.grant, running.write.checksums)
         ended = self._admissions.end(running.grant, is_intact=corrupt is None)
         lease_id = running.grant.lease_id
         if corrupt is not None:
             self.refuse(WriteRefused(lease_id, pb.CHECKSUM, f"{corrupt}: other bytes than those that were sent"))
         else:
-            self._bytes_from.add(running.peer, running.write.payload.nbytes)
+            self._bytes_from.add(running.peer, running.write.num_bytes)
         if ended.landed:
             self._emit(BlocksLanded(lease_id, ended.landed, self._memory.shape[1] * len(ended.landed), running.peer))
         if ended.is_quiet:

@@ -40,7 +40,7 @@ class LeaseRef:
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken:
-    """The transport has read these source blocks of a lease and touches them no more; not yet proof of arrival."""
+    """The transport has read these source blocks of a lease and reads them no more; not yet proof of arrival."""
 
     link_id: str
     lease_id: int
@@ -57,7 +57,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """The link is gone and quiet: no source block of any lease written on it is touched any more."""
+    """The link is gone and quiet: nobody reads a source block of any lease written on it in a way that could count.
+
+    (Over shm a peer may still be in the middle of a copy; it finds out by itself. See shm_sender.py.)
+    """
 
     link_id: str
     reason: str

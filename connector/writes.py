@@ -1,13 +1,19 @@
 """What a write is on the wire of a two-sided transport, both ends.
 
-A message is one frame or two. Two are a write: `DataMessage{write}`, then the bytes of its pieces, one behind the other, 1 MiB at
-most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger block is cut in pieces:
+zmq and the in-memory transport: a message is one frame or two. Two are a write: `DataMessage{write}`, then the bytes of its
+pieces, one behind the other, 1 MiB at most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger
+block is cut in pieces:
 
     blocks of a lease    [  0  ][  1  ][  2  ][        3        ]        block_bytes each, here drawn unequal
     messages             [header][ 0 | 1 | 2 ]  [header][ 3, first MiB ]  [header][ 3, rest ]
 
 The sender gathers source blocks into a buffer of its own: one copy, after which the source is free, and a buffer that the wire
-may keep as long as it likes. All that arrives is hostile until checked here (form) and in `Admissions` (right).
+may keep as long as it likes.
+
+shm: the header alone is a write. Its pieces name the sender's blocks, and the receiver reads them where they lie (`describe`,
+`decode_described`): one copy, from pool to pool. The checksum is of what stood in the block when the header was made.
+
+All that arrives is hostile until checked here (form) and in `Admissions` (right).
 
 Copies are np.copyto on uint8 views, which releases the GIL; assigning to a slice of a memoryview does not, and stalls the
 thread that runs the model.
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -33,7 +40,7 @@ from proto import baton_pb2 as pb
 Bytes = npt.NDArray[np.uint8]
 
 MAX_PIECES: Final = 1024  # of one write
-MAX_WRITE_HEADER_BYTES: Final = 32 * MAX_PIECES + 256  # a piece takes 29 bytes at most, tag and length included
+MAX_WRITE_HEADER_BYTES: Final = 36 * MAX_PIECES + 256  # a piece takes 35 bytes at most, tag and length included
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
 
 
@@ -55,7 +62,12 @@ class IncomingWrite:
     secret: bytes
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
-    payload: Bytes  # [sum of the spans' lengths] u8
+    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all spans together."""
+        return sum(span.length for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +85,13 @@ def checked_memory(memory: Bytes) -> Bytes:
     return memory
 
 
-def pack(lease: LeaseRef, blocks: Sequence[tuple[int, int]], block_bytes: int) -> Iterator[OutgoingWrite]:
-    """Cut and join (block index in the lease, source block id) pairs into messages, in order."""
+def pack(
+    lease: LeaseRef, blocks: Sequence[tuple[int, int]], block_bytes: int, max_bytes: int = MAX_PAYLOAD_BYTES
+) -> Iterator[OutgoingWrite]:
+    """Cut and join (block index in the lease, source block id) pairs into messages of at most `max_bytes`, in order.
+
+    Pieces end at multiples of MAX_PAYLOAD_BYTES in their block, whatever `max_bytes`, which is no less.
+    """
     spans: list[Span] = []
     source_ids: list[int] = []
     finished: list[int] = []
@@ -82,7 +99,7 @@ def pack(lease: LeaseRef, blocks: Sequence[tuple[int, int]], block_bytes: int) -
     for block_index, source_id in blocks:
         for offset in range(0, block_bytes, MAX_PAYLOAD_BYTES):
             length = min(MAX_PAYLOAD_BYTES, block_bytes - offset)
-            if num_bytes + length > MAX_PAYLOAD_BYTES or len(spans) == MAX_PIECES:
+            if num_bytes + length > max_bytes or len(spans) == MAX_PIECES:
                 yield OutgoingWrite(lease, tuple(spans), tuple(source_ids), tuple(finished))
                 spans, source_ids, finished, num_bytes = [], [], [], 0
             spans.append(Span(block_index, offset, length))
@@ -95,23 +112,24 @@ def pack(lease: LeaseRef, blocks: Sequence[tuple[int, int]], block_bytes: int) -
 
 def gather(memory: Bytes, write: OutgoingWrite) -> tuple[bytes, Bytes]:
     """Copy the source bytes out of memory ([num_blocks, block_bytes]); returns the two frames, header and payload."""
-    message = pb.DataMessage()
-    header = message.write
-    header.lease_id = write.lease.lease_id
-    header.secret = write.lease.secret
+    message = _header(write)
     payload = np.empty(sum(span.length for span in write.spans), np.uint8)
     begin = 0
     for span, source_id in zip(write.spans, write.source_ids, strict=True):
         piece = payload[begin : begin + span.length]
         np.copyto(piece, memory[source_id, span.offset : span.offset + span.length])
-        header.pieces.add(
-            block_index=span.block_index,
-            offset=span.offset,
-            length=span.length,
-            checksum=piece_checksum(piece, write.lease.lease_id, span.block_index, span.offset),
-        )
+        _add_piece(message, write, span, piece)
         begin += span.length
     return message.SerializeToString(), payload
+
+
+def describe(memory: Bytes, write: OutgoingWrite) -> bytes:
+    """The header by which a receiver that has the memory ([num_blocks, block_bytes]) mapped finds the source bytes in it."""
+    message = _header(write)
+    for span, source_id in zip(write.spans, write.source_ids, strict=True):
+        piece = memory[source_id, span.offset : span.offset + span.length]
+        _add_piece(message, write, span, piece).source_block = source_id
+    return message.SerializeToString()
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNotice | WriteRefused:
@@ -133,12 +151,31 @@ def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNoti
     return _decode_write(message.write, frames[1])
 
 
-def copy_in(memory: Bytes, grant: Grant, payload: Bytes) -> None:
+def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | WriteRefused:
+    """Check the form of a header made by `describe`; peer_memory: the sender's, [num_blocks, block_bytes]."""
+    if len(header) > MAX_WRITE_HEADER_BYTES:
+        return _malformed(f"a header of {len(header)} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
+    try:
+        message = pb.DataMessage.FromString(header)
+    except DecodeError:
+        return _malformed("a header that is no DataMessage")
+    write = message.write
+    if not 1 <= len(write.pieces) <= MAX_PIECES:
+        return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    num_blocks, block_bytes = peer_memory.shape
+    for piece in write.pieces:
+        if piece.source_block >= num_blocks or piece.offset + piece.length > block_bytes:
+            return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
+    sources = tuple(
+        peer_memory[piece.source_block, piece.offset : piece.offset + piece.length] for piece in write.pieces
+    )
+    return _incoming(write, sources)
+
+
+def copy_in(memory: Bytes, grant: Grant, sources: Sequence[Bytes]) -> None:
     """Copy a granted write's bytes into its blocks; memory: [num_blocks, block_bytes]."""
-    begin = 0
-    for span, block_id in zip(grant.spans, grant.block_ids, strict=True):
-        np.copyto(memory[block_id, span.offset : span.offset + span.length], payload[begin : begin + span.length])
-        begin += span.length
+    for span, block_id, source in zip(grant.spans, grant.block_ids, sources, strict=True):
+        np.copyto(memory[block_id, span.offset : span.offset + span.length], source)
 
 
 def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
@@ -153,12 +190,31 @@ def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span 
 def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite | WriteRefused:
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
-    spans = tuple(Span(piece.block_index, piece.offset, piece.length) for piece in write.pieces)
-    num_bytes = sum(span.length for span in spans)
+    num_bytes = sum(piece.length for piece in write.pieces)
     if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_PAYLOAD_BYTES:
         return _malformed(f"a payload of {len(payload)} bytes for pieces of {num_bytes}")
+    cuts = accumulate((piece.length for piece in write.pieces), initial=0)
+    whole = np.frombuffer(payload, np.uint8)
+    return _incoming(write, tuple(whole[begin:end] for begin, end in pairwise(cuts)))
+
+
+def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:
+    spans = tuple(Span(piece.block_index, piece.offset, piece.length) for piece in write.pieces)
     checksums = tuple(piece.checksum for piece in write.pieces)
-    return IncomingWrite(write.lease_id, write.secret, spans, checksums, np.frombuffer(payload, np.uint8))
+    return IncomingWrite(write.lease_id, write.secret, spans, checksums, sources)
+
+
+def _header(write: OutgoingWrite) -> pb.DataMessage:
+    return pb.DataMessage(write=pb.Write(lease_id=write.lease.lease_id, secret=write.lease.secret))
+
+
+def _add_piece(message: pb.DataMessage, write: OutgoingWrite, span: Span, piece: Bytes) -> pb.Piece:
+    return message.write.pieces.add(
+        block_index=span.block_index,
+        offset=span.offset,
+        length=span.length,
+        checksum=piece_checksum(piece, write.lease.lease_id, span.block_index, span.offset),
+    )
 
 
 def _malformed(reason: str) -> WriteRefused:

@@ -18,7 +18,8 @@ from typing import Final
 
 import zmq
 
-from connector.zmq_options import MAX_NAME_BYTES, Context, Socket
+from connector.link_names import is_name
+from connector.zmq_options import Context, Socket
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,10 +63,10 @@ class ZmqGate:
         if len(request) != _NUM_FRAMES or request[0] != _VERSION or request[5] != b"PLAIN":
             return None
         name, password = request[6:]
-        if not hmac.compare_digest(password, self._password) or not 1 <= len(name) <= MAX_NAME_BYTES:
+        if not hmac.compare_digest(password, self._password):
             return None
         try:
             text = name.decode()
         except UnicodeDecodeError:
             return None
-        return text if text.isprintable() else None
+        return text if is_name(text) else None

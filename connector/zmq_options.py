@@ -1,4 +1,4 @@
-"""What both ends of a zmq link agree on: how long silence may last, how much may queue, what a link's name says.
+"""What both ends of a zmq link agree on: how long silence may last, how much may queue.
 
 What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of about 1 MiB at each end, besides what the two kernels
 hold. Answers are small and not limited so tightly: a ROUTER that has no room drops what it should send.
@@ -15,7 +15,6 @@ HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
 QUEUED_MESSAGES: Final = 8
 MAX_SOCKETS: Final = 16_384  # three for each link
-MAX_NAME_BYTES: Final = 255  # of PLAIN
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -31,16 +30,3 @@ def bound_link(socket: Socket, address: str, max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
-
-
-def user_name(node_id: str, incarnation: int) -> str:
-    """What a sender calls itself in the handshake; raises ValueError for a node id that cannot be told from the rest of it."""
-    name = f"{node_id}@{incarnation:016x}"
-    if not node_id.isprintable() or "@" in node_id or not node_id or len(name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"node id {node_id!r}: printable, without @, 1 to {MAX_NAME_BYTES - 17} bytes")
-    return name
-
-
-def node_name(name: str) -> str:
-    """The node in a user name, or in a link id (`<node>@<incarnation>/<counter>`)."""
-    return name.partition("@")[0]

@@ -21,11 +21,12 @@ from typing import Final
 import zmq
 
 from connector.landing import Landing
+from connector.link_names import node_name
 from connector.mailbox import Mailbox
 from connector.transport import Emit, NotifyArrived, WriteRefused
-from connector.writes import MAX_FRAME_BYTES, Bytes, IncomingNotice, IncomingWrite, decode
+from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
-from connector.zmq_options import Context, Socket, bound_link, node_name
+from connector.zmq_options import Context, Socket, bound_link
 from proto import baton_pb2 as pb
 
 _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
@@ -49,11 +50,11 @@ class _Stop:
 
 
 class ZmqReceiver:
-    """Implements transport.Receiver on a port of its own; `start` it once."""
+    """Implements transport.Receiver on a port of its own; `start` it once. The landing may be shared with other receivers."""
 
-    def __init__(self, context: Context, memory: Bytes, emit: Emit, host: str) -> None:
+    def __init__(self, context: Context, landing: Landing, emit: Emit, host: str) -> None:
         self._emit = emit
-        self._landing = Landing(memory, emit)
+        self._landing = landing
         self._gate = ZmqGate(context)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)

@@ -24,11 +24,12 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from connector.link_names import node_name
 from connector.mailbox import Mailbox
 from connector.tally import Tally
 from connector.transport import Answered, BlocksTaken, Emit, LeaseRef, LinkClosed
 from connector.writes import MAX_FRAME_BYTES, Bytes, OutgoingWrite, gather, pack
-from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, Socket, bound_link, node_name
+from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, Socket, bound_link
 from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)

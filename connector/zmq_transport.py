@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from connector.landing import Landing
+from connector.link_names import user_name
 from connector.transport import Emit, LeaseRef
 from connector.writes import checked_memory
-from connector.zmq_options import MAX_SOCKETS, Context, user_name
+from connector.zmq_options import MAX_SOCKETS, Context
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -31,19 +33,26 @@ _STOP_S: Final = 1.0
 class ZmqTransport:
     """Implements transport.Transport: both ends over one KV memory.
 
-    memory: [num_blocks, block_bytes] u8, contiguous. `emit` is called from both threads, and from inside `revoke`; not after
+    memory: [num_blocks, block_bytes] u8, contiguous. `landing`: where writes land, if other transports of this node let them into
+    the same memory; none: one of its own. `emit` is called from both threads, and from inside `revoke`; not after
     `stop` has returned. Raises zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
-        self, memory: npt.NDArray[np.uint8], node_id: str, incarnation: int, emit: Emit, host: str = "127.0.0.1"
+        self,
+        memory: npt.NDArray[np.uint8],
+        node_id: str,
+        incarnation: int,
+        emit: Emit,
+        host: str = "127.0.0.1",
+        landing: Landing | None = None,
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
-            self._receiver = ZmqReceiver(self._context, memory, emit, host)
+            self._receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
@@ -56,6 +65,10 @@ class ZmqTransport:
     def ended(self) -> tuple[Future[None], ...]:
         """Resolved when a thread has ended, whether of `stop` or of a bug: a node that is not stopping should die of it then."""
         return self._sender.ended, self._receiver.ended
+
+    def reaches(self, endpoint: pb.Endpoint) -> bool:
+        """Whether a link may succeed; over a network, only trying tells."""
+        return endpoint.transport == "zmq"
 
     def open(self, link_id: str, endpoint: pb.Endpoint) -> None:
         """As Sender.open; what precedes "@" in the link id names the peer in the byte counts."""

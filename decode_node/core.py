@@ -33,10 +33,10 @@ from node.load import load_report
 from node.pd_error import pd_error
 from node.steps import plan_ahead
 from node.timers import Timers
+from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
-_FINISH: Final = {None: pb.FINISH_UNSPECIFIED, "stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
 _OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
 
 
@@ -343,15 +343,15 @@ class DecodeCore:
         branch = RunningBranch(key, lease.router, deadline, list(commit.branch.generated_token_ids))
         self._running[key] = branch
         self._timers.set(key, branch.deadline)
-        batch = pb.TokenBatch(from_receiver=True)
-        tokens = branch.token_ids[commit.first_index :]
-        batch.branches.add(key=key.to_proto(), first_index=commit.first_index, token_ids=tokens)
-        self._out.append(ev.ToRouter(lease.router, pb.NodeMessage(tokens=batch)))
+        batches = TokenBatches(from_receiver=True)
+        tokens = batches.add(branch.router, key, commit.first_index, branch.token_ids[commit.first_index :])
+        tokens.logprobs.extend(commit.logprobs)
+        self._out += batches.to_actions()
 
     # ------------------------------------------------------------ steps and timers
 
     def _step_done(self, progress: Iterable[Progress], now: float) -> None:
-        batches: dict[ev.RouterId, pb.TokenBatch] = {}
+        batches = TokenBatches(from_receiver=True)
         for item in progress:
             branch = self._running.get(cast(AttemptKey, item.sequence_id))
             if branch is None:
@@ -359,17 +359,12 @@ class DecodeCore:
             if item.token_id is None:  # "broken": its KV, or what the model makes of it, is no number
                 self._give_up(branch, pb.INTERNAL, "the model gives no numbers for this sequence", now)
                 continue
-            finish = _FINISH[item.finish]
-            batches.setdefault(branch.router, pb.TokenBatch(from_receiver=True)).branches.add(
-                key=branch.key.to_proto(),
-                first_index=len(branch.token_ids),
-                token_ids=[item.token_id],
-                finish=finish,
-            )
+            index = len(branch.token_ids)
+            batches.add(branch.router, branch.key, index, [item.token_id], item.finish, item.logprobs)
             branch.token_ids.append(item.token_id)
             if item.finish is not None:
                 self._forget_branch(branch.key, "finished", now)
-        self._out += [ev.ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+        self._out += batches.to_actions()
 
     def _lease_due(self, lease: Lease, now: float) -> None:
         if lease.state in _OPEN:

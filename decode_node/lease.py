@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from connector.handoff import ReceiverState
 from decode_node.admission import LeasedBlocks
-from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from node.events import RouterId
 from node.identity import NodeLimits
+from node.sampling import to_sampling_params
+from node.validate import sampling_problem
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
@@ -45,7 +46,7 @@ class Lease:
         return self.commit
 
     def to_message(self) -> pb.Lease:
-        """The answer to Reserve; the shell adds the endpoint."""
+        """The answer to Reserve; the shell adds the endpoints."""
         return pb.Lease(
             lease_id=self.lease_id,
             secret=self.secret,
@@ -81,7 +82,7 @@ def spec_of(commit: pb.Commit, key: AttemptKey, keys: tuple[bytes, ...]) -> Sequ
         sequence_id=key,
         token_ids=tuple(commit.prompt_token_ids) + generated,
         num_generated=len(generated),
-        sampling=SamplingParams(temperature=commit.sampling.temperature, seed=commit.branch.seed),
+        sampling=to_sampling_params(commit.sampling, commit.branch.seed),
         max_new_tokens=commit.sampling.max_tokens - len(generated),
         stop_token_ids=frozenset(commit.sampling.stop_token_ids),
         block_keys=keys,
@@ -102,6 +103,11 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
         return f"max_tokens {commit.sampling.max_tokens}, above what was reserved for"
     if max(tokens) >= limits.vocab_size:
         return f"token id {max(tokens)}, not below vocab_size {limits.vocab_size}"
+    num_told = len(generated) - commit.first_index if commit.sampling.HasField("num_logprobs") else 0
+    if len(commit.logprobs) != num_told:
+        return f"logprobs of {len(commit.logprobs)} tokens, not of {num_told}"
+    if (problem := sampling_problem(commit.sampling, limits.vocab_size)) is not None:
+        return f"a wrong {problem}"
     if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):
         return "token ids that do not have the block keys that were reserved for"
     return None

@@ -7,7 +7,10 @@ that is missing, stale, in the wrong order or somebody else's therefore gives a 
     memory[block_id] = int32 x block_size (token id + 1 of each position; 0, never written, is no token) | the rest untouched
 
 A token is a hash of (seed, index in the completion, all tokens before it), modulo the vocabulary; temperature 0 leaves the
-seed out. expected_tokens() says the same without blocks.
+seed out. With penalties the tokens that the slot was told of and those sampled since are hashed too, so a slot with another
+one's counts, or one that goes on without its own, says something else. Before min_tokens a stop token's place is taken by the
+next id. expected_tokens() says the same without blocks. A token's logprobs follow from its id and its position alone:
+expected_logprobs(). Of the other sampling parameters nothing changes an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import NO_TOKEN, DecodeRow, Plan, PrefillChunk, SamplingParams, SlotResult, SlotStart, StepResult
+from engine.plan import (
+    NO_TOKEN,
+    DecodeRow,
+    Plan,
+    PrefillChunk,
+    SamplingParams,
+    SlotResult,
+    SlotStart,
+    StepResult,
+    TokenLogprobs,
+)
 
 BYTES_PER_TOKEN = 4
 
@@ -36,6 +49,8 @@ class _Slot:
     sampling: SamplingParams
     next_index: int
     last_token_id: int
+    prompt_token_ids: tuple[int, ...]
+    said: list[int]  # with penalties: prompt and completion as the slot was told of them, and what it sampled since
     block_table: list[int]
     num_computed: int | None  # positions computed so far; None: the first row says
 
@@ -72,19 +87,39 @@ class FakeRunner:
         if previous is not None and start.generation <= previous.generation:
             raise FakeRunnerError(f"slot {start.slot} goes from generation {previous.generation} to {start.generation}")
         self._slots[start.slot] = _Slot(
-            start.generation, start.sampling, start.next_index, start.last_token_id, block_table=[], num_computed=None
+            generation=start.generation,
+            sampling=start.sampling,
+            next_index=start.next_index,
+            last_token_id=start.last_token_id,
+            prompt_token_ids=start.prompt_token_ids,
+            said=[*start.prompt_token_ids, *start.generated_token_ids] if start.sampling.has_penalties else [],
+            block_table=[],
+            num_computed=None,
         )
 
     def _decode(self, row: DecodeRow) -> SlotResult:
         slot = self._slot_of(row)
         self._write(slot, row.position, (slot.last_token_id,), row.new_block_ids)
-        return SlotResult(row.slot, row.generation, self._sample(slot, row.position + 1))
+        token_id = self._sample(slot, row.position + 1)
+        return SlotResult(row.slot, row.generation, token_id, self._logprobs(slot, token_id, row.position + 1))
 
     def _prefill(self, chunk: PrefillChunk) -> SlotResult:
         slot = self._slot_of(chunk)
         self._write(slot, chunk.start, chunk.token_ids, chunk.new_block_ids)
-        token_id = self._sample(slot, chunk.start + len(chunk.token_ids)) if chunk.samples else NO_TOKEN
-        return SlotResult(chunk.slot, chunk.generation, token_id)
+        end = chunk.start + len(chunk.token_ids)
+        token_id = self._sample(slot, end) if chunk.samples else NO_TOKEN
+        of_prompt: tuple[TokenLogprobs, ...] = ()
+        if slot.sampling.prompt_logprobs:
+            num_top = slot.sampling.num_logprobs or 0
+            next_ids = enumerate(slot.prompt_token_ids[chunk.start + 1 : end + 1], chunk.start + 1)
+            of_prompt = tuple(expected_logprobs(each, at, num_top, self._vocab_size) for at, each in next_ids)
+        return SlotResult(chunk.slot, chunk.generation, token_id, self._logprobs(slot, token_id, end), of_prompt)
+
+    def _logprobs(self, slot: _Slot, token_id: int, position: int) -> TokenLogprobs | None:
+        num_top = slot.sampling.num_logprobs
+        if num_top is None or token_id == NO_TOKEN:
+            return None
+        return expected_logprobs(token_id, position, num_top, self._vocab_size)
 
     def _slot_of(self, row: DecodeRow | PrefillChunk) -> _Slot:
         slot = self._slots[row.slot]
@@ -108,7 +143,9 @@ class FakeRunner:
         """Draw the slot's next token from the first `num_tokens` positions, read back through its block table."""
         num_blocks = -(-num_tokens // self._block_size)
         token_ids = self._kv[slot.block_table[:num_blocks]].reshape(-1)[:num_tokens] - 1
-        token_id = _draw(slot.sampling, slot.next_index, token_ids, self._vocab_size)
+        token_id = _draw(slot.sampling, slot.next_index, token_ids, slot.said, self._vocab_size)
+        if slot.sampling.has_penalties:
+            slot.said.append(token_id)
         slot.next_index += 1
         slot.last_token_id = token_id
         return token_id
@@ -120,12 +157,27 @@ def expected_tokens(
     """The next `num_tokens` completion tokens of a sequence that has `generated` already: the right answer, without blocks."""
     token_ids = [*prompt, *generated]
     for index in range(len(generated), len(generated) + num_tokens):
-        token_ids.append(_draw(sampling, index, np.asarray(token_ids, dtype=np.int32), vocab_size))
+        said = token_ids if sampling.has_penalties else ()
+        token_ids.append(_draw(sampling, index, np.asarray(token_ids, dtype=np.int32), said, vocab_size))
     return token_ids[len(prompt) + len(generated) :]
 
 
-def _draw(sampling: SamplingParams, index: int, token_ids: NDArray[np.int32], vocab_size: int) -> int:
+def expected_logprobs(token_id: int, position: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """What the runner says of a token at this position of prompt and completion together."""
+    own = -((5 * token_id + 3 * position) % 64) / 8
+    top = tuple(((token_id + rank) % vocab_size, own - rank) for rank in range(min(num_top, vocab_size)))
+    return TokenLogprobs(own, top)
+
+
+def _draw(
+    sampling: SamplingParams, index: int, token_ids: NDArray[np.int32], said: Sequence[int], vocab_size: int
+) -> int:
     seed = 0 if sampling.temperature == 0 else sampling.seed
     digest = blake2b(token_ids.astype("<i4").tobytes(), digest_size=8)
     digest.update(seed.to_bytes(8, "little") + index.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little") % vocab_size
+    digest.update(np.asarray(said, dtype="<i4").tobytes())
+    token_id = int.from_bytes(digest.digest(), "little") % vocab_size
+    if index < sampling.min_tokens and len(sampling.stop_token_ids) < vocab_size:
+        while token_id in sampling.stop_token_ids:
+            token_id = (token_id + 1) % vocab_size
+    return token_id

@@ -7,10 +7,10 @@ planned before the results of the previous one are read. Not here: arrivals over
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from engine.plan import Plan, Runner
-from engine.scheduler import Scheduler
+from engine.scheduler import Progress, Scheduler
 from engine.sequence import SequenceSpec
 
 STEPS_AHEAD = 2  # plans made before the oldest one's results are read, as deep as a node's queue
@@ -24,12 +24,20 @@ class LocalEngine:
         self._runner = runner
 
     def generate(self, specs: Iterable[SequenceSpec]) -> dict[Hashable, list[int]]:
-        """The new tokens of every sequence, a stop token included.
+        """The new tokens of every sequence, a stop token included. Raises what run() raises."""
+        specs = list(specs)
+        token_ids: dict[Hashable, list[int]] = {spec.sequence_id: [] for spec in specs}
+        for progress in self.run(specs):
+            if progress.token_id is not None:
+                token_ids[progress.sequence_id].append(progress.token_id)
+        return token_ids
+
+    def run(self, specs: Iterable[SequenceSpec]) -> Iterator[Progress]:
+        """Whatever every sequence's steps gave, as it comes.
 
         ValueError: a sequence that can never run (nothing ran then). RuntimeError: blocks or slots that somebody outside
         holds keep sequences from running. Blocks of lending sequences are the caller's to release.
         """
-        token_ids: dict[Hashable, list[int]] = {}
         unfinished: set[Hashable] = set()
         for spec in specs:
             try:
@@ -38,7 +46,6 @@ class LocalEngine:
                 for sequence_id in unfinished:
                     self._scheduler.abort(sequence_id)
                 raise
-            token_ids[spec.sequence_id] = []
             unfinished.add(spec.sequence_id)
         launched: deque[Plan] = deque()
         while unfinished or launched:
@@ -49,8 +56,6 @@ class LocalEngine:
                     f"{len(unfinished)} sequences cannot run: the pool or the slots are held from outside"
                 )
             for progress in self._scheduler.complete(self._runner.run(launched.popleft())):
-                if progress.token_id is not None:
-                    token_ids[progress.sequence_id].append(progress.token_id)
                 if progress.finish is not None:
                     unfinished.remove(progress.sequence_id)
-        return token_ids
+                yield progress

@@ -21,6 +21,33 @@ class SamplingParams:
 
     temperature: float  # 0 is greedy
     seed: int  # 64 bits
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1 is off
+    min_tokens: int = 0  # completion tokens, from index 0 on, of which none is a stop token
+    stop_token_ids: frozenset[int] = frozenset()  # what min_tokens bans; what ends a sequence is in its SequenceSpec
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
+    num_logprobs: int | None = None  # None: none; else each token's own, and of so many most likely ones
+    prompt_logprobs: bool = False  # also of the prompt's tokens but the first; the prefix cache is not asked then
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes what is likely."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities: before bias, penalties, temperature and truncation.
+
+    They are float32 numbers, so that a wire message does not change them.
+    """
+
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first, of equals the lowest id
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +59,9 @@ class SlotStart:
     sampling: SamplingParams
     next_index: int  # index, in the completion, of the token that this sequence samples first
     last_token_id: int  # the token that a first decode row feeds; unused when a prefill chunk comes first
+    # What is known at the start, given where it is needed: both for penalties, the prompt for its logprobs too.
+    prompt_token_ids: tuple[int, ...] = ()
+    generated_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +108,9 @@ class SlotResult:
     slot: int
     generation: int
     token_id: int  # >= 0, NO_TOKEN or BROKEN_ROW
+    logprobs: TokenLogprobs | None = None  # of token_id, where asked for
+    # Where asked for, of the prompt's tokens behind the chunk's positions: start + 1, start + 2, … up to the prompt's last.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

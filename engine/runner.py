@@ -1,21 +1,38 @@
 """Executes plans on torch: the persistent batch of slots, one forward pass a step, one answer per row.
 
-A slot keeps what a plan does not repeat: its owner's block table, the token that its next decode row feeds, and where its
-random stream stands. A step with overlap is planned before the tokens of the step before are known; that is why the last
-token lives here. One thread calls `run`, in the order of the plans.
+A slot keeps what a plan does not repeat: its owner's block table, the token that its next decode row feeds, where its random
+stream stands, and, where its owner asked for penalties or its prompt's logprobs, the tokens that they are about. A step with
+overlap is planned before the tokens of the step before are known; that is why the last token lives here. One thread calls
+`run`, in the order of the plans.
 
 Not here: which rows run, which blocks they get, when a sequence ends.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
+from torch import Tensor
 
 from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
+from engine.logprobs import LogitsError, token_logprobs
 from engine.model import Model
-from engine.plan import NO_TOKEN, DecodeRow, Plan, PrefillChunk, SlotResult, SlotStart, StepResult
+from engine.plan import (
+    BROKEN_ROW,
+    NO_TOKEN,
+    DecodeRow,
+    Plan,
+    PrefillChunk,
+    SamplingParams,
+    SlotResult,
+    SlotStart,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.sampler import Draw, sample
+from engine.token_counts import TokenCounts
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
 
@@ -38,8 +55,9 @@ class TorchRunner:
         self._generation = np.full(num_slots, _NO_GENERATION, np.int64)
         self._last_token_id = np.zeros(num_slots, np.int64)
         self._next_index = np.zeros(num_slots, np.int64)  # of the token sampled next, in its completion
-        self._seed = np.zeros(num_slots, np.uint64)
-        self._temperature = np.zeros(num_slots, np.float64)
+        self._sampling = [SamplingParams(0.0, 0)] * num_slots
+        self._counts: list[TokenCounts | None] = [None] * num_slots  # None: no penalties
+        self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
@@ -48,18 +66,49 @@ class TorchRunner:
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
             return StepResult(plan.step_id, ())
-        batch = build_batch([self._segment(row) for row in rows], self._block_size)
-        logits = self._model.forward(batch, self._kv)
-        sampling = [row for row in rows if _samples(row)]
-        token_ids = sample(logits, [self._draw(row.slot) for row in sampling])
-        sampled = dict(zip((row.slot for row in sampling), token_ids, strict=True))
-        slots = np.fromiter(sampled, np.int64)
-        self._last_token_id[slots] = np.maximum(
-            token_ids, 0
-        )  # a broken row's next one was planned already: feed it anything
-        self._next_index[slots] += 1
-        results = (SlotResult(row.slot, row.generation, sampled.get(row.slot, NO_TOKEN)) for row in rows)
+        segments = [self._segment(row) for row in rows]
+        logits = self._model.forward(build_batch(segments, self._block_size), self._kv)
+        ends = list(accumulate(segment.num_logits for segment in segments))
+        last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
+        sampled = self._sample(logits, last_rows)
+        results = [
+            self._result(row, logits[end - segment.num_logits : end], sampled.get(row.slot, NO_TOKEN))
+            for row, segment, end in zip(rows, segments, ends, strict=True)
+        ]
         return StepResult(plan.step_id, tuple(results))
+
+    def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, int]:
+        """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them."""
+        rows = list(row_of_slot.values())
+        draws = [Draw(self._sampling[slot], int(self._next_index[slot]), self._counts[slot]) for slot in row_of_slot]
+        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], draws)
+        slots = np.fromiter(row_of_slot, np.int64)
+        # A broken row's next one was planned already: feed it anything.
+        self._last_token_id[slots] = np.maximum(token_ids, 0)
+        self._next_index[slots] += 1
+        for draw, token_id in zip(draws, token_ids, strict=True):
+            if draw.counts is not None and token_id != BROKEN_ROW:
+                draw.counts.add(token_id)
+        return dict(zip(row_of_slot, token_ids, strict=True))
+
+    def _result(self, row: DecodeRow | PrefillChunk, logits: Tensor, token_id: int) -> SlotResult:
+        """What a row answers. `logits`: [num_logits, vocab_size], those that its segment asked for."""
+        num_logprobs = self._sampling[row.slot].num_logprobs
+        logprobs = None
+        try:
+            of_prompt = self._prompt_logprobs(row, logits)
+            if num_logprobs is not None and token_id >= 0:
+                (logprobs,) = token_logprobs(logits[-1:], (token_id,), num_logprobs)
+        except LogitsError:
+            return SlotResult(row.slot, row.generation, BROKEN_ROW)
+        return SlotResult(row.slot, row.generation, token_id, logprobs, of_prompt)
+
+    def _prompt_logprobs(self, row: DecodeRow | PrefillChunk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens that follow the chunk's positions, where they are wanted."""
+        if not isinstance(row, PrefillChunk) or not self._prompt[row.slot]:
+            return ()
+        next_ids = self._prompt[row.slot][row.start + 1 : row.start + 1 + len(row.token_ids)]
+        return token_logprobs(logits[: len(next_ids)], next_ids, self._sampling[row.slot].num_logprobs or 0)
 
     def _start(self, start: SlotStart) -> None:
         """Give the slot to its new owner; nothing of the last one is left."""
@@ -70,8 +119,11 @@ class TorchRunner:
         self._num_table_blocks[slot] = 0
         self._last_token_id[slot] = start.last_token_id
         self._next_index[slot] = start.next_index
-        self._seed[slot] = start.sampling.seed & (1 << 64) - 1
-        self._temperature[slot] = start.sampling.temperature
+        self._sampling[slot] = start.sampling
+        has_penalties = start.sampling.has_penalties
+        counts = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if has_penalties else None
+        self._counts[slot] = counts
+        self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
 
     def _segment(self, row: DecodeRow | PrefillChunk) -> Segment:
         """Take a row's new blocks into its slot's table and lay the row out."""
@@ -89,10 +141,9 @@ class TorchRunner:
         table = self._block_table[slot, :end]
         if isinstance(row, DecodeRow):
             return Segment((int(self._last_token_id[slot]),), row.position, table, 1)
-        return Segment(row.token_ids, row.start, table, int(row.samples))
-
-    def _draw(self, slot: int) -> Draw:
-        return Draw(float(self._temperature[slot]), int(self._seed[slot]), int(self._next_index[slot]))
+        # Of a prompt whose logprobs are wanted every row has a next token to tell of, but for the tokens of earlier attempts.
+        is_told = row.start + 1 < len(self._prompt[slot])
+        return Segment(row.token_ids, row.start, table, len(row.token_ids) if is_told else int(row.samples))
 
 
 def _samples(row: DecodeRow | PrefillChunk) -> bool:

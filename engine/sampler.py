@@ -1,5 +1,16 @@
 """Draw tokens from logits: greedy, or Gumbel-max at a temperature with counter-based noise.
 
+What a request asks for is done to its row in this order, which is that of vLLM and Hugging Face:
+
+    1. logit_bias is added; before min_tokens the stop tokens are banned
+    2. repetition_penalty divides the positive and multiplies the negative logits of what prompt or completion have; then
+       frequency_penalty times its count in the completion, and presence_penalty, are taken from what the completion has
+    3. temperature 0 takes the greatest that is left; any other divides
+    4. top_k keeps the k greatest; of those, top_p the fewest that have that share of their probability; of those, min_p the
+       ones that are at least that times as likely as the greatest. Of equal logits the lowest token ids are kept, so that
+       top_k = 1 is greedy
+    5. one of the rest is drawn
+
 The noise of a token is a function of (seed, index of the token in its completion, token id) and of nothing else, and token =
 argmax(logit / temperature + noise) is distributed as softmax(logit / temperature) (Gumbel 1954; Maddison et al., 2014). So an
 attempt that goes on elsewhere draws what the lost one would have drawn, and a last-bit difference in one logit does not shift
@@ -18,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.plan import BROKEN_ROW
+from engine.plan import BROKEN_ROW, SamplingParams
+from engine.token_counts import TokenCounts
 
 _MASK_64: Final = (1 << 64) - 1
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -26,14 +38,17 @@ _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
 _NOISE_SPAN: Final = 41.0
+# top_p sorts so many of the likeliest tokens first, and so many times more where they have too little of the probability.
+_FIRST_SORTED: Final = 256
+_SORTED_GROWTH: Final = 16
 
 
 class Draw(NamedTuple):
     """How one row is sampled."""
 
-    temperature: float  # 0 is greedy
-    seed: int  # 64 bits
+    sampling: SamplingParams
     token_index: int  # in its completion
+    counts: TokenCounts | None = None  # of what comes before it; None where there are no penalties
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -49,10 +64,25 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     for row, draw in enumerate(draws):
         if not is_number[row]:
             token_ids[row] = BROKEN_ROW
-        elif draw.temperature > 0:
-            below = (logits[row] - greatest[row]).numpy()
-            token_ids[row] = _draw_one(below, draw)
+        elif _changes_logits(draw):
+            values = _changed(logits[row].numpy().astype(np.float64), draw)
+            token_ids[row] = int(values.argmax())
+            if draw.sampling.temperature > 0:
+                values -= values[token_ids[row]]
+                token_ids[row] = _draw_one(values, draw)
+        elif draw.sampling.temperature > 0:
+            token_ids[row] = _draw_one((logits[row] - greatest[row]).numpy().astype(np.float64), draw)
     return token_ids
+
+
+def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Indices of the `count` >= 1 largest values, largest first, of equal ones the lowest index. Sorts no more than those."""
+    if count < len(values):
+        bound = np.partition(values, len(values) - count)[len(values) - count]
+        candidates = np.flatnonzero(values >= bound)
+    else:
+        candidates = np.arange(len(values))
+    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
 
 
 def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -64,13 +94,71 @@ def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> N
     return noise
 
 
-def _draw_one(below: NDArray[np.float32], draw: Draw) -> int:
-    """Draw from logits given relative to their greatest, all <= 0. Of equal scores the lowest token id wins."""
+def _changes_logits(draw: Draw) -> bool:
+    """Whether bias, ban or penalties have anything to do."""
+    return _bans_stops(draw) or bool(draw.sampling.logit_bias) or draw.counts is not None
+
+
+def _bans_stops(draw: Draw) -> bool:
+    return draw.token_index < draw.sampling.min_tokens and bool(draw.sampling.stop_token_ids)
+
+
+def _changed(values: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
+    """Bias, ban and penalties, done to `values` in place. A ban that would leave nothing to say is none."""
+    sampling = draw.sampling
+    if sampling.logit_bias:
+        token_ids, biases = zip(*sampling.logit_bias, strict=True)
+        values[[*token_ids]] += biases
+    if _bans_stops(draw) and len(sampling.stop_token_ids) < len(values):
+        values[[*sampling.stop_token_ids]] = -np.inf
+    if draw.counts is not None:
+        said, counts = draw.counts.token_ids, draw.counts.counts
+        penalty = sampling.repetition_penalty
+        heard = np.where(values[said] > 0, values[said] / penalty, values[said] * penalty)
+        values[said] = heard - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    return values
+
+
+def _draw_one(scores: NDArray[np.float64], draw: Draw) -> int:
+    """Draw from logits given relative to their greatest, all <= 0; they are divided by the temperature in place."""
     with np.errstate(over="ignore"):  # a temperature next to zero: -inf is the right distance
-        scores = below.astype(np.float64) / draw.temperature
-    candidates = np.flatnonzero(scores > -_NOISE_SPAN)
-    noisy = scores[candidates] + gumbel_noise(draw.seed, draw.token_index, candidates)
+        scores /= draw.sampling.temperature
+    candidates = _candidates(scores, draw.sampling)
+    noisy = scores[candidates] + gumbel_noise(draw.sampling.seed, draw.token_index, candidates)
     return int(candidates[noisy.argmax()])
+
+
+def _candidates(scores: NDArray[np.float64], sampling: SamplingParams) -> NDArray[np.int64]:
+    """The ids that top_k, top_p and min_p leave and that can win at all."""
+    if 0 < sampling.top_k < len(scores):
+        kept = largest_ids(scores, sampling.top_k)
+        if sampling.top_p < 1:
+            weights = np.exp(scores[kept])
+            kept = kept[: _nucleus_size(weights, sampling.top_p * weights.sum())]
+    elif sampling.top_p < 1:
+        kept = _nucleus(scores, sampling.top_p)
+    else:
+        kept = np.flatnonzero(scores > -_NOISE_SPAN)
+    if sampling.min_p > 0:
+        kept = kept[scores[kept] >= np.log(sampling.min_p)]
+    return kept
+
+
+def _nucleus(scores: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """The fewest ids, likeliest first, with a share of `top_p`; no more are sorted than it takes."""
+    wanted = top_p * np.exp(scores).sum()
+    num_sorted = _FIRST_SORTED
+    while True:
+        ids = largest_ids(scores, num_sorted)
+        weights = np.exp(scores[ids])
+        if num_sorted >= len(scores) or weights.sum() >= wanted:
+            return ids[: _nucleus_size(weights, wanted)]
+        num_sorted *= _SORTED_GROWTH
+
+
+def _nucleus_size(weights: NDArray[np.float64], wanted: float) -> int:
+    """How many of the leading weights together reach `wanted`; all, where rounding lets none."""
+    return min(int(np.searchsorted(weights.cumsum(), wanted)) + 1, len(weights))
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -29,7 +29,7 @@ from collections import OrderedDict, abc, deque
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotStart, StepResult
+from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotResult, SlotStart, StepResult, TokenLogprobs
 from engine.prefix_cache import PrefixCache
 from engine.sequence import NEVER, Phase, Sequence, SequenceSpec, blocks_for
 
@@ -57,9 +57,10 @@ class Progress:
     sequence_id: abc.Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
-    finish: (
-        str | None
-    )  # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
+    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
+    finish: str | None
+    logprobs: TokenLogprobs | None = None  # of token_id, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
 
 
 class Scheduler:
@@ -234,7 +235,7 @@ class Scheduler:
             # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
             assert sequence is not None and sequence.generation == row.generation
             if answer.generation == sequence.generation and sequence.phase is not Phase.FINISHED:
-                progress.append(self._advance(sequence, row, answer.token_id))
+                progress.append(self._advance(sequence, row, answer))
             if sequence.phase is Phase.FINISHED and sequence.last_step_id == plan.step_id:
                 self._retire(sequence)
         return progress
@@ -280,8 +281,9 @@ class Scheduler:
         if not self._waiting or self.num_free_slots < 1:
             return None
         spec = next(iter(self._waiting.values()))
-        # At least the last token is computed: its logits are what the first sampled token is drawn from.
-        max_matched = (len(spec.token_ids) - 1) // self._pool.block_size
+        # At least the last token is computed: its logits are what the first sampled token is drawn from. Every token of a
+        # prompt whose logprobs are wanted is: a cached block has KV, but no logits.
+        max_matched = 0 if spec.sampling.prompt_logprobs else (len(spec.token_ids) - 1) // self._pool.block_size
         matched = self._cache.acquire_match(spec.block_keys, max_matched)
         num_missing = spec.num_blocks_at_limit(self._pool.block_size) - len(matched)
         if not self._pool.can_allocate(num_missing):
@@ -313,12 +315,8 @@ class Scheduler:
 
     def _launch(self, sequence: Sequence, end: int, starts: list[SlotStart]) -> tuple[int, ...]:
         """Note that the plan being made computes the sequence up to position `end`; the blocks to tell the runner of."""
-        spec = sequence.spec
         if sequence.last_step_id == NEVER:
-            start = SlotStart(
-                sequence.slot, sequence.generation, spec.sampling, spec.num_generated, last_token_id=spec.token_ids[-1]
-            )
-            starts.append(start)
+            starts.append(sequence.slot_start())
         num_new = blocks_for(end, self._pool.block_size) - len(sequence.block_ids)
         if num_new > 0:
             sequence.block_ids += self._pool.allocate(num_new, promised=True)
@@ -331,26 +329,28 @@ class Scheduler:
 
     # Inside: reading
 
-    def _advance(self, sequence: Sequence, row: DecodeRow | PrefillChunk, token_id: int) -> Progress:
+    def _advance(self, sequence: Sequence, row: DecodeRow | PrefillChunk, answer: SlotResult) -> Progress:
+        sequence_id, token_id = sequence.spec.sequence_id, answer.token_id
         match row:
             case DecodeRow():
                 sequence.num_computed, samples = row.position + 1, True
             case PrefillChunk():
                 sequence.num_computed, samples = row.start + len(row.token_ids), row.samples
-        if samples and token_id == BROKEN_ROW:
+        if token_id == BROKEN_ROW:
             self._finish(sequence)
-            return Progress(sequence.spec.sequence_id, sequence.num_computed, None, "broken")
+            return Progress(sequence_id, sequence.num_computed, None, "broken")
         if samples != (token_id >= 0):
             kind = "samples" if samples else "does not sample"
             raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
         self._publish(sequence)
         if not samples:
-            return Progress(sequence.spec.sequence_id, sequence.num_computed, None, None)
+            return Progress(sequence_id, sequence.num_computed, None, None, None, answer.prompt_logprobs)
         sequence.token_ids.append(token_id)
         finish = sequence.finish_reason()
         if finish is not None:
             self._finish(sequence)
-        return Progress(sequence.spec.sequence_id, sequence.num_computed, token_id, finish)
+        logprobs, prompt_logprobs = answer.logprobs, answer.prompt_logprobs
+        return Progress(sequence_id, sequence.num_computed, token_id, finish, logprobs, prompt_logprobs)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.

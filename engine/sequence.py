@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.plan import SamplingParams
+from engine.plan import SamplingParams, SlotStart
 from proto.block_key import next_key
 
 NEVER = -1  # step id of a sequence that no step was launched with
@@ -91,6 +91,21 @@ class Sequence:
     def may_sample_more(self) -> bool:
         """Whether another row may sample, as far as is known: a stop token is discovered one step late."""
         return self.num_samples_planned < self.spec.max_new_tokens
+
+    def slot_start(self) -> SlotStart:
+        """What the runner is told of the slot's new owner."""
+        spec = self.spec
+        num_prompt = len(spec.token_ids) - spec.num_generated
+        has_penalties = spec.sampling.has_penalties
+        return SlotStart(
+            slot=self.slot,
+            generation=self.generation,
+            sampling=spec.sampling,
+            next_index=spec.num_generated,
+            last_token_id=spec.token_ids[-1],
+            prompt_token_ids=spec.token_ids[:num_prompt] if has_penalties or spec.sampling.prompt_logprobs else (),
+            generated_token_ids=spec.token_ids[num_prompt:] if has_penalties else (),
+        )
 
     def next_key(self, block_size: int) -> bytes:
         """The key of the block behind the published ones, all of whose tokens are known."""

@@ -59,6 +59,9 @@ class NodeConfig:
         high=1 << 24,
     )
 
+    transport: Literal["auto", "shm", "zmq"] = knob(
+        "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
+    )
     lease_life_s: float = knob(
         10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600
     )

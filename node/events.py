@@ -150,7 +150,7 @@ class SendRelease:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReserve:
-    """The answer to a ReserveAsked; the shell adds the endpoint to a lease."""
+    """The answer to a ReserveAsked; the shell adds the endpoints to a lease."""
 
     call_id: int
     reply: pb.ReserveReply
@@ -166,10 +166,10 @@ class AnswerRenew:
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """Transport.open."""
+    """Open a link to one of a receiver's endpoints, best first; LinkClosed if none can be had."""
 
     link_id: str
-    endpoint: pb.Endpoint
+    endpoints: tuple[pb.Endpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)

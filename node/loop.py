@@ -20,12 +20,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
-from connector.transport import Transport
+from connector.choosing import ChoosingTransport
 from engine.plan import Plan
 from node import events as ev
 from node.handoff_client import HandoffClient
 from node.inbox import Inbox
+from node.measures import Measures
 from node.metrics import Counters
+from node.watch import Watch
 from proto import baton_pb2 as pb
 from runtime.alarm import Alarm
 from runtime.logs import log_event
@@ -64,11 +66,12 @@ class Outlets:
     """Where the core's actions go."""
 
     runner: StepQueue
-    transport: Transport
+    transport: ChoosingTransport
     routers: RouterSessions
     calls: Calls
     peers: HandoffClient
     counters: Counters
+    measures: Measures
 
 
 class NodeLoop:
@@ -79,6 +82,7 @@ class NodeLoop:
         self._core = core
         self._inbox = inbox
         self._out = outlets
+        self._watch = Watch(outlets.measures)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, inbox.wake)
 
@@ -97,16 +101,18 @@ class NodeLoop:
         """Take what is there, a bounded lot of it. Ticks also when nothing is there: a timer may have fired."""
         for _ in range(MAX_EVENTS_AT_ONCE):
             now = self._loop.time()
-            self._perform(self._core.tick(now))
+            self._perform(self._core.tick(now), now)
             event = self._inbox.take()
             if event is None:
                 return
-            self._perform(self._core.receive(event, now))
+            self._watch.received(event, now)
+            self._perform(self._core.receive(event, now), now)
         self._inbox.wake()
 
-    def _perform(self, actions: Iterable[ev.Action]) -> None:
+    def _perform(self, actions: Iterable[ev.Action], now: float) -> None:
         out = self._out
         for action in actions:
+            self._watch.performed(action, now)
             match action:
                 case ev.ToRouter():
                     out.routers.send(action.router, action.message)
@@ -121,11 +127,11 @@ class NodeLoop:
                 case ev.SendRelease():
                     out.peers.release(action)
                 case ev.AnswerReserve():
-                    out.calls.answer_reserve(action.call_id, self._with_endpoint(action.reply))
+                    out.calls.answer_reserve(action.call_id, self._with_endpoints(action.reply))
                 case ev.AnswerRenew():
                     out.calls.answer_renew(action.call_id, action.reply)
                 case ev.OpenLink():
-                    out.transport.open(action.link_id, action.endpoint)
+                    out.transport.open(action.link_id, action.endpoints)
                 case ev.NotifyLink():
                     out.transport.notify(action.link_id, action.message.SerializeToString())
                 case ev.CloseLink():
@@ -143,17 +149,16 @@ class NodeLoop:
                 case _:
                     assert_never(action)
 
-    def _with_endpoint(self, reply: pb.ReserveReply) -> pb.ReserveReply:
-        """The reply with this node's transport endpoint in its lease; the core's message stays as it was."""
+    def _with_endpoints(self, reply: pb.ReserveReply) -> pb.ReserveReply:
+        """The reply with where this node's transports listen in its lease; the core's message stays as it was."""
         if reply.WhichOneof("result") != "lease":
             return reply
         completed = pb.ReserveReply()
         completed.CopyFrom(reply)
-        completed.lease.endpoint.CopyFrom(self._out.transport.endpoint())
+        completed.lease.endpoints.extend(self._out.transport.endpoints())
         return completed
 
     def _log_end(self, ended: ev.Ended) -> None:
-        self._out.counters.count("attempts_ended")
         key = ended.key
         log_event(
             LOG,

@@ -1,4 +1,4 @@
-"""What a node counts. Not here: deciding what counts (the core emits `Count`), and showing it (node/view.py)."""
+"""What a node counts. Not here: deciding what counts (the core emits `Count`), durations (measures.py), showing it (view.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from proto import baton_pb2 as pb
 
 # The names that `Count` may carry, with what each unit of it is.
 PLAIN_COUNTERS: Final[Mapping[str, str]] = {
-    "attempts_ended": "Attempts that ended here, whatever the outcome",
     "commits_refused": "Commits that named no lease here, or contradicted theirs",
     "leases_expired": "Leases that ended because neither a write nor a renewal came",
     "malformed_messages": "Messages of other processes that failed a check and were dropped or refused",

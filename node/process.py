@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 import grpc
 import zmq
 
-from connector.zmq_transport import ZmqTransport
+from connector.choosing import ChoosingTransport, choose_transports
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.config import NodeConfig
 from node.events import NodeCore, StepDone
@@ -35,6 +35,7 @@ from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
 from node.loop import NodeLoop, Outlets
+from node.measures import Measures
 from node.metrics import Counters
 from node.routers import Routers
 from node.runner_thread import RunnerThread
@@ -105,7 +106,7 @@ class _Listeners:
     http_address: str
     grpc: grpc.aio.Server
     grpc_address: str
-    transport: ZmqTransport
+    transport: ChoosingTransport
 
 
 class _NodeProcess:
@@ -118,6 +119,7 @@ class _NodeProcess:
         self._core = core
         self._identity = engine.parts.identity
         self._counters = Counters()
+        self._measures = Measures()
         self._calls = PendingCalls()
         self._stop = stop_on_signals()
         self._refusal: str | None = None
@@ -152,13 +154,21 @@ class _NodeProcess:
             grpc_port = server.add_insecure_port(f"{host}:{config.grpc_port}")
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
-        memory, identity = self._engine.memory.bytes, self._identity
-        try:
-            transport = ZmqTransport(memory, identity.name, identity.incarnation, inbox.post, config.host)
-        except zmq.ZMQError as error:
-            raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+        transport = self._make_transport(inbox)
         bound.callback(transport.stop)
         return _Listeners(http, f"{host}:{http.getsockname()[1]}", server, f"{host}:{grpc_port}", transport)
+
+    def _make_transport(self, inbox: Inbox) -> ChoosingTransport:
+        config, memory, identity = self._config, self._engine.memory, self._identity
+        name, incarnation = identity.name, identity.incarnation
+        try:
+            return choose_transports(
+                config.transport, memory.bytes, memory.descriptor, name, incarnation, inbox.post, config.host
+            )
+        except zmq.ZMQError as error:
+            raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+        except OSError as error:
+            raise _CannotListen(f"--transport {config.transport}: shm cannot listen: {error.strerror}") from None
 
     async def _start(
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
@@ -178,7 +188,8 @@ class _NodeProcess:
         )
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
-        outlets = Outlets(runner, listeners.transport, routers, self._calls, peers, self._counters)
+        transport, counters, measures = listeners.transport, self._counters, self._measures
+        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
@@ -199,7 +210,7 @@ class _NodeProcess:
         self._refusal = f"refused by the router: {sentence}"
         self._stop.set()
 
-    def _view(self, transport: ZmqTransport, routers: Routers) -> NodeView:
+    def _view(self, transport: ChoosingTransport, routers: Routers) -> NodeView:
         facts = NodeFacts(
             identity=self._identity,
             role=self._role,
@@ -208,7 +219,8 @@ class _NodeProcess:
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
         )
-        return NodeView(facts, Sources(self._core, self._counters, transport.snapshot, routers.sessions.snapshot))
+        told = (transport.snapshot, routers.sessions.snapshot)
+        return NodeView(facts, Sources(self._core, self._counters, self._measures, *told))
 
     def _entry(self, listeners: _Listeners) -> pb.NodeEntry:
         """What the routers are told."""

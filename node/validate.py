@@ -18,6 +18,12 @@ from proto.block_key import KEY_BYTES
 
 MAX_ID_BYTES: Final = 256  # of a request id, a node's name, an address
 MAX_STOP_TOKEN_IDS: Final = 1_024
+MAX_LOGIT_BIAS: Final = 300  # entries; this, the greatest bias and penalty and the number of logprobs are OpenAI's
+MAX_BIAS: Final = 100.0  # either way, as is the next
+MAX_PENALTY: Final = 2.0
+MAX_LOGPROBS: Final = 20  # most likely tokens beside each
+# Log-probabilities of one prompt: some 3 MiB in the one message that they travel in.
+MAX_PROMPT_LOGPROBS: Final = 1 << 18
 MAX_CHOICE: Final = 1_024  # choices of a request
 MAX_MS_LEFT: Final = 24 * 3600 * 1000  # a day: no request may hold a fence for longer
 SECRET_BYTES: Final = 16
@@ -45,7 +51,8 @@ def dispatch_problem(dispatch: pb.Dispatch, bounds: Bounds) -> str | None:
         or _tokens_problem("prompt_token_ids", dispatch.prompt_token_ids, bounds.vocab_size)
         or _tokens_problem("generated_token_ids", branch.generated_token_ids, bounds.vocab_size)
         or _lengths_problem(dispatch, branch, bounds)
-        or _sampling_problem(dispatch.sampling)
+        or sampling_problem(dispatch.sampling, bounds.vocab_size)
+        or _prompt_logprobs_problem(dispatch)
         or _target_problem(dispatch.target)
         or _ms_left_problem(dispatch.ms_left)
     )
@@ -89,6 +96,46 @@ def renew_problem(request: pb.RenewRequest, bounds: Bounds) -> str | None:
 def release_problem(request: pb.ReleaseRequest, bounds: Bounds) -> str | None:
     """Why this cannot name an attempt that this node reserved for."""
     return _no_leases(bounds) if bounds.role != pb.ROLE_DECODE else _key_problem(request.key)
+
+
+def sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
+    """Why no tokens can be drawn like this. A lone 0 is "off" wherever the message says so."""
+    if not 0 <= sampling.temperature < math.inf:
+        return f"temperature: {sampling.temperature}, must be finite and at least 0"
+    for field in ("top_p", "min_p"):
+        if not 0 <= (share := getattr(sampling, field)) <= 1:
+            return f"{field}: {share}, must be from 0 to 1"
+    for field in ("presence_penalty", "frequency_penalty"):
+        if not -MAX_PENALTY <= (penalty := getattr(sampling, field)) <= MAX_PENALTY:
+            return f"{field}: {penalty}, must be from {-MAX_PENALTY} to {MAX_PENALTY}"
+    if not 0 <= sampling.repetition_penalty < math.inf:
+        return f"repetition_penalty: {sampling.repetition_penalty}, must be finite and at least 0"
+    if sampling.min_tokens > sampling.max_tokens:
+        return f"min_tokens: {sampling.min_tokens} is above max_tokens {sampling.max_tokens}"
+    if sampling.num_logprobs > MAX_LOGPROBS:
+        return f"num_logprobs: {sampling.num_logprobs}, at most {MAX_LOGPROBS} are allowed"
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        return f"stop_token_ids: {len(sampling.stop_token_ids)}, at most {MAX_STOP_TOKEN_IDS} are allowed"
+    return _tokens_problem("stop_token_ids", sampling.stop_token_ids, vocab_size) or _bias_problem(sampling, vocab_size)
+
+
+def _bias_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
+    token_ids = [entry.token_id for entry in sampling.logit_bias]
+    if len(token_ids) > MAX_LOGIT_BIAS:
+        return f"logit_bias: {len(token_ids)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+    if len({*token_ids}) < len(token_ids):
+        return "logit_bias: a token id is given twice"
+    for entry in sampling.logit_bias:
+        if not -MAX_BIAS <= entry.bias <= MAX_BIAS:
+            return f"logit_bias: {entry.bias} for token {entry.token_id}, must be from {-MAX_BIAS} to {MAX_BIAS}"
+    return _tokens_problem("logit_bias", token_ids, vocab_size)
+
+
+def _prompt_logprobs_problem(dispatch: pb.Dispatch) -> str | None:
+    num_logprobs = len(dispatch.prompt_token_ids) * (1 + dispatch.sampling.num_logprobs)
+    if dispatch.sampling.prompt_logprobs and num_logprobs > MAX_PROMPT_LOGPROBS:
+        return f"prompt_logprobs: {num_logprobs} of one prompt, at most {MAX_PROMPT_LOGPROBS} are allowed"
+    return None
 
 
 def _no_leases(bounds: Bounds) -> str:
@@ -142,12 +189,4 @@ def _lengths_problem(dispatch: pb.Dispatch, branch: pb.Branch, bounds: Bounds) -
         return f"max_tokens: {max_tokens}, must be above the {num_generated} tokens generated already"
     if num_prompt + max_tokens > bounds.max_model_len:
         return f"max_tokens: {num_prompt} prompt tokens + {max_tokens} exceed max_model_len {bounds.max_model_len}"
-    return None
-
-
-def _sampling_problem(sampling: pb.Sampling) -> str | None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        return f"temperature: {sampling.temperature}, must be finite and at least 0"
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        return f"stop_token_ids: {len(sampling.stop_token_ids)}, at most {MAX_STOP_TOKEN_IDS} are allowed"
     return None

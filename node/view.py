@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from node.events import NodeCore
 from node.identity import NodeIdentity
+from node.measures import Measures
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
@@ -40,6 +41,7 @@ class Sources:
 
     core: NodeCore
     counters: Counters
+    measures: Measures
     transport: Callable[[], Mapping[str, object]]  # its snapshot: `kv_bytes_sent` and `kv_bytes_received` by peer, …
     sessions: Callable[[], object]  # JSON-able
 
@@ -81,7 +83,7 @@ class NodeView(Collector):
             "kv_bytes_sent": transport["kv_bytes_sent"],
             "kv_bytes_received": transport["kv_bytes_received"],
             "transport": {name: value for name, value in transport.items() if not name.startswith("kv_bytes_")},
-            "counters": sources.counters.counts() | sources.counters.counts_by_code(),
+            "counters": sources.counters.counts() | sources.counters.counts_by_code() | sources.measures.amounts(),
             "sessions": sources.sessions(),
         }
 
@@ -93,23 +95,30 @@ class NodeView(Collector):
         """Every metric family as of now; called by the registry."""
         sources = self._sources
         load = sources.core.load()
-        blocks = GaugeMetricFamily("baton_blocks", "KV blocks by state, which add up to the pool", labels=["state"])
+        blocks = GaugeMetricFamily(
+            "baton_node_blocks", "KV blocks by state, which add up to the pool", labels=["state"]
+        )
         for state, number in blocks_by_state(load).items():
             blocks.add_metric([state], number)
         yield blocks
-        yield GaugeMetricFamily("baton_sequences_running", "Sequences that hold a slot", value=load.running)
-        yield GaugeMetricFamily("baton_sequences_waiting", "Sequences that hold nothing yet", value=load.waiting)
+        yield GaugeMetricFamily("baton_node_sequences_running", "Sequences that hold a slot", value=load.running)
+        yield GaugeMetricFamily("baton_node_sequences_waiting", "Sequences that hold nothing yet", value=load.waiting)
         leases = _num_leases(sources.core.snapshot())
-        yield GaugeMetricFamily("baton_leases", "Reservations for other nodes that stand", value=leases)
+        yield GaugeMetricFamily("baton_node_leases", "Reservations for other nodes that stand", value=leases)
         counts, by_code = sources.counters.counts(), sources.counters.counts_by_code()
         for name, help_text in PLAIN_COUNTERS.items():
-            yield CounterMetricFamily(f"baton_{name}", help_text, value=counts[name])
+            yield CounterMetricFamily(f"baton_node_{name}", help_text, value=counts[name])
         for name, help_text in CODED_COUNTERS.items():
-            yield _family(f"baton_{name}", help_text, "code", by_code[name])
+            yield _family(f"baton_node_{name}", help_text, "code", by_code[name])
+        yield from sources.measures.collect()
         transport = sources.transport()
-        for direction, help_text in (("sent", "KV sent to other nodes"), ("received", "KV that landed in place")):
-            by_peer = cast(Mapping[str, int], transport[f"kv_bytes_{direction}"])
-            yield _family(f"baton_kv_{direction}_bytes", help_text, "peer", by_peer)
+        moved = CounterMetricFamily(
+            "baton_node_transfer_bytes", "KV handed to a link, or landed in place", labels=["peer", "direction"]
+        )
+        for direction in ("sent", "received"):
+            for peer, number in cast(Mapping[str, int], transport[f"kv_bytes_{direction}"]).items():
+                moved.add_metric([peer, direction], number)
+        yield moved
 
 
 def _num_leases(snapshot: Mapping[str, object]) -> int:

@@ -27,8 +27,10 @@ from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.pd_error import pd_error
+from node.sampling import to_logprobs_message
 from node.steps import plan_ahead
 from node.timers import Timers
+from node.token_batches import TokenBatches
 from prefill_node import messages
 from prefill_node.links import Links
 from prefill_node.task import HeldLease, PrefillTask, Work, work_of
@@ -189,7 +191,7 @@ class PrefillCore:
         link_id = self._links.find(receiver)
         if link_id is None:
             link_id = self._links.make(receiver)
-            self._out.append(ev.OpenLink(link_id, lease.endpoint))
+            self._out.append(ev.OpenLink(link_id, tuple(lease.endpoints)))
         self._links.attach(link_id, lease.lease_id, task.work.key)
         task.lease = HeldLease(LeaseRef(lease.lease_id, lease.secret), link_id, lease.life_ms / 1000)
         task.num_queued = lease.num_blocks_held
@@ -240,7 +242,7 @@ class PrefillCore:
     # ------------------------------------------------------------ steps and timers
 
     def _step_done(self, progress: Iterable[Progress], now: float) -> None:
-        batches: dict[ev.RouterId, pb.TokenBatch] = {}
+        batches = TokenBatches(from_receiver=False)
         advanced: list[tuple[PrefillTask, bool]] = []
         for item in progress:
             task = self._tasks.get(cast(AttemptKey, item.sequence_id))
@@ -251,21 +253,18 @@ class PrefillCore:
                 self._step(task, SenderEvent.CANCEL, now)
                 continue
             task.num_computed = item.num_computed
+            task.prompt_logprobs += map(to_logprobs_message, item.prompt_logprobs)
             ends = False
             if item.token_id is not None:
-                task.first_token_id = item.token_id
-                ends = item.finish == "stop" or task.work.ends_with_first_token
-                finish = (
-                    pb.FINISH_STOP if item.finish == "stop" else pb.FINISH_LENGTH if ends else pb.FINISH_UNSPECIFIED
-                )
-                batches.setdefault(task.work.router, pb.TokenBatch()).branches.add(
-                    key=task.work.key.to_proto(),
-                    first_index=len(task.work.generated_token_ids),
-                    token_ids=[item.token_id],
-                    finish=finish,
-                )
+                work, token_ids = task.work, [item.token_id]
+                task.first_token_id, task.first_logprobs = item.token_id, item.logprobs
+                ends = item.finish == "stop" or work.ends_with_first_token
+                finish = item.finish if ends else None  # the engine was asked for one token only
+                first_index = len(work.generated_token_ids)
+                tokens = batches.add(work.router, work.key, first_index, token_ids, finish, item.logprobs)
+                tokens.prompt_logprobs.extend(task.prompt_logprobs)
             advanced.append((task, ends))
-        self._out += [ev.ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in batches.items()]
+        self._out += batches.to_actions()
         for task, ends in advanced:
             if ends:
                 task.outcome = "finished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from node.identity import NodeIdentity
+from node.sampling import to_logprobs_message
 from prefill_node.task import HeldLease, PrefillTask, Work
 from proto import baton_pb2 as pb
 
@@ -46,7 +47,7 @@ def release_request(work: Work, now: float) -> pb.ReleaseRequest:
 
 def commit(task: PrefillTask, lease: HeldLease, now: float) -> pb.DataMessage:
     """Hands the attempt over, with all that the receiver needs to go on."""
-    work = task.work
+    work, logprobs = task.work, task.first_logprobs
     return pb.DataMessage(
         commit=pb.Commit(
             key=work.key.to_proto(),
@@ -55,6 +56,7 @@ def commit(task: PrefillTask, lease: HeldLease, now: float) -> pb.DataMessage:
             prompt_token_ids=work.prompt_token_ids,
             branch=pb.Branch(choice=work.key.choice, seed=work.seed, generated_token_ids=task.completion_token_ids()),
             first_index=len(work.generated_token_ids),
+            logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
             sampling=work.sampling,
             ms_left=ms_left(work, now),
         )

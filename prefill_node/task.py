@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from connector.handoff import SenderState
 from connector.transport import LeaseRef
-from engine.plan import SamplingParams
+from engine.plan import TokenLogprobs
 from engine.sequence import SequenceSpec
 from node.events import RouterId
+from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
@@ -44,7 +45,7 @@ class Work:
             sequence_id=self.key,
             token_ids=self.prompt_token_ids + self.generated_token_ids,
             num_generated=len(self.generated_token_ids),
-            sampling=SamplingParams(temperature=self.sampling.temperature, seed=self.seed),
+            sampling=to_sampling_params(self.sampling, self.seed),
             max_new_tokens=1,
             stop_token_ids=frozenset(self.sampling.stop_token_ids),
             block_keys=self.block_keys,
@@ -91,6 +92,8 @@ class PrefillTask:
     num_queued: int = 0  # leading blocks given to the link, or held by the receiver already
     num_unread: int = 0  # blocks that the link may still read
     first_token_id: int | None = None
+    first_logprobs: TokenLogprobs | None = None  # of the first token, where asked for
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of the prompt so far, where asked for
     outcome: str = "cancelled"
 
     def completion_token_ids(self) -> tuple[int, ...]:

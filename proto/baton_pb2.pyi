@@ -421,28 +421,137 @@ class Sampling(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     max_tokens: _builtins.int
     """completion tokens of the whole branch, across attempts"""
+    top_k: _builtins.int
+    """Each of the following is off at 0."""
+    top_p: _builtins.float
+    min_p: _builtins.float
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    """1 is off too"""
+    min_tokens: _builtins.int
+    """completion tokens before a stop token may be sampled, across attempts"""
+    num_logprobs: _builtins.int
+    """absent: none; else each token's own, and of so many most likely ones"""
+    prompt_logprobs: _builtins.bool
+    """also of the prompt's tokens: the prefix cache is not asked then"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """any of them ends the completion; the router has put in the model's own, or not"""
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
     def __init__(
         self,
         *,
         temperature: _builtins.float = ...,
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_k: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        min_tokens: _builtins.int = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+
+Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    bias: _builtins.float
+    """added to the logit"""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """natural logarithm; of the model's distribution, before temperature and truncation"""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """most likely first"""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TopLogprob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class Branch(_message.Message):
@@ -574,6 +683,8 @@ class BranchTokens(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """index of token_ids[0] in the branch's completion"""
     finish: Global___FinishReason.ValueType
@@ -581,6 +692,14 @@ class BranchTokens(_message.Message):
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """one per token id, where they were asked for"""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """of prompt tokens 1, 2, …; once, with the attempt's first batch"""
+
     def __init__(
         self,
         *,
@@ -588,10 +707,12 @@ class BranchTokens(_message.Message):
         first_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish: Global___FinishReason.ValueType = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "first_index", b"first_index", "key", b"key", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "first_index", b"first_index", "key", b"key", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -798,7 +919,7 @@ class Lease(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_HELD_FIELD_NUMBER: _builtins.int
     LIFE_MS_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     secret: _builtins.bytes
     """16 random bytes; every write, Commit, Renew shows them"""
@@ -808,7 +929,9 @@ class Lease(_message.Message):
     """leading blocks that the receiver has: not to be sent"""
     life_ms: _builtins.int
     @_builtins.property
-    def endpoint(self) -> Global___Endpoint: ...
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
+        """the receiver's transports, best first; the sender takes the first that it has and reaches"""
+
     def __init__(
         self,
         *,
@@ -817,11 +940,11 @@ class Lease(_message.Message):
         num_blocks: _builtins.int = ...,
         num_blocks_held: _builtins.int = ...,
         life_ms: _builtins.int = ...,
-        endpoint: Global___Endpoint | None = ...,
+        endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "lease_id", b"lease_id", "life_ms", b"life_ms", "num_blocks", b"num_blocks", "num_blocks_held", b"num_blocks_held", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "lease_id", b"lease_id", "life_ms", b"life_ms", "num_blocks", b"num_blocks", "num_blocks_held", b"num_blocks_held", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -829,7 +952,7 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
-    """Where the receiver's transport listens, and what its handshake wants."""
+    """Where a receiver's transport listens, and what its handshake wants."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -837,7 +960,7 @@ class Endpoint(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_SECRET_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"zmq", "memory" """
+    """"shm", "zmq", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
     def __init__(
@@ -948,10 +1071,45 @@ class ReleaseReply(_message.Message):
 Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
-class Write(_message.Message):
+class LinkHello(_message.Message):
     """---------------------------------------------------------------- data plane, in band
 
-    Frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most.
+    First on a shm link, with the descriptor of the sender's KV memory beside it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    LINK_SECRET_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    sender: _builtins.str
+    """node@incarnation"""
+    link_secret: _builtins.bytes
+    """of the receiver's Endpoint"""
+    num_blocks: _builtins.int
+    """of the sender's KV memory"""
+    block_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        sender: _builtins.str = ...,
+        link_secret: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "link_secret", b"link_secret", "num_blocks", b"num_blocks", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+
+@_typing.final
+class Write(_message.Message):
+    """zmq: frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most. shm: all of it; the pieces say where
+    the receiver finds the bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -986,6 +1144,7 @@ class Piece(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCK_FIELD_NUMBER: _builtins.int
     block_index: _builtins.int
     """position in the lease, not a block id: a sender cannot name foreign memory"""
     offset: _builtins.int
@@ -994,6 +1153,8 @@ class Piece(_message.Message):
     """bytes"""
     checksum: _builtins.int
     """xxh3-64 over the bytes, seeded with lease and position"""
+    source_block: _builtins.int
+    """shm: block id in the sender's KV memory, at the same offset"""
     def __init__(
         self,
         *,
@@ -1001,10 +1162,11 @@ class Piece(_message.Message):
         offset: _builtins.int = ...,
         length: _builtins.int = ...,
         checksum: _builtins.int = ...,
+        source_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "checksum", b"checksum", "length", b"length", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "checksum", b"checksum", "length", b"length", "offset", b"offset", "source_block", b"source_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1022,6 +1184,7 @@ class Commit(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BRANCH_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
@@ -1038,6 +1201,10 @@ class Commit(_message.Message):
         """generated_token_ids end with the token that the sender sampled"""
 
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """of the tokens from first_index on, where they were asked for"""
+
+    @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
         self,
@@ -1048,12 +1215,13 @@ class Commit(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         branch: Global___Branch | None = ...,
         first_index: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         sampling: Global___Sampling | None = ...,
         ms_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,15 +1,20 @@
-"""One request's way from the core to its HTTP handler: tokens as they come, then one end.
+"""An HTTP answer's way from the core to its handler: choices whose text grows, each with one end, and at most one failure.
 
-The core's shell puts, the handler takes; both run on the loop. What arrived while the handler was busy is taken together, so
-a slow client gets fewer and larger chunks instead of a longer queue; the queue is bounded by the request's max_tokens.
+One answer may be several requests (a list of prompts) of several choices each; it numbers them prompt by prompt. The core's
+shell puts tokens, which become text at once, so that a stop string ends its branch however slowly the client reads; the handler
+takes. Both run on the loop. What arrived while the handler was busy is taken together: a slow client gets fewer and larger
+pieces instead of a longer queue, and what waits is bounded by the requests' max_tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from router.events import Failed, Finished, GenerationRequest
+from proto import baton_pb2 as pb
+from router.choice_text import ChoiceText
+from router.events import Failed, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,52 +30,173 @@ class Arrival:
     client_request_id: str | None  # the client's own name for it
 
 
-End = Finished | Failed | ClientGone
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt as text, where the client wants it back."""
+
+    text: str
+    offsets: Sequence[int]  # of each prompt token in it; empty unless logprobs are asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New tokens, at least one or an end; nothing follows an end."""
+class Asked:
+    """One prompt of an answer, ready to be submitted."""
 
-    token_ids: list[int]
-    end: End | None
+    request: GenerationRequest
+    texts: Sequence[ChoiceText]  # one per choice
+    echo: Echo | None = None
+    drops_tokens: bool = False  # max_tokens 0: the request generates one, which nobody gets to see
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of a choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # one per token; see TextPart
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token where they were asked for
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()  # where asked for, all of them, in the first piece
+    finish_reason: str | None = None  # nothing follows
+
+
+class Choice:
+    """One choice, from its first token to its end."""
+
+    def __init__(self, asked: Asked, text: ChoiceText, notify: Callable[[], None]) -> None:
+        self._text = text
+        self._notify = notify
+        self._drops_tokens = asked.drops_tokens
+        prompt_length = len(asked.request.prompt_token_ids)
+        self._awaits_prompt = asked.request.sampling.wants_prompt_logprobs and prompt_length > 1
+        self._texts: list[str] = []
+        self._piece = Piece()
+        self.finish_reason: str | None = None
+        self.num_tokens = 0
+        self.first_token_at: float | None = None
+        self._last_token_at = 0.0
+
+    def put(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], now: float) -> int | None:
+        """More tokens; the number of the branch's tokens with which a stop string ends it, if one does."""
+        if self._drops_tokens or self.finish_reason is not None:
+            return None
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self._last_token_at = now
+        part = self._text.push(token_ids)
+        num_taken = len(part.offsets)
+        self.num_tokens += num_taken
+        self._texts.append(part.text)
+        self._piece.token_ids += token_ids[:num_taken]
+        self._piece.offsets += part.offsets
+        self._piece.logprobs += logprobs[:num_taken]
+        if part.is_stopped:
+            self.finish_reason = "stop"
+        self._tell()
+        return self._text.num_tokens if part.is_stopped else None
+
+    def put_prompt_logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> None:
+        """Until they are there nothing is given out: they stand in front."""
+        self._piece.prompt_logprobs = logprobs
+        self._awaits_prompt = False
+        self._tell()
+
+    def finish(self, reason: str) -> None:
+        """The end; of several only the first counts."""
+        if self.finish_reason is not None:
+            return
+        part = self._text.finish()
+        self._texts.append(part.text)
+        self.finish_reason = "length" if self._drops_tokens else "stop" if part.is_stopped else reason
+        self._tell()
+
+    def take(self) -> Piece:
+        """What is new."""
+        piece, self._piece = self._piece, Piece()
+        piece.text = "".join(self._texts)
+        piece.finish_reason = self.finish_reason
+        self._texts = []
+        return piece
+
+    @property
+    def is_over(self) -> bool:
+        """It has its end, and nothing that stands in front of it is missing."""
+        return self.finish_reason is not None and not self._awaits_prompt
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Between tokens, on average; None before there are two."""
+        if self.first_token_at is None or self.num_tokens < 2:
+            return None
+        return (self._last_token_at - self.first_token_at) / (self.num_tokens - 1)
+
+    def _tell(self) -> None:
+        if not self._awaits_prompt:
+            self._notify()
 
 
 class Answer:
-    """Handle of one request, from Submitted to its end."""
+    """One request of an answer, as the shell sees it."""
 
-    __slots__ = ("_end", "_token_ids", "_waiter", "arrival", "first_token_at", "num_tokens", "request")
-
-    def __init__(self, request: GenerationRequest, arrival: Arrival) -> None:
-        self.request = request
+    def __init__(self, asked: Asked, arrival: Arrival, choices: Sequence[Choice], fail: Callable[[End], None]) -> None:
+        self.request = asked.request
         self.arrival = arrival
+        self.choices = choices
+        self.fail = fail
         self.first_token_at: float | None = None
-        self.num_tokens = 0
-        self._token_ids: list[int] = []
-        self._end: End | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice is over."""
+        return all(choice.is_over for choice in self.choices)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+End = Failed | ClientGone
+
+
+class Delivery:
+    """Everything that one HTTP answer is made of; its handler takes from here."""
+
+    def __init__(self, asked: Sequence[Asked], arrival: Arrival) -> None:
+        self.answers: list[Answer] = []
+        self.failure: End | None = None  # of several the first
+        self._choices: list[Choice] = []
+        self._news: dict[int, None] = {}  # indices of choices with something new, in order
         self._waiter: asyncio.Future[None] | None = None
+        for each in asked:
+            choices = [Choice(each, text, self._notifier(i)) for i, text in enumerate(each.texts, len(self._choices))]
+            self._choices += choices
+            self.answers.append(Answer(each, arrival, choices, self._fail))
 
-    def put(self, token_ids: tuple[int, ...], now: float) -> None:
-        """More tokens."""
-        if self.first_token_at is None:
-            self.first_token_at = now
-        self.num_tokens += len(token_ids)
-        self._token_ids += token_ids
-        self._wake()
-
-    def finish(self, end: End) -> None:
-        """The end; of several only the first counts."""
-        if self._end is None:
-            self._end = end
-            self._wake()
-
-    async def take(self) -> Piece:
-        """What is new; waits for it."""
-        while not self._token_ids and self._end is None:
+    async def take(self) -> list[tuple[int, Piece]]:
+        """What is new, by index of the choice; waits for it. Empty only behind a failure."""
+        while not self._news and self.failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        token_ids, self._token_ids = self._token_ids, []
-        return Piece(token_ids, self._end)
+        news, self._news = self._news, {}
+        return [(index, self._choices[index].take()) for index in news]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice is over, and all of it has been taken."""
+        return not self._news and all(answer.is_complete for answer in self.answers)
+
+    def _notifier(self, index: int) -> Callable[[], None]:
+        def notify() -> None:
+            self._news[index] = None
+            self._wake()
+
+        return notify
+
+    def _fail(self, end: End) -> None:
+        if self.failure is None:
+            self.failure = end
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

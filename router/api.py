@@ -1,11 +1,8 @@
 """The HTTP side of the router: OpenAI's endpoints, and those that operators look at.
 
-A request is read (bounded), checked and tokenized here, once, into typed values; a bad one is answered before any node hears
-of it. How its answer is written: streaming.py. Every answer echoes the client's `X-Request-Id` (or `request_id`), which is
-logged and never a key; without one it carries the router's own id.
-
-Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
-length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+A request is read (bounded), checked and tokenized once, into typed values (openai_types.py, intake.py); a bad one is answered
+before any node hears of it. How its answer is written: streaming.py. Every answer echoes the client's `X-Request-Id` (or
+`request_id`), which is logged and never a key; without one it carries the router's own id.
 """
 
 from __future__ import annotations
@@ -13,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -25,8 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from router.answer import Arrival
-from router.events import GenerationRequest
+from router.answer import Arrival, Delivery
+from router.intake import Intake, off_loop
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
@@ -39,16 +35,10 @@ from router.openai_types import (
 )
 from router.shell import RouterShell
 from router.streaming import GenerationResponse, error_answer, json_answer
-from router.text import ModelText, TemplateRefusal
+from router.text import ModelText
 
 _LOG: Final = logging.getLogger(__name__)
-_DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
-_DRAWN_SEED_BITS: Final = 53  # whole numbers that every JSON parser keeps
-_LARGE_BODY_BYTES: Final = 64 << 10  # from here on parsing and tokenizing leave the loop
 _REQUEST_ID: Final = "X-Request-Id"
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +57,7 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
+        self._intake = Intake(shell, text, settings.model_name, settings.request_timeout_s)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -131,22 +122,23 @@ class Api:
                 headers[_REQUEST_ID] = client_id
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
-                body = await _off_loop(len(content), parse, content)
+                body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
                     headers[_REQUEST_ID] = client_id = body.request_id
-                generation = await self._generation(body, arrived_at)
+                asked = await self._intake.asked(body, arrived_at)
         except ApiError as error:
             return error_answer(error, headers)
         except TimeoutError:
             return error_answer(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        headers.setdefault(_REQUEST_ID, generation.request_id)
+        headers.setdefault(_REQUEST_ID, asked[0].request.request_id)
         form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
-        options = AnswerOptions(self._settings.model_name, body.stream, body.includes_usage, body.return_token_ids)
-        writer = AnswerWriter(generation, form, options, self._text)
-        arrival = Arrival(arrived_at, client_id)
-        return GenerationResponse(self._shell, generation, arrival, writer, is_stream=body.stream, headers=headers)
+        name = self._settings.model_name
+        options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
+        writer = AnswerWriter(asked, form, options, self._text.spelling)
+        delivery = Delivery(asked, Arrival(arrived_at, client_id))
+        return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers)
 
     async def _read(self, request: Request) -> bytes:
         """The body, refused while it is read once it is too large."""
@@ -161,84 +153,6 @@ class Api:
             if len(content) > limit:
                 raise too_large
         return bytes(content)
-
-    async def _generation(self, body: CompletionBody | ChatBody, arrived_at: float) -> GenerationRequest:
-        """The request in tokens; raises ApiError."""
-        if body.model != self._settings.model_name:
-            message = f"this router serves {self._settings.model_name}, not {body.model[:60]}"
-            raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
-        asked_tokens = body.max_tokens
-        if isinstance(body, ChatBody):
-            field, prompt = "messages", await self._chat_prompt(body)
-            if body.max_completion_tokens is not None:
-                if asked_tokens not in (None, body.max_completion_tokens):
-                    raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
-                asked_tokens = body.max_completion_tokens
-        else:
-            field, prompt = "prompt", await self._completion_prompt(body)
-        max_tokens = self._fitting_max_tokens(field, len(prompt), asked_tokens)
-        if asked_tokens is None and isinstance(body, CompletionBody):
-            max_tokens = min(max_tokens, _DEFAULT_COMPLETION_TOKENS)
-        return GenerationRequest(
-            request_id=secrets.token_hex(12),
-            prompt_token_ids=tuple(prompt),
-            seed=secrets.randbits(_DRAWN_SEED_BITS) if body.seed is None else body.seed,
-            temperature=body.temperature,
-            max_tokens=max_tokens,
-            stop_token_ids=() if body.ignore_eos else self._text.stop_token_ids,
-            deadline=arrived_at + self._settings.request_timeout_s,
-        )
-
-    async def _chat_prompt(self, body: ChatBody) -> Sequence[int]:
-        messages = [message.for_template() for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
-        try:
-            return await _off_loop(size, self._text.encode_chat, messages)
-        except TemplateRefusal as refusal:
-            raise bad_request("messages", str(refusal)) from refusal
-        except UnicodeError as error:
-            raise bad_request("messages", "holds half a surrogate pair, which is no character") from error
-
-    async def _completion_prompt(self, body: CompletionBody) -> Sequence[int]:
-        if isinstance(body.prompt, str):
-            try:
-                prompt = await _off_loop(len(body.prompt), self._text.encode_prompt, body.prompt) if body.prompt else []
-            except UnicodeError as error:
-                raise bad_request("prompt", "holds half a surrogate pair, which is no character") from error
-        else:
-            prompt, vocab_size = body.prompt, self._text.vocab_size
-            if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
-                wrong = next(each for each in prompt if not 0 <= each < vocab_size)
-                raise bad_request("prompt", f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
-        if not prompt:
-            raise bad_request("prompt", "must not be empty")
-        return prompt
-
-    def _fitting_max_tokens(self, field: str, num_prompt_tokens: int, asked_tokens: int | None) -> int:
-        """max_tokens, or what the prompt leaves; raises ApiError if the two do not fit together."""
-        longest = self._shell.max_total_tokens
-        if longest is None:
-            message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
-            raise ApiError(503, message, code="NO_NODES", retry_after_s=1.0)
-        room = longest - num_prompt_tokens
-        if room < 1:
-            message = (
-                f"{num_prompt_tokens} tokens leave no room for an answer; prompt and answer have {longest} together"
-            )
-            raise bad_request(field, message, "context_length_exceeded")
-        if asked_tokens is not None and asked_tokens > room:
-            message = (
-                f"{asked_tokens} is more than the {room} that {num_prompt_tokens} prompt tokens leave of {longest}"
-            )
-            raise bad_request("max_tokens", message, "context_length_exceeded")
-        return room if asked_tokens is None else asked_tokens
-
-
-async def _off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-    """Call the function, in a thread if its input is large: the loop has other clients."""
-    if size < _LARGE_BODY_BYTES:
-        return function(*arguments, **named)
-    return await asyncio.to_thread(function, *arguments, **named)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

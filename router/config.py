@@ -29,7 +29,9 @@ class RouterConfig:
     )
     parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
 
-    max_queue: int = knob(1024, "requests that wait for room; one more is answered 429", low=1, high=1 << 20)
+    max_queue: int = knob(
+        1024, "requests (each choice of n is one) that wait for room; one more is answered 429", low=1, high=1 << 20
+    )
     max_inflight_prefills: int = knob(
         32, "requests in prefill per prefill node; more would only wait there instead of here", low=1, high=4096
     )
@@ -37,12 +39,15 @@ class RouterConfig:
     preempt_retry_count: int = knob(
         3, "attempts that a broken handoff may cost a request after its first", low=0, high=100
     )
-    placement_prefill: Literal["least_loaded", "round_robin"] = knob(
+    placement_prefill: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded",
         "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold",
     )
-    placement_decode: Literal["least_loaded", "round_robin"] = knob(
+    placement_decode: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded", "how a decode node is chosen; least_loaded compares the shares of their sequences in use"
+    )
+    placement_seed: int | None = knob(
+        None, "what random and power_of_two draw from; none: drawn at start", low=0, high=2**63 - 1, metavar="N"
     )
     max_body_mib: int = knob(
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024

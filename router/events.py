@@ -20,16 +20,35 @@ class NodeRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a completion's tokens are drawn, and what ends it; 0 switches off what has no other default."""
+
+    temperature: float
+    max_tokens: int  # completion tokens of a branch, across attempts and those of `generated_token_ids`
+    stop_token_ids: tuple[int, ...]  # the client's and, unless it ignores them, the model's own
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    num_logprobs: int | None = None  # None: none; else each token's own, and of so many most likely ones
+    wants_prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client asked for, in tokens."""
+    """What a client asked of one prompt, in tokens: `num_choices` completions, each a branch of its own."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    seed: int  # effective: drawn by the API if the client gave none
-    temperature: float
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]  # empty with ignore_eos
+    seed: int  # effective, of choice 0: drawn by the API if the client gave none; for the others see seeds.py
+    sampling: Sampling
     deadline: float  # the instant, on the router's monotonic clock
+    num_choices: int = 1
+    generated_token_ids: tuple[int, ...] = ()  # a resubmission: what choice 0 starts with
 
 
 # ---------------------------------------------------------------- events
@@ -37,7 +56,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A client's request; exactly one Finished or Failed answers it, unless the client aborts."""
+    """A client's request; one Finished per choice or one Failed answers it, unless the client aborts."""
 
     request: GenerationRequest
 
@@ -47,6 +66,15 @@ class Aborted:
     """The client went away; nothing more is emitted for this request."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A stop string was found in the text of a choice's first `num_tokens` tokens: it ends with them."""
+
+    request_id: str
+    choice: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +129,16 @@ class LoadReported:
 
 
 Event = (
-    Submitted | Aborted | NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | FromNode | LoadReported
+    Submitted
+    | Aborted
+    | Stopped
+    | NodeListed
+    | NodeUnlisted
+    | SessionUp
+    | SessionBroken
+    | SessionLost
+    | FromNode
+    | LoadReported
 )
 
 # ---------------------------------------------------------------- actions
@@ -131,25 +168,37 @@ class ToNode:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """New tokens of a request's completion, from index `first_index`, without gap or repeat."""
+    """New tokens of a choice's completion, from index `first_index`, without gap or repeat."""
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()  # one per token where they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The logprobs of prompt tokens 1, 2, …, where they were asked for: once per choice, before its Finished."""
+
+    request_id: str
+    choice: int
+    logprobs: tuple[pb.TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request's only result; everything was emitted before."""
+    """A choice's only result; everything was emitted before."""
 
     request_id: str
     finish_reason: str  # "stop", "length"
     token_ids: tuple[int, ...]  # the whole completion
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request's only error."""
+    """The request's only error: it ends every choice that has not finished."""
 
     request_id: str
     status: int  # of the HTTP answer, if none was begun
@@ -166,4 +215,12 @@ class Count:
     label: str = ""
 
 
-Action = Dial | HangUp | ToNode | Emitted | Finished | Failed | Count
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Add to a histogram; `name` is one of the core's (see router/metrics.py)."""
+
+    name: str
+    seconds: float
+
+
+Action = Dial | HangUp | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe

@@ -21,6 +21,19 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
 }
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SECONDS_PER_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+# Histograms: name -> (name to the world, help, upper bounds in seconds).
+HISTOGRAMS: Final[Mapping[str, tuple[str, str, tuple[float, ...]]]] = {
+    "first_token": ("time_to_first_token_seconds", "from a request's arrival to its first token", _SECONDS),
+    "output_token": (
+        "time_per_output_token_seconds",
+        "between the tokens of a choice, on average, once it has finished; of choices with two tokens at least",
+        _SECONDS_PER_TOKEN,
+    ),
+    "request": ("request_seconds", "from a request's arrival to its end", _SECONDS),
+    "queue": ("queue_seconds", "from an attempt's turn to wait for room to its dispatch", _SECONDS),
+}
 
 
 class RouterMetrics:
@@ -28,46 +41,58 @@ class RouterMetrics:
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
         """`snapshot` is the core's."""
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._core = {
-            name: Counter(f"baton_router_{name}", text, [label] if label else [], registry=self._registry)
+            name: Counter(f"baton_router_{name}", text, [label] if label else [], registry=registry)
             for name, (text, label) in CORE_COUNTERS.items()
         }
         self._ends = Counter(
-            "baton_router_requests", "requests that ended, by outcome", ["outcome"], registry=self._registry
+            "baton_router_requests",
+            "requests that ended (one per prompt), by outcome: the finish reason of its choices, or mixed; aborted; "
+            "the code of its error",
+            ["outcome"],
+            registry=registry,
+        )
+        self._choices = Counter(
+            "baton_router_choices", "choices that finished, by finish reason", ["finish_reason"], registry=registry
         )
         self._tokens = Counter(
-            "baton_router_tokens", "tokens of requests that ended", ["kind"], registry=self._registry
+            "baton_router_tokens",
+            "tokens of requests that ended, by kind: prompt, completion",
+            ["kind"],
+            registry=registry,
         )
-        self._first_token = Histogram(
-            "baton_router_time_to_first_token_seconds",
-            "from a request's arrival to its first token",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._duration = Histogram(
-            "baton_router_request_seconds",
-            "from a request's arrival to its end",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._registry.register(_CoreGauges(snapshot))
+        self._histograms = {
+            name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
+            for name, (shown, text, bounds) in HISTOGRAMS.items()
+        }
+        registry.register(_CoreGauges(snapshot))
 
     def count(self, name: str, label: str) -> None:
         """Raise a counter of the core."""
         counter = self._core[name]
         (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc()
 
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token."""
-        self._first_token.observe(seconds)
+    def observe(self, name: str, seconds: float) -> None:
+        """Add to one of HISTOGRAMS."""
+        self._histograms[name].observe(seconds)
+
+    def choice_finished(self, reason: str, seconds_per_token: float | None) -> None:
+        """One of a request's choices has its end."""
+        self._choices.labels(reason).inc()
+        if seconds_per_token is not None:
+            self.observe("output_token", seconds_per_token)
 
     def request_ended(self, outcome: str, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
         """A request ended: with a finish reason, a failure's code, or "aborted"."""
         self._ends.labels(outcome).inc()
-        self._duration.observe(seconds)
+        self.observe("request", seconds)
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(completion_tokens)
+
+    def families(self) -> list[Metric]:
+        """Every metric as it is now, with its help."""
+        return list(self._registry.collect())
 
     def render(self) -> bytes:
         """The text format."""
@@ -83,11 +108,15 @@ class _CoreGauges(Collector):
     def collect(self) -> Iterable[Metric]:
         """Read the core."""
         state = self._snapshot()
-        yield GaugeMetricFamily("baton_router_queued_requests", "requests waiting for room", state["queued"])
+        yield GaugeMetricFamily(
+            "baton_router_queued_requests", "choices of requests that wait for room", state["queued"]
+        )
         yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", len(state["requests"]))
         labels = ["node", "role"]
         up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
-        prefilling = GaugeMetricFamily("baton_router_node_prefilling", "requests in prefill there", labels=labels)
+        prefilling = GaugeMetricFamily(
+            "baton_router_node_prefilling", "choices of requests in prefill there", labels=labels
+        )
         branches = GaugeMetricFamily("baton_router_node_branches", "sequences placed there", labels=labels)
         for name, node in state["nodes"].items():
             identity = [name.rpartition("@")[0], node["role"]]

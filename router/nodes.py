@@ -1,18 +1,19 @@
 """What the router knows of each node process: its registry entry, its session, and what of ours is on it.
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
-is up. Work is held per request (`prefilling`, `branches`) and counted by looking, so a counter cannot drift. A process that
+is up. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter cannot drift. A process that
 appears under another's name or address has taken its place: the old one is lost at once. Not here: which node is chosen
 (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from proto import baton_pb2 as pb
+from proto.attempt_key import BranchKey
 from router.events import (
     Dial,
     HangUp,
@@ -46,8 +47,8 @@ class Node:
     session: Session = Session.DIALING
     is_listed: bool = True
     load: pb.LoadReport = field(default_factory=pb.LoadReport)
-    prefilling: dict[str, int] = field(default_factory=dict)  # request id -> its tokens to prefill
-    branches: set[str] = field(default_factory=set)  # ids of requests that hold a sequence of a decode node
+    prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
+    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
     prefill_tokens: int = 0  # sum over `prefilling`
 
     @property
@@ -84,7 +85,7 @@ class NodeChange:
     """What an event about nodes brings about."""
 
     actions: list[Dial | HangUp] = field(default_factory=list)
-    orphans: dict[str, NodeRef] = field(default_factory=dict)  # request id -> the lost node that it was on
+    orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
 
 
 class NodeTable:
@@ -100,6 +101,20 @@ class NodeTable:
     def find(self, ref: NodeRef) -> Node | None:
         """The node process, if it is known."""
         return self._nodes.get(ref)
+
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able state by node process."""
+        return {
+            f"{node.ref.name}@{node.ref.incarnation}": {
+                "role": pb.Role.Name(node.entry.role).removeprefix("ROLE_").lower(),
+                "session": node.session.value,
+                "listed": node.is_listed,
+                "prefilling": len(node.prefilling),
+                "prefill_tokens": node.prefill_tokens,
+                "branches": len(node.branches),
+            }
+            for node in self
+        }
 
     # ---------------------------------------------------------------- coming and going
 
@@ -214,22 +229,23 @@ class NodeTable:
 
     # ---------------------------------------------------------------- work
 
-    def occupy(self, request_id: str, pair: Pair, tokens_to_prefill: int) -> None:
-        """Count an attempt on both of its nodes."""
+    def occupy(self, branch: BranchKey, pair: Pair, tokens_to_prefill: int) -> pb.Target:
+        """Count an attempt on both of its nodes; the second as the first is told of it."""
         prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
-        prefill.prefilling[request_id] = tokens_to_prefill
+        prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
-        decode.branches.add(request_id)
+        decode.branches.add(branch)
+        return pb.Target(node=decode.entry.node, grpc_address=decode.entry.grpc_address)
 
-    def vacate_prefill(self, request_id: str, pair: Pair) -> None:
+    def vacate_prefill(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
         node = self._nodes.get(pair.prefill)
         if node is not None:
-            node.prefill_tokens -= node.prefilling.pop(request_id, 0)
+            node.prefill_tokens -= node.prefilling.pop(branch, 0)
 
-    def vacate(self, request_id: str, pair: Pair) -> None:
+    def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""
-        self.vacate_prefill(request_id, pair)
+        self.vacate_prefill(branch, pair)
         node = self._nodes.get(pair.decode)
         if node is not None:
-            node.branches.discard(request_id)
+            node.branches.discard(branch)

@@ -1,19 +1,27 @@
 """What clients get: the JSON of whole answers and of stream chunks, in OpenAI's shapes.
 
-Beyond those shapes every choice names the effective `seed` (whole answers; a stream's first and last chunk), so that an
-answer can be drawn again; and with `return_token_ids`, `prompt_token_ids` (whole answers; first chunk) and
-`completion_token_ids` (whole answers: all; chunks: the chunk's own, the stop token included although it has no text).
+Beyond those shapes every choice names its effective `seed` (whole answers; a stream's first and last chunk), so that it can be
+drawn again; and with `return_token_ids`, `prompt_token_ids` (whole answers; first chunk) and `completion_token_ids` (whole
+answers: all; chunks: the chunk's own; the stop token included although it has no text, `generated_token_ids` of the client
+not). Choices are numbered prompt by prompt. Usage counts each prompt once, whatever `n` is, and of the completions what was
+generated here, up to and including the token that completes a stop string.
+
+A chunk's logprobs are those of its tokens, whose text may come later: the chunks' entries one behind the other are those of
+the whole answer.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from router.events import GenerationRequest
-from router.text import ModelText
+from router.answer import Asked, Piece
+from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
+from router.seeds import branch_seed
+from router.spelling import Spelling
 
 STREAM_END: Final = b"data: [DONE]\n\n"
 
@@ -29,7 +37,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class AnswerForm(Protocol):
-    """Where an endpoint puts the text of a choice."""
+    """Where an endpoint puts the text and the logprobs of a choice."""
 
     id_prefix: str
     object_name: str
@@ -41,6 +49,9 @@ class AnswerForm(Protocol):
     def part(self, text: str, is_first: bool) -> dict[str, Any]:
         """Fields of a chunk's choice."""
 
+    def logprobs(self, tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
+        """The field `logprobs` of either."""
+
 
 class CompletionForm:
     """/v1/completions."""
@@ -51,11 +62,15 @@ class CompletionForm:
 
     def whole(self, text: str) -> dict[str, Any]:
         """A text."""
-        return {"text": text, "logprobs": None}
+        return {"text": text}
 
     def part(self, text: str, is_first: bool) -> dict[str, Any]:
         """The text's next part."""
-        return {"text": text, "logprobs": None}
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
+        """A list for each thing known of a token."""
+        return completion_logprobs(tokens, num_top, spelling)
 
 
 class ChatForm:
@@ -67,11 +82,15 @@ class ChatForm:
 
     def whole(self, text: str) -> dict[str, Any]:
         """A message of the assistant."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": None}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def part(self, text: str, is_first: bool) -> dict[str, Any]:
         """The message's next part; the first one says who speaks."""
-        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}, "logprobs": None}
+        return {"delta": ({"role": "assistant"} if is_first else {}) | {"content": text}}
+
+    def logprobs(self, tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
+        """An object for each token."""
+        return chat_logprobs(tokens, num_top, spelling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,81 +98,128 @@ class AnswerOptions:
     """How the client wants its answer."""
 
     model_name: str
-    is_stream: bool
     includes_usage: bool  # of a stream; a whole answer always does
     returns_token_ids: bool
+    num_logprobs: int | None  # None: no logprobs
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has been told of a choice."""
+
+    asked: Asked
+    seed: int
+    is_first: bool = True  # nothing has
+    num_tokens: int = 0
+    whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
+    texts: list[str] = field(default_factory=list)
+
+    def text_of(self, piece: Piece) -> str:
+        """The piece's text, behind the prompt's if it is the first piece of an echo."""
+        echo = self.asked.echo
+        return echo.text + piece.text if echo is not None and self.is_first else piece.text
+
+    def scored(self, piece: Piece) -> list[ScoredToken]:
+        """The piece's tokens with their logprobs, behind the prompt's if it is the first piece of an echo."""
+        start, echo, tokens = 0, self.asked.echo, list[ScoredToken]()
+        if echo is not None:
+            start = len(echo.text)
+            if self.is_first:
+                scores = [None, *piece.prompt_logprobs]
+                ids = self.asked.request.prompt_token_ids
+                tokens += map(ScoredToken, ids, echo.offsets, scores)
+        offsets = [start + offset for offset in piece.offsets]
+        return [*tokens, *map(ScoredToken, piece.token_ids, offsets, piece.logprobs)]
 
 
 class AnswerWriter:
-    """Turns one request's tokens into its answer; gets them piece by piece in either case, so both read the same."""
+    """Turns an answer's pieces into what the client reads; gets the same ones for a stream and for a whole answer."""
 
-    def __init__(self, request: GenerationRequest, form: AnswerForm, options: AnswerOptions, text: ModelText) -> None:
-        self._request = request
+    def __init__(self, asked: Sequence[Asked], form: AnswerForm, options: AnswerOptions, spelling: Spelling) -> None:
         self._form = form
         self._options = options
-        self._detokenizer = text.detokenizer()
-        self._silent_ids = request.stop_token_ids  # a stop token ends the text, it is not in it
+        self._spelling = spelling
+        self._num_prompt_tokens = sum(len(each.request.prompt_token_ids) for each in asked)
+        self._choices = [
+            _Choice(each, branch_seed(each.request.seed, choice))
+            for each in asked
+            for choice in range(each.request.num_choices)
+        ]
         self._frame = {
-            "id": form.id_prefix + request.request_id,
+            "id": form.id_prefix + asked[0].request.request_id,
             "created": unix_seconds(),
             "model": options.model_name,
         }
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._is_first = True
 
-    def chunk(self, token_ids: list[int]) -> bytes:
-        """The event for new tokens; empty if they complete no text that could be shown yet."""
-        text = self._push(token_ids)
-        if not text and not self._is_first and not self._options.returns_token_ids:
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        """The event for a choice's next piece; empty if there is nothing in it that the client could be shown yet."""
+        choice = self._choices[index]
+        choice.num_tokens += len(piece.token_ids)
+        is_shown = choice.is_first or piece.finish_reason is not None or piece.text
+        has_tokens = self._options.returns_token_ids or self._options.num_logprobs is not None
+        if not is_shown and not (has_tokens and piece.token_ids):
             return b""
-        return self._chunk(text, token_ids, None)
+        content = {
+            "index": index,
+            **self._form.part(choice.text_of(piece), choice.is_first),
+            "logprobs": self._logprobs(choice, piece),
+            "finish_reason": piece.finish_reason,
+        }
+        if choice.is_first or piece.finish_reason is not None:
+            content["seed"] = choice.seed
+        if self._options.returns_token_ids:
+            if choice.is_first:
+                content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
+            content["completion_token_ids"] = piece.token_ids
+        choice.is_first = False
+        frame = {**self._frame, "object": self._form.chunk_object_name, "choices": [content]}
+        return event(frame | ({"usage": None} if self._options.includes_usage else {}))
 
-    def last_chunks(self, token_ids: list[int], finish_reason: str) -> bytes:
+    def stream_end(self) -> bytes:
         """The events that end a stream that went well."""
-        text = self._push(token_ids) + self._detokenizer.finish()
-        chunks = self._chunk(text, token_ids, finish_reason)
-        if self._options.includes_usage:
-            frame = {**self._frame, "object": self._form.chunk_object_name}
-            chunks += event({**frame, "choices": [], "usage": self._usage()})
-        return chunks + STREAM_END
+        if not self._options.includes_usage:
+            return STREAM_END
+        frame = {**self._frame, "object": self._form.chunk_object_name}
+        return event({**frame, "choices": [], "usage": self._usage()}) + STREAM_END
 
-    def collect(self, token_ids: list[int]) -> None:
-        """Keep new tokens for `whole`."""
-        self._texts.append(self._push(token_ids))
+    def collect(self, index: int, piece: Piece) -> None:
+        """Keep a choice's next piece for `whole`."""
+        choice, whole = self._choices[index], self._choices[index].whole
+        choice.num_tokens += len(piece.token_ids)
+        choice.texts.append(piece.text)
+        whole.token_ids += piece.token_ids
+        whole.offsets += piece.offsets
+        whole.logprobs += piece.logprobs
+        whole.prompt_logprobs = whole.prompt_logprobs or piece.prompt_logprobs
+        whole.finish_reason = piece.finish_reason
 
-    def whole(self, finish_reason: str) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The whole answer."""
-        text = "".join([*self._texts, self._detokenizer.finish()])
-        choice = {"index": 0, **self._form.whole(text), "finish_reason": finish_reason, "seed": self._request.seed}
-        if self._options.returns_token_ids:
-            choice["prompt_token_ids"] = self._request.prompt_token_ids
-            choice["completion_token_ids"] = self._token_ids
-        return {**self._frame, "object": self._form.object_name, "choices": [choice], "usage": self._usage()}
+        choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._frame, "object": self._form.object_name, "choices": choices, "usage": self._usage()}
 
-    def _push(self, token_ids: list[int]) -> str:
-        self._token_ids += token_ids
-        silent_ids = self._silent_ids
-        return self._detokenizer.push([each for each in token_ids if each not in silent_ids])
-
-    def _chunk(self, text: str, token_ids: list[int], finish_reason: str | None) -> bytes:
-        is_first, self._is_first = self._is_first, False
-        choice = {"index": 0, **self._form.part(text, is_first), "finish_reason": finish_reason}
-        if is_first or finish_reason is not None:
-            choice["seed"] = self._request.seed
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        choice.whole.text = "".join(choice.texts)
+        content = {
+            "index": index,
+            **self._form.whole(choice.text_of(choice.whole)),
+            "logprobs": self._logprobs(choice, choice.whole),
+            "finish_reason": choice.whole.finish_reason,
+            "seed": choice.seed,
+        }
         if self._options.returns_token_ids:
-            if is_first:
-                choice["prompt_token_ids"] = self._request.prompt_token_ids
-            choice["completion_token_ids"] = token_ids
-        content = {**self._frame, "object": self._form.chunk_object_name, "choices": [choice]}
-        if self._options.includes_usage:
-            content["usage"] = None
-        return event(content)
+            content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
+            content["completion_token_ids"] = choice.whole.token_ids
+        return content
+
+    def _logprobs(self, choice: _Choice, piece: Piece) -> dict[str, Any] | None:
+        num_top = self._options.num_logprobs
+        return None if num_top is None else self._form.logprobs(choice.scored(piece), num_top, self._spelling)
 
     def _usage(self) -> dict[str, int]:
-        num_prompt, num_completion = len(self._request.prompt_token_ids), len(self._token_ids)
+        num_completion = sum(choice.num_tokens for choice in self._choices)
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
+            "total_tokens": self._num_prompt_tokens + num_completion,
         }

@@ -1,8 +1,8 @@
 """What clients may ask: the bodies of the OpenAI endpoints, checked once, each error one sentence.
 
 A parameter of the API that this version does not serve is refused unless it asks for nothing (its default, or null): never
-ignored, because an answer that silently leaves something out is a wrong answer. Checks that need the model or the nodes
-(vocabulary, length) are in api.py.
+ignored, because an answer that silently leaves something out is a wrong answer. Checks that need several fields, the model or
+the nodes (vocabulary, length) are in intake.py.
 """
 
 from __future__ import annotations
@@ -11,53 +11,51 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+)
 
 MAX_SEED: Final = 2**63 - 1
 MAX_REQUEST_ID_LENGTH: Final = 256
 REQUEST_ID_PATTERN: Final = r"^[\x21-\x7e]+$"  # it is echoed in a header
+MAX_CHOICES_PER_PROMPT: Final = 16
+MAX_LOGPROBS: Final = 20
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_LENGTH: Final = 1000  # characters
+MAX_STOP_TOKEN_IDS: Final = 256  # with the model's own ones well within what nodes take
+MAX_LOGIT_BIASES: Final = 1024
 _SHOWN_LENGTH: Final = 60  # characters of a wrong value that its error repeats
 
-_BRANCHES: Final = (
-    "str",
-    "list[int]",
-    "list[TextPart]",
-    "constrained-str",
-)  # pydantic puts a union's branches into locations
+_BRANCHES: Final = ("str", "list[TextPart]", "constrained-str")  # pydantic puts a union's branches into locations
 
-# Parameters of the OpenAI API (and of its usual extensions) that are not served yet -> values that ask for nothing.
+# Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "generated_token_ids": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (0, -1),
     "top_logprobs": (0,),
-    "top_p": (1,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -119,17 +117,48 @@ class Message(_Body):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+StopStrings = Annotated[
+    Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
+            ]
+        }
+    ),
+]
+PromptForm = str | list[str] | list[int] | list[list[int]]
+
+
 class GenerationBody(_Body):
     """What both endpoints take."""
 
     model: StrictStr
-    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=2, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = {}
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
-    stream: Annotated[bool, Field(strict=True)] = False
+    stop: StopStrings = []
+    stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    ignore_eos: Flag = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
-    ignore_eos: Annotated[bool, Field(strict=True)] = False
-    return_token_ids: Annotated[bool, Field(strict=True)] = False
+    return_token_ids: Flag = False
+    generated_token_ids: list[StrictInt] = []
     user: StrictStr | None = None
     request_id: (
         Annotated[str, Field(strict=True, max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None
@@ -144,7 +173,15 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
-    prompt: StrictStr | list[StrictInt]
+    prompt: Annotated[PromptForm, SkipValidation]  # see prompts_of
+    echo: Flag = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens are asked for; None: no logprobs at all."""
+        return self.logprobs
 
 
 class ChatBody(GenerationBody):
@@ -152,6 +189,13 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # one error of a huge list is enough
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As a completion's."""
+        return self.top_logprobs if self.logprobs else None
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -168,7 +212,6 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
     asked = {name: value for name, value in values.items() if value is not None}
     for name in [name for name in asked if name not in body_type.model_fields]:
         _check_unserved(name, asked.pop(name))
-    _check_prompt_form(asked.get("prompt"))
     try:
         return body_type.model_validate(asked)
     except ValidationError as error:
@@ -188,11 +231,28 @@ def _check_unserved(name: str, value: object) -> None:
     raise bad_request(name, f"not supported by this version (got {_shown(value)})", "unsupported_parameter")
 
 
-def _check_prompt_form(prompt: object) -> None:
-    if prompt is not None and not isinstance(prompt, str | list):
-        raise bad_request("prompt", f"must be a text or a list of token ids, not {_shown(prompt)}")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        raise bad_request("prompt", "a list of prompts is not supported by this version", "unsupported_parameter")
+def prompts_of(value: object) -> list[str | list[int]]:
+    """The prompts of a completion in any of their four forms; token ids are whole numbers, and not checked further."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise bad_request("prompt", f"must be a text, a list of token ids, or a list of either, not {_shown(value)}")
+    if not value:
+        raise bad_request("prompt", "must not be empty")
+    first = type(value[0])
+    expected = {int: "a token id", str: "a text", list: "a list of token ids"}.get(first, "a text or a token id")
+    for position, each in enumerate(value):
+        if type(each) is not first or first not in (int, str, list):
+            raise bad_request(f"prompt.{position}", f"must be {expected}, not {_shown(each)}")
+        if first is list:
+            _check_token_list(f"prompt.{position}", each)
+    return [value] if first is int else value
+
+
+def _check_token_list(field: str, token_ids: list[object]) -> None:
+    if set(map(type, token_ids)) - {int}:
+        position = next(i for i, each in enumerate(token_ids) if type(each) is not int)
+        raise bad_request(f"{field}.{position}", f"must be a token id, not {_shown(token_ids[position])}")
 
 
 def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: object) -> ApiError:
@@ -203,11 +263,13 @@ def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: o
             return bad_request(field, "is required", "missing_parameter")
         case "extra_forbidden":
             return bad_request(field, "unknown parameter", "unknown_parameter")
-        case "too_short":
+        case "too_short" | "string_too_short":
             return bad_request(field, "must not be empty")
+        case "too_long":
+            message = message.split(" after validation")[0]
         case "model_type":
             return bad_request(field, f"must be an object, not {_shown(value)}")
-    for subject in ("Input should", "String should"):
+    for subject in ("Input should", "String should", "List should", "Dictionary should"):
         message = message.replace(subject, "must")
     return bad_request(field, f"{message}, not {_shown(value)}")
 

@@ -7,16 +7,20 @@ pair whenever one is allowed.
 
 Defaults, both `least_loaded`: on a prefill node load is the number of prompt tokens still to be computed, because prompts
 differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in use. Nodes
-with equal load take turns, so an idle cluster spreads its work instead of warming one pair. `round_robin` ignores load.
+with equal load take turns, so an idle cluster spreads its work instead of warming one pair. `power_of_two` takes the less
+loaded of two nodes drawn at random: with several routers, which see each other's work late, it keeps them from all choosing the
+same node. `round_robin` and `random` ignore load. What is drawn follows from the seed given, so equal events place equally.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from router.events import NodeRef
+
+_MASK: Final = 2**64 - 1
 
 Load = tuple[float, float]  # compared in order; the second breaks ties of the first
 
@@ -75,18 +79,62 @@ class LeastLoaded:
         return self._among_equals.choose([candidate for candidate in candidates if candidate.load == lowest])
 
 
-POLICIES: Final[dict[str, type[RoundRobin] | type[LeastLoaded]]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
+class Draw:
+    """Numbers that follow from a seed (SplitMix64): the standard library's generator is no part of what decides."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed & _MASK
+
+    def below(self, bound: int) -> int:
+        """The next number from 0 to bound - 1; uneven by less than bound / 2**64."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = self._state
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return ((mixed ^ (mixed >> 31)) * bound) >> 64
+
+
+class Random:
+    """Any node, each equally likely."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        """A candidate drawn."""
+        return candidates[self._draw.below(len(candidates))]
+
+
+class PowerOfTwo:
+    """The less loaded of two different nodes drawn at random; of equals the one drawn first."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        """A candidate drawn, unless the second one drawn undercuts it."""
+        if len(candidates) == 1:
+            return candidates[0]
+        first = self._draw.below(len(candidates))
+        second = self._draw.below(len(candidates) - 1)
+        return min(candidates[first], candidates[second + (second >= first)], key=lambda candidate: candidate.load)
+
+
+POLICIES: Final[Mapping[str, Callable[[Draw], Policy]]] = {
+    "least_loaded": lambda draw: LeastLoaded(),
+    "power_of_two": PowerOfTwo,
+    "random": Random,
+    "round_robin": lambda draw: RoundRobin(),
 }
 
 
 class Placement:
     """One policy per role."""
 
-    def __init__(self, prefill: str = "least_loaded", decode: str = "least_loaded") -> None:
-        self._prefill: Policy = POLICIES[prefill]()
-        self._decode: Policy = POLICIES[decode]()
+    def __init__(self, prefill: str = "least_loaded", decode: str = "least_loaded", seed: int = 0) -> None:
+        draw = Draw(seed)
+        self._prefill = POLICIES[prefill](draw)
+        self._decode = POLICIES[decode](draw)
 
     def choose(
         self,

@@ -27,9 +27,9 @@ from proto import baton_pb2_grpc as pb_grpc
 from router.api import Api, ApiSettings
 from router.config import RouterConfig
 from router.core import RouterCore
+from router.entrance import RouterCoreConfig
 from router.http_server import BACKLOG, HttpServer
 from router.placement import Placement
-from router.requests import RouterCoreConfig
 from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
@@ -103,7 +103,8 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
     )
-    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode))
+    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
+    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
     return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))

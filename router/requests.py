@@ -1,37 +1,26 @@
-"""A request while it lives in the router: its phases as types, and what each PD Error means for it.
+"""A request while it lives in the router: its branches, their phases as types, and what each PD Error means for them.
 
     Waiting ──dispatch──> Prefilling ──receiver's first batch──> Decoding ──finish──> (forgotten)
-       ^                     │  │                                   ^
-       └──refused, retried───┘  └──commit unanswered──> CommitUnknown
+       ^                     │  │                                   ^  │                    ^
+       └──refused, retried───┘  └──commit unanswered──> CommitUnknown  └──> AwaitingPrompt ─┘
 
-Who of the two nodes is believed in which phase is the owner rule (ownership.py).
+A request has a branch per choice. Each is queued, dispatched, retried, cancelled and finished by itself, under its own attempt
+numbers; only an error is the whole request's. Who of the two nodes is believed in which phase is the owner rule (ownership.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey
-from router.events import GenerationRequest, NodeRef
+from proto.attempt_key import AttemptKey, BranchKey
+from router.entrance import RouterCoreConfig
+from router.events import GenerationRequest, NodeRef, Sampling
 from router.ownership import Owner
 from router.placement import Pair
+from router.seeds import branch_seed
 from router.token_log import TokenLog
-
-
-@dataclass(frozen=True, slots=True)
-class RouterCoreConfig:
-    """The core's numbers; the router's flags fill the first three."""
-
-    max_queue: int = 1024  # requests waiting; beyond: 429
-    max_inflight_prefills: int = 32  # per prefill node
-    preempt_retry_count: int = 3  # attempts after the first that a broken handoff may cost
-    commit_unknown_grace_s: float = 2.0  # how long the receiver's first batch is awaited after an unanswered Commit
-    min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before
-    max_refusal_wait_s: float = 2.0  # whatever it says: the request holds up those behind it meanwhile
-    retry_after_s: float = 1.0  # what a client turned away is told
-    forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,56 +56,86 @@ class Decoding:
     pair: Pair
 
 
-Phase = Waiting | Prefilling | CommitUnknown | Decoding
+@dataclass(frozen=True, slots=True)
+class AwaitingPrompt:
+    """Complete, but for the prompt's logprobs: the receiver's last batch has overtaken the sender's first."""
+
+    owner: ClassVar = Owner.NOBODY
+    pair: Pair
+    until: float
+    finish_reason: str
+    num_tokens: int | None  # of the log that are the completion; None: all
 
 
-@dataclass(slots=True)
-class LiveRequest:
-    """Everything that the router's core keeps for a request, until its one end."""
+Phase = Waiting | Prefilling | CommitUnknown | Decoding | AwaitingPrompt
 
-    request: GenerationRequest
-    arrival: int  # its place in the queue, also when it comes back
-    log: TokenLog
-    retries_left: int
-    phase: Phase
-    num_refusals: int = 0  # that it met so far; they use no retry
-    attempt: int = -1  # number of the newest attempt; before the first there is none
-    last_pair: Pair | None = None  # where that attempt ran
-    held_off: dict[NodeRef, float] = field(
-        default_factory=dict
-    )  # nodes that refused or failed it: not before that instant
+
+class LiveBranch:
+    """Everything that the router's core keeps for one choice of a request, until its one end."""
+
+    def __init__(self, request: GenerationRequest, choice: int, arrival: int, retries_left: int, now: float) -> None:
+        self.request = request
+        self.key = BranchKey(request.request_id, choice)
+        self.seed = branch_seed(request.seed, choice)
+        self.arrival = arrival  # its place in the queue, also when it comes back
+        self.log = TokenLog(request.sampling.max_tokens, request.generated_token_ids)
+        self.retries_left = retries_left
+        self.num_refusals = 0  # that it met so far; they use no retry
+        self.phase: Phase = Waiting()
+        self.waits_since = now
+        self.attempt = -1  # number of the newest attempt; before the first there is none
+        self.last_pair: Pair | None = None  # where that attempt ran
+        self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
+        self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property
     def pair(self) -> Pair | None:
-        """The nodes that the newest attempt is on; None while the request waits."""
+        """The nodes that the newest attempt is on; None while the branch waits."""
         return None if isinstance(self.phase, Waiting) else self.phase.pair
 
     @property
-    def key(self) -> AttemptKey:
+    def attempt_key(self) -> AttemptKey:
         """The newest attempt's fence."""
-        return AttemptKey(self.request.request_id, 0, self.attempt)
+        return AttemptKey(*self.key, self.attempt)
 
     @property
     def total_tokens(self) -> int:
         """How long the sequence may become, prompt included."""
-        return len(self.request.prompt_token_ids) + self.request.max_tokens
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
     @property
     def is_complete(self) -> bool:
         """Nothing is left to generate, whatever became of the attempt."""
-        return self.ended_by_stop_token or len(self.log) >= self.request.max_tokens
+        return self.ended_by_stop_token or len(self.log) >= self.request.sampling.max_tokens
 
     @property
     def ended_by_stop_token(self) -> bool:
         """The newest token ends the completion."""
-        return self.log.last_token_id in self.request.stop_token_ids
+        return self.log.last_token_id in self.request.sampling.stop_token_ids
+
+    def refused(self, wait_s: float, config: RouterCoreConfig) -> float:
+        """Note a refusal; after how many seconds to ask again, if the node says `wait_s`: each has cost a prefill, so less and
+        less often."""
+        self.num_refusals += 1
+        patience_s: float = config.min_refusal_wait_s * 2 ** min(self.num_refusals - 1, 6)
+        return min(max(wait_s, patience_s), config.max_refusal_wait_s)
+
+    def logprobs_problem(self, tokens: pb.BranchTokens) -> str | None:
+        """Why the logprobs of a batch cannot be right."""
+        num_tokens, num_logprobs = len(tokens.token_ids), len(tokens.logprobs)
+        if self.request.sampling.num_logprobs is not None and num_tokens != num_logprobs:
+            return f"{num_tokens} tokens arrived with {num_logprobs} logprobs"
+        num_scored, num_expected = len(tokens.prompt_logprobs), len(self.request.prompt_token_ids) - 1
+        if self.awaits_prompt_logprobs and num_scored not in (0, num_expected):
+            return f"{num_scored} prompt logprobs arrived where {num_expected} were due"
+        return None
 
     def wake_at(self, now: float) -> float:
-        """The nearest instant at which something happens to the request by itself: the deadline at the latest."""
+        """The nearest instant at which something happens to the branch by itself: the deadline at the latest."""
         instants = [self.request.deadline]
         if isinstance(self.phase, Waiting):
             instants += [until for until in self.held_off.values() if until > now]
-        if isinstance(self.phase, CommitUnknown):
+        if isinstance(self.phase, CommitUnknown | AwaitingPrompt):
             instants.append(self.phase.until)
         return min(instants)
 
@@ -126,23 +145,47 @@ class LiveRequest:
 
     def dispatch(self, target: pb.Target, now: float) -> pb.Dispatch:
         """The message that starts the newest attempt."""
-        request = self.request
+        request_id, choice = self.key
         return pb.Dispatch(
-            request_id=request.request_id,
+            request_id=request_id,
             attempt=self.attempt,
-            branches=[pb.Branch(choice=0, seed=request.seed, generated_token_ids=self.log.token_ids)],
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=pb.Sampling(
-                temperature=request.temperature,
-                max_tokens=request.max_tokens,
-                stop_token_ids=request.stop_token_ids,
-            ),
+            branches=[pb.Branch(choice=choice, seed=self.seed, generated_token_ids=self.log.token_ids)],
+            prompt_token_ids=self.request.prompt_token_ids,
+            sampling=_sampling_message(self.request.sampling, self.awaits_prompt_logprobs),
             target=target,
             ms_left=self.ms_left(now),
         )
 
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state."""
+        return {
+            "choice": self.key.choice,
+            "phase": type(self.phase).__name__,
+            "attempt": self.attempt,
+            "tokens": len(self.log),
+            "retries_left": self.retries_left,
+        }
 
-# Before Commit: no room there now. The request waits for capacity; no retry is used.
+
+def _sampling_message(sampling: Sampling, awaits_prompt_logprobs: bool) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        num_logprobs=sampling.num_logprobs,
+        prompt_logprobs=awaits_prompt_logprobs,
+    )
+
+
+# Before Commit: no room there now. The branch waits for capacity; no retry is used.
 REFUSALS: Final = frozenset({pb.NO_BLOCKS, pb.BUSY})
 
 # Before Commit: the attempt broke. One retry each.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from proto import baton_pb2 as pb
-from router.answer import Answer, Arrival, ClientGone
+from router.answer import Answer, ClientGone
 from router.core import RouterCore
 from router.events import (
     Aborted,
@@ -26,15 +26,17 @@ from router.events import (
     Failed,
     Finished,
     FromNode,
-    GenerationRequest,
     HangUp,
     LoadReported,
     NodeListed,
     NodeRef,
     NodeUnlisted,
+    Observe,
+    PromptScored,
     SessionBroken,
     SessionLost,
     SessionUp,
+    Stopped,
     Submitted,
     ToNode,
 )
@@ -62,11 +64,10 @@ class RouterShell:
 
     # ---------------------------------------------------------------- the HTTP side
 
-    def submit(self, request: GenerationRequest, arrival: Arrival) -> Answer:
-        """Start a request; the handle gets its tokens and its end."""
-        answer = self._answers[request.request_id] = Answer(request, arrival)
-        self._feed(Submitted(request))
-        return answer
+    def submit(self, answer: Answer) -> None:
+        """Start a request; the handle gets its tokens and its ends."""
+        self._answers[answer.request.request_id] = answer
+        self._feed(Submitted(answer.request))
 
     def abort(self, answer: Answer) -> None:
         """The client has gone; without effect once the request has ended."""
@@ -148,13 +149,20 @@ class RouterShell:
     def _perform_all(self, actions: list[Action], now: float) -> None:
         for action in actions:
             match action:
-                case Emitted(request_id, _, token_ids):
-                    self._emit(request_id, token_ids, now)
+                case Emitted():
+                    self._emit(action, now)
                 case ToNode(node, message):
                     self._dialer.send(node.name, node.incarnation, message)
                 case Count(name, label):
                     self.metrics.count(name, label)
-                case Finished(request_id) | Failed(request_id):
+                case Observe(name, seconds):
+                    self.metrics.observe(name, seconds)
+                case PromptScored(request_id, choice, logprobs):
+                    if (answer := self._answers.get(request_id)) is not None:
+                        answer.choices[choice].put_prompt_logprobs(logprobs)
+                case Finished():
+                    self._finish(action)
+                case Failed(request_id):
                     self._end(request_id, action)
                 case Dial(entry):
                     self._dialer.dial(entry)
@@ -162,26 +170,41 @@ class RouterShell:
                     log_event(_LOG, logging.INFO, "node_forgotten", node=node.name)
                     self._dialer.hang_up(node.name, node.incarnation)
 
-    def _emit(self, request_id: str, token_ids: tuple[int, ...], now: float) -> None:
-        answer = self._answers.get(request_id)
-        if answer is not None:
-            if answer.first_token_at is None:
-                self.metrics.first_token(now - answer.arrival.at)
-            answer.put(token_ids, now)
+    def _emit(self, emitted: Emitted, now: float) -> None:
+        answer = self._answers.get(emitted.request_id)
+        if answer is None:
+            return
+        if answer.first_token_at is None:
+            answer.first_token_at = now
+            self.metrics.observe("first_token", now - answer.arrival.at)
+        num_tokens = answer.choices[emitted.choice].put(emitted.token_ids, emitted.logprobs, now)
+        if num_tokens is not None:
+            self._events.append(Stopped(emitted.request_id, emitted.choice, num_tokens))
 
-    def _end(self, request_id: str, end: Finished | Failed | ClientGone) -> None:
-        """The one place where a request's end is logged and counted."""
+    def _finish(self, finished: Finished) -> None:
+        answer = self._answers.get(finished.request_id)
+        if answer is None:
+            return
+        choice = answer.choices[finished.choice]
+        choice.finish(finished.finish_reason)
+        self.metrics.choice_finished(choice.finish_reason or "", choice.seconds_per_token)
+        if answer.is_complete:
+            self._end(finished.request_id, None)
+
+    def _end(self, request_id: str, end: Failed | ClientGone | None) -> None:
+        """The one place where a request's end is logged and counted; without `end` each of its choices had its own."""
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return
-        answer.finish(end)
-        match end:
-            case Finished(finish_reason=reason):
-                outcome = reason
-            case Failed(code=code):
-                outcome = code
-            case ClientGone():
-                outcome = "aborted"
+        if answer.is_complete:
+            reasons = {choice.finish_reason or "" for choice in answer.choices}
+            outcome, end = reasons.pop() if len(reasons) == 1 else "mixed", None
+        elif isinstance(end, Failed):
+            outcome = end.code
+        else:
+            outcome, end = "aborted", ClientGone()
+        if end is not None:
+            answer.fail(end)
         seconds = self._loop.time() - answer.arrival.at
         num_prompt_tokens = len(answer.request.prompt_token_ids)
         self.metrics.request_ended(outcome, seconds, num_prompt_tokens, answer.num_tokens)
@@ -195,6 +218,7 @@ class RouterShell:
             prompt_tokens=num_prompt_tokens,
             completion_tokens=answer.num_tokens,
             seconds=round(seconds, 4),
+            **({} if len(answer.choices) == 1 else {"choices": len(answer.choices)}),
             **({} if client_id is None else {"client_request": client_id}),
             **({} if error is None else {"error": error}),
         )

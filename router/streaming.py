@@ -1,7 +1,8 @@
 """An answer on its way to the client: as one JSON object or as server-sent events, and what happens when the client leaves.
 
 The HTTP status is held back until the first token or the error is known: an error before it is an ordinary error answer;
-after it, an event of its own, and no `[DONE]`. A client that disconnects, streaming or not, aborts its request at once.
+after it, an event of its own, and no `[DONE]`. One request of several that fails fails the answer, and the others are cancelled.
+A client that disconnects, streaming or not, aborts its requests at once.
 A client that reads too slowly holds up nobody: its tokens are merged into larger chunks, and past the deadline it is cut off.
 """
 
@@ -16,8 +17,8 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import Answer, Arrival, ClientGone
-from router.events import Failed, Finished, GenerationRequest
+from router.answer import Delivery
+from router.events import Failed
 from router.openai_answers import AnswerWriter, event
 from router.openai_types import ApiError
 from router.shell import RouterShell
@@ -39,13 +40,12 @@ def error_answer(error: ApiError, headers: Mapping[str, str] | None = None) -> R
 
 
 class GenerationResponse(Response):
-    """Runs one request to its end, whatever the end is."""
+    """Runs the requests of one answer to their ends, whatever those are."""
 
     def __init__(
         self,
         shell: RouterShell,
-        request: GenerationRequest,
-        arrival: Arrival,
+        delivery: Delivery,
         writer: AnswerWriter,
         *,
         is_stream: bool,
@@ -53,67 +53,73 @@ class GenerationResponse(Response):
     ) -> None:
         super().__init__()
         self._shell = shell
-        self._request = request
-        self._arrival = arrival
+        self._delivery = delivery
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, answer, and leave nothing behind."""
-        answer = self._shell.submit(self._request, self._arrival)
-        watcher = asyncio.create_task(self._abort_on_disconnect(receive, answer))
+        first = self._delivery.answers[0].request
+        for answer in self._delivery.answers:
+            if self._delivery.failure is None:  # else one before it was turned away
+                self._shell.submit(answer)
+        watcher = asyncio.create_task(self._abort_on_disconnect(receive))
         try:
-            async with asyncio.timeout_at(self._request.deadline + _LAST_WRITE_S):
-                response = await self._stream(answer, send) if self._is_stream else await self._collect(answer)
+            async with asyncio.timeout_at(first.deadline + _LAST_WRITE_S):
+                response = await (self._stream(send) if self._is_stream else self._collect())
                 if response is not None:
                     await response(scope, receive, send)
         except TimeoutError:
-            log_event(_LOG, logging.WARNING, "client_too_slow", request=self._request.request_id)
+            log_event(_LOG, logging.WARNING, "client_too_slow", request=first.request_id)
         finally:
             watcher.cancel()
-            self._shell.abort(answer)  # without effect if it ended
+            self._abort()
 
-    async def _abort_on_disconnect(self, receive: Receive, answer: Answer) -> None:
+    async def _abort_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._shell.abort(answer)
+        self._abort()
 
-    async def _collect(self, answer: Answer) -> Response | None:
-        while True:
-            piece = await answer.take()
-            self._writer.collect(piece.token_ids)
-            match piece.end:
-                case Finished(finish_reason=reason):
-                    return json_answer(self._writer.whole(reason), headers=self._answer_headers)
-                case Failed():
-                    return error_answer(_as_api_error(piece.end), self._answer_headers)
-                case ClientGone():
-                    return None
+    def _abort(self) -> None:
+        """End what has not ended, the last one first: else the room that one leaves goes to the next, for nothing."""
+        for answer in reversed(self._delivery.answers):
+            self._shell.abort(answer)
 
-    async def _stream(self, answer: Answer, send: Send) -> Response | None:
-        is_begun = False
-        while True:
-            piece = await answer.take()
-            match piece.end:
-                case ClientGone():
-                    return None
-                case Failed() if not is_begun:
-                    return error_answer(_as_api_error(piece.end), self._answer_headers)
-                case Failed():
-                    body = self._writer.chunk(piece.token_ids) if piece.token_ids else b""
-                    body += event(_as_api_error(piece.end).body())
-                case Finished(finish_reason=reason):
-                    body = self._writer.last_chunks(piece.token_ids, reason)
-                case None:
-                    body = self._writer.chunk(piece.token_ids)
+    async def _collect(self) -> Response | None:
+        while self._delivery.failure is None:
+            for index, piece in await self._delivery.take():
+                self._writer.collect(index, piece)
+            if self._delivery.is_complete:
+                return json_answer(self._writer.whole(), headers=self._answer_headers)
+        return self._error_answer()
+
+    def _error_answer(self) -> Response | None:
+        """The others are cancelled before the client hears of the one that failed."""
+        self._abort()
+        failure = self._delivery.failure
+        return error_answer(_as_api_error(failure), self._answer_headers) if isinstance(failure, Failed) else None
+
+    async def _stream(self, send: Send) -> Response | None:
+        is_begun = is_over = False
+        while not is_over:
+            pieces = await self._delivery.take()
+            failure = self._delivery.failure
+            if failure is not None and not (is_begun and isinstance(failure, Failed)):
+                return self._error_answer()
+            body = b"".join([self._writer.chunk(index, piece) for index, piece in pieces])
+            if isinstance(failure, Failed):
+                self._abort()
+                body += event(_as_api_error(failure).body())
+            elif self._delivery.is_complete:
+                body += self._writer.stream_end()
+            is_over = failure is not None or self._delivery.is_complete
             if not is_begun:
                 is_begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
-            if body or piece.end is not None:
-                await send({"type": "http.response.body", "body": body, "more_body": piece.end is None})
-            if piece.end is not None:
-                return None
+            if body or is_over:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_over})
+        return None
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         headers = {

@@ -17,7 +17,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
+from router.spelling import Spelling
 
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -48,6 +50,7 @@ class ModelText:
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._template = _read_template(directory, settings)
+        self.spelling = Spelling(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
 
@@ -89,6 +92,14 @@ class ModelText:
     def detokenizer(self) -> IncrementalDetokenizer:
         """A detokenizer for one completion."""
         return IncrementalDetokenizer(self.decode, self._special_ids)
+
+    def choice_text(self, rules: TextRules, given_ids: Sequence[int] = ()) -> ChoiceText:
+        """The way to text of one completion, whose first tokens are `given_ids`."""
+        return ChoiceText(self.detokenizer(), rules, given_ids)
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """For each token of a prompt, how many characters of its text are complete before it."""
+        return ChoiceText(self.detokenizer(), TextRules(())).push(token_ids).offsets
 
     def _find_stop_token_ids(
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]

@@ -27,6 +27,9 @@ class Gap:
     expected_index: int
     first_index: int
 
+    def __str__(self) -> str:
+        return f"tokens from index {self.first_index} arrived where index {self.expected_index} was due"
+
 
 @dataclass(frozen=True, slots=True)
 class Differs:
@@ -36,6 +39,9 @@ class Differs:
     known_token_id: int
     token_id: int
 
+    def __str__(self) -> str:
+        return f"token {self.index} was reported as {self.known_token_id} and as {self.token_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
@@ -43,15 +49,19 @@ class TooLong:
 
     max_tokens: int
 
+    def __str__(self) -> str:
+        return f"more than max_tokens = {self.max_tokens} tokens arrived"
+
 
 class TokenLog:
     """Append-only list of at most `max_tokens` completion token ids; a refused append changes nothing."""
 
     __slots__ = ("_max_tokens", "_token_ids")
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """`token_ids` are there from the start."""
         self._max_tokens = max_tokens
-        self._token_ids: list[int] = []
+        self._token_ids = list(token_ids)
 
     def __len__(self) -> int:
         return len(self._token_ids)

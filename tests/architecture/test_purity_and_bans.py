@@ -24,6 +24,8 @@ PURE_FILES: Final = {
     "token_log.py",
     "session.py",
     "block_key.py",
+    "choice_text.py",
+    "entrance.py",
     "fence.py",
     "keyed_heap.py",
     "links.py",
@@ -32,13 +34,19 @@ PURE_FILES: Final = {
     "nodes.py",
     "ownership.py",
     "requests.py",
+    "seeds.py",
+    "sampling.py",
     "session_book.py",
     "session_end.py",
     "session_events.py",
     "steps.py",
+    "stop_strings.py",
     "task.py",
     "timers.py",
+    "token_batches.py",
     "validate.py",
+    "waiting.py",
+    "watch.py",
 }
 IMPURE_MODULES: Final = {
     "asyncio",
@@ -87,7 +95,10 @@ WALL_CLOCK: Final = {
     "datetime.datetime.now",
     "date.today",
 }
-WALL_CLOCK_FILES: Final = {"router/openai_answers.py": "the API's field `created`, by which nothing is decided"}
+WALL_CLOCK_FILES: Final = {
+    "router/openai_answers.py": "the API's field `created`, by which nothing is decided",
+    "bench/machine.py": "the date in a result file, for its reader",
+}
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 ENVIRONMENT_FILE: Final = "runtime/config.py"
 # Only an entry and one HTTP request's boundary may catch everything, and who calls what raises nothing narrower.

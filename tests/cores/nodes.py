@@ -137,6 +137,6 @@ def grant(lease_id: int, num_tokens: int, num_held: int = 0, life_ms: int = 10_0
             num_blocks=num_blocks,
             num_blocks_held=num_held,
             life_ms=life_ms,
-            endpoint=endpoint,
+            endpoints=[endpoint],
         )
     )

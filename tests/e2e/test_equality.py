@@ -116,10 +116,13 @@ def total(states: list[dict[str, Any]], name: str) -> int:
     return sum(sum(state[name].values()) for state in states)
 
 
-@pytest.mark.covers("D07", "H02", "M06", "P01")
-@pytest.mark.parametrize(("dtype", "num_nodes"), [("fp32", 1), ("fp32", 2), ("bf16", 1)])
+@pytest.mark.covers("D07", "H02", "H12", "M06", "P01")
+@pytest.mark.parametrize(
+    ("dtype", "num_nodes", "transport"),
+    [("fp32", 1, "shm"), ("fp32", 1, "zmq"), ("bf16", 1, "shm"), ("bf16", 1, "zmq"), ("fp32", 2, "auto")],
+)
 def test_a_cluster_gives_the_tokens_of_one_engine_alone(
-    tiny_model: Path, tmp_path: Path, dtype: str, num_nodes: int, fresh_seed: int
+    tiny_model: Path, tmp_path: Path, dtype: str, num_nodes: int, transport: str, fresh_seed: int
 ) -> None:
     cases = draw_cases(fresh_seed)
     alone = engine_alone(tiny_model, dtype, cases)
@@ -132,6 +135,7 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
         "--num-blocks": NUM_BLOCKS,
         "--max-model-len": MAX_MODEL_LEN,
         "--max-num-batched-tokens": CHUNK_TOKENS,
+        "--transport": transport,
     }
     flags = [str(word) for pair in sizes.items() for word in pair]
     with started_cluster(tiny_model, tmp_path, *flags) as cluster:
@@ -144,3 +148,7 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
     assert total(prefill, "kv_bytes_sent") == total(decode, "kv_bytes_received")
     assert total(decode, "kv_bytes_received") == expected_kv_bytes(tiny_model, dtype, cases)
     assert all(sum(state["kv_bytes_received"].values()) > 0 for state in decode), "a decode node got nothing"
+    used = "shm" if transport == "auto" else transport  # all of it is one host
+    for state in prefill:
+        assert set(state["transport"]["links"].values()) == {used}
+        assert state["transport"]["bytes_sent_over"][used] == sum(state["kv_bytes_sent"].values())

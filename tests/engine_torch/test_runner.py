@@ -73,7 +73,7 @@ def complete(
 ) -> list[int]:
     """Prefill a prompt in one chunk, decode the rest."""
     needed = [next(blocks) for _ in range(-(-(len(prompt) + num_tokens) // BLOCK_SIZE))]
-    start = SlotStart(slot, generation, sampling, next_index, 0)
+    start = SlotStart(slot, generation, sampling, next_index, 0, prompt_token_ids=prompt)
     chunk = PrefillChunk(slot, generation, 0, prompt, tuple(needed), True)
     tokens = [run_one(runner, starts=(start,), row=chunk).token_id]
     for position in range(len(prompt), len(prompt) + num_tokens - 1):
@@ -161,16 +161,18 @@ def test_the_next_owner_of_a_slot_sees_nothing_of_the_last(runner: Runner, block
     assert complete(runner, block_ids, sampling=seeded, generation=2, num_tokens=20) == fresh
 
 
-@pytest.mark.covers("Q05")
-def test_a_slot_that_takes_over_a_sequence_feeds_the_token_it_is_given(
-    runner: Runner, block_ids: Iterator[int]
+@pytest.mark.covers("Q05", "R09")
+@pytest.mark.parametrize(
+    "seeded", [SamplingParams(1.0, 123), SamplingParams(0.0, 0, frequency_penalty=1.0, repetition_penalty=1.5)]
+)
+def test_a_slot_that_takes_over_a_sequence_feeds_the_token_and_counts_the_tokens_it_is_given(
+    runner: Runner, block_ids: Iterator[int], seeded: SamplingParams
 ) -> None:
     """What a decode node does after a handoff: no chunk, the KV is there already."""
-    seeded = SamplingParams(1.0, 123)
     fresh = complete(runner, block_ids, sampling=seeded, slot=0, num_tokens=10)
     complete(runner, block_ids, prompt=tuple(range(200, 240)), slot=1, num_tokens=5)
     table = (0, 1, 2, 3)
-    start = SlotStart(1, 2, seeded, 4, fresh[3])
+    start = SlotStart(1, 2, seeded, 4, fresh[3], PROMPT, tuple(fresh[:4]))
     tokens = [run_one(runner, starts=(start,), row=DecodeRow(1, 2, len(PROMPT) + 3, table)).token_id]
     for index in range(5, 10):
         tokens.append(run_one(runner, row=DecodeRow(1, 2, len(PROMPT) + index - 1, ())).token_id)

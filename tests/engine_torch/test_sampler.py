@@ -10,11 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import BROKEN_ROW
+from engine.plan import BROKEN_ROW, SamplingParams
 from engine.sampler import Draw, gumbel_noise, sample
 
-GREEDY = Draw(0.0, 0, 0)
+GREEDY = Draw(SamplingParams(0.0, 0), 0)
 seeds = st.integers(-(1 << 63), (1 << 64) - 1)
+
+
+def draw_at(temperature: float, seed: int, index: int) -> Draw:
+    return Draw(SamplingParams(temperature, seed), index)
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
@@ -34,7 +38,8 @@ def test_draws_are_distributed_as_softmax(temperature: float, along: str) -> Non
     logits = torch.randn(40, generator=torch.Generator().manual_seed(1)) * 1.5
     num_draws = 20_000
     counters = range(base, base + num_draws)
-    draws = [Draw(temperature, c, 0) if along == "seed" else Draw(temperature, base, c - base) for c in counters]
+    where = [(c, 0) if along == "seed" else (base, c - base) for c in counters]
+    draws = [draw_at(temperature, seed, index) for seed, index in where]
     token_ids = sample(logits.expand(num_draws, -1), draws)
     expected = num_draws * torch.softmax(logits.double() / temperature, 0).numpy()
     common = expected >= 5  # the approximation's usual condition; the rest is one class
@@ -56,9 +61,9 @@ def test_noise_of_neighbouring_counters_is_uncorrelated() -> None:
 @given(seed=seeds, index=st.integers(0, 1 << 32), others=st.integers(0, 6), rows=st.integers(0, 1 << 30))
 def test_a_draw_does_not_depend_on_its_neighbours(seed: int, index: int, others: int, rows: int) -> None:
     logits = torch.randn(others + 1, 3000, generator=torch.Generator().manual_seed(rows)) * 4
-    mine = Draw(0.8, seed, index)
+    mine = draw_at(0.8, seed, index)
     alone = sample(logits[others:], [mine])
-    neighbours = [Draw(0.3 * (row % 3), row, row) for row in range(others)]
+    neighbours = [draw_at(0.3 * (row % 3), row, row) for row in range(others)]
     assert sample(logits, [*neighbours, mine])[others] == alone[0]
 
 
@@ -67,7 +72,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(seed: int, index: int, others:
 def test_leaving_hopeless_tokens_out_changes_no_draw(seed: int, index: int, row: int, scale: float) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(row)) * scale
     scores = (logits - logits.max()).double().numpy() / 0.9 + gumbel_noise(seed, index, np.arange(5000))
-    assert sample(logits[None], [Draw(0.9, seed, index)]) == [int(scores.argmax())]
+    assert sample(logits[None], [draw_at(0.9, seed, index)]) == [int(scores.argmax())]
 
 
 def test_greedy_takes_the_first_of_equal_logits() -> None:
@@ -78,11 +83,11 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 
 def test_a_temperature_next_to_zero_is_greedy() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0))
-    assert sample(logits, [Draw(5e-324, 1, 2)]) == sample(logits, [GREEDY])
+    assert sample(logits, [draw_at(5e-324, 1, 2)]) == sample(logits, [GREEDY])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("draw", [GREEDY, Draw(1.0, 0, 0)])
+@pytest.mark.parametrize("draw", [GREEDY, draw_at(1.0, 0, 0)])
 def test_logits_that_are_not_numbers_break_their_row_only(bad: float, draw: Draw) -> None:
     logits = torch.zeros(3, 100)
     logits[1, 42] = bad

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,11 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
+from node.measures import Measures
 from node.metrics import Counters
 from node.sizes import EngineSizes
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from tests.node.scripted_core import ScriptedCore
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics_nodes.md"
 
 
 class LoadedCore(ScriptedCore):
@@ -33,10 +38,10 @@ class LoadedCore(ScriptedCore):
 
 
 def transport() -> Mapping[str, object]:
-    return {"kv_bytes_sent": {"decode-0": 4096}, "kv_bytes_received": {}, "links": 1}
+    return {"kv_bytes_sent": {"decode-0": 4096}, "kv_bytes_received": {"prefill-0": 512}, "links": 1}
 
 
-async def _get(counters: Counters, *paths: str) -> list[httpx.Response]:
+async def _get(counters: Counters, measures: Measures, *paths: str) -> list[httpx.Response]:
     facts = NodeFacts(
         identity=NodeIdentity("n0", 0xAB),
         role="decode",
@@ -45,7 +50,7 @@ async def _get(counters: Counters, *paths: str) -> list[httpx.Response]:
         fingerprint=pb.Fingerprint(dtype="fp32", block_size=16),
         sizes=EngineSizes(16, 25, 256),
     )
-    view = NodeView(facts, Sources(LoadedCore(), counters, transport, lambda: {"peers": {}}))
+    view = NodeView(facts, Sources(LoadedCore(), counters, measures, transport, lambda: {"peers": {}}))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
@@ -56,8 +61,8 @@ async def _get(counters: Counters, *paths: str) -> list[httpx.Response]:
     return answers
 
 
-def get(counters: Counters, *paths: str) -> list[httpx.Response]:
-    return asyncio.run(_get(counters, *paths))
+def get(counters: Counters, *paths: str, measures: Measures | None = None) -> list[httpx.Response]:
+    return asyncio.run(_get(counters, measures or Measures(), *paths))
 
 
 def test_state_shows_blocks_queues_bytes_and_who_it_is() -> None:
@@ -70,25 +75,43 @@ def test_state_shows_blocks_queues_bytes_and_who_it_is() -> None:
     assert (state["waiting"], state["running"], state["leases"]) == (1, 2, 8)
     assert (state["node_id"], state["role"], state["incarnation"]) == ("n0", "decode", "00000000000000ab")
     assert (state["threads"], state["bit_exact"]) == (2, True)
-    assert (state["kv_bytes_sent"], state["kv_bytes_received"]) == ({"decode-0": 4096}, {})
+    assert (state["kv_bytes_sent"], state["kv_bytes_received"]) == ({"decode-0": 4096}, {"prefill-0": 512})
     assert state["fingerprint"] == {"dtype": "fp32", "block_size": 16}
     assert state["counters"]["stale_refused"] == 3
     assert state["attempts"] == {"branches": 9}
 
 
-@pytest.mark.covers("D03")
+@pytest.mark.covers("D03", "O01")
 def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     counters = Counters()
     counters.count("reserve_refused_busy", 2)
-    (answer,) = get(counters, "/metrics")
+    measures = Measures()
+    measures.observe("transfer_seconds", 0.25)
+    measures.add("tokens_computed", "decode", 3)
+    (answer,) = get(counters, "/metrics", measures=measures)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
-    assert samples["baton_blocks", "leased"] == 6  # not free
-    assert samples["baton_blocks", "free"] == 3
-    assert samples["baton_leases",] == 8
-    assert samples["baton_sequences_waiting",] == 1
-    assert samples["baton_reserve_refused_total", "BUSY"] == 2
-    assert samples["baton_kv_sent_bytes_total", "decode-0"] == 4096
+    assert samples["baton_node_blocks", "leased"] == 6  # not free
+    assert samples["baton_node_blocks", "free"] == 3
+    assert samples["baton_node_leases",] == 8
+    assert samples["baton_node_sequences_waiting",] == 1
+    assert samples["baton_node_reserve_refused_total", "BUSY"] == 2
+    assert samples["baton_node_transfer_bytes_total", "sent", "decode-0"] == 4096
+    assert samples["baton_node_transfer_bytes_total", "received", "prefill-0"] == 512
+    assert samples["baton_node_transfer_seconds_count",] == 1
+    assert samples["baton_node_transfer_seconds_bucket", "0.25"] == 1  # a bucket's bound is in it
+    assert samples["baton_node_transfer_seconds_bucket", "0.1"] == 0
+    assert samples["baton_node_tokens_computed_total", "decode"] == 3
+    assert samples["baton_node_transfer_failures_total", "TRANSFER_FAILED"] == 0  # there before the first one
+
+
+@pytest.mark.covers("O01")
+def test_every_metric_is_documented_and_every_documented_metric_is_there() -> None:
+    (answer,) = get(Counters(), "/metrics")
+    families = [f for f in text_string_to_metric_families(answer.text) if not f.name.endswith("_created")]
+    shown = {f.name.removeprefix("baton_node_") + ("_total" if f.type == "counter" else "") for f in families}
+    assert all(family.name.startswith("baton_node_") and family.documentation for family in families)
+    assert shown == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))

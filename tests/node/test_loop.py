@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
-import numpy as np
 import pytest
 
+from connector.choosing import choose_transports
 from connector.transport import RevokeDone
-from connector.zmq_transport import ZmqTransport
 from engine.plan import Plan, StepResult
+from engine.shared_bytes import SharedBytes
 from node import events as ev
 from node.handoff_client import HandoffClient
 from node.inbox import Inbox
 from node.loop import NodeLoop, Outlets
+from node.measures import Measures
 from node.metrics import Counters
 from node.runner_thread import RunnerThread
 from proto import baton_pb2 as pb
@@ -74,10 +75,16 @@ class Shell:
         self.inbox = Inbox()
         self.recorder = Recorder()
         self.counters = Counters()
-        self.transport = ZmqTransport(np.zeros((4, 64), np.uint8), "n", 1, self.inbox.post)
+        self.measures = Measures()
+        memory = SharedBytes(4, 64)
+        self.transport = choose_transports(
+            "auto", memory.bytes, memory.descriptor, "n", 1, self.inbox.post, "127.0.0.1"
+        )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)
-        outlets = Outlets(self.runner, self.transport, self.recorder, self.recorder, self.peers, self.counters)
+        outlets = Outlets(
+            self.runner, self.transport, self.recorder, self.recorder, self.peers, self.counters, self.measures
+        )
         self.task = tasks.create_task(NodeLoop("n", core, self.inbox, outlets).run())
 
     async def stop(self) -> None:
@@ -181,7 +188,7 @@ def test_results_come_back_in_the_order_of_the_plans() -> None:
     assert drive(ScriptedCore(answer), test) == [str(step) for step in range(20)]
 
 
-def test_a_lease_is_admitted_before_its_answer_which_carries_the_endpoint() -> None:
+def test_a_lease_is_admitted_before_its_answer_which_carries_the_endpoints() -> None:
     granted = pb.ReserveReply(lease=pb.Lease(lease_id=5))
 
     def answer(event: ev.Event, _now: float) -> Sequence[ev.Action]:
@@ -194,11 +201,12 @@ def test_a_lease_is_admitted_before_its_answer_which_carries_the_endpoint() -> N
         first, second = await shell.recorder.wait_for(2)
         assert isinstance(first, tuple) and isinstance(second, tuple)
         assert first[:2] == ("reserve", 1)
-        assert first[2].lease.endpoint == shell.transport.endpoint()
+        assert [each.transport for each in first[2].lease.endpoints] == ["shm", "zmq"]
+        assert list(first[2].lease.endpoints) == shell.transport.endpoints()
         assert second[2].error.message == "revoked 5"
 
     drive(ScriptedCore(answer), test)
-    assert not granted.lease.HasField("endpoint")  # the core's own message stays as it was
+    assert not granted.lease.endpoints  # the core's own message stays as it was
 
 
 def test_a_refusal_is_answered_as_it_is() -> None:
@@ -215,14 +223,15 @@ def test_a_refusal_is_answered_as_it_is() -> None:
 def test_counts_add_up_and_every_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     actions: Sequence[ev.Action] = [ev.Count("stale_refused", 2), ev.Ended(KEY, "committed"), to_router("done")]
 
-    async def test(shell: Shell) -> dict[str, int]:
+    async def test(shell: Shell) -> tuple[int, int]:
         shell.inbox.post(ev.RouterLost(ROUTER))
         await shell.recorder.wait_for(1)
-        return shell.counters.counts()
+        ended = shell.measures.amounts()["attempts_ended"]
+        return shell.counters.counts()["stale_refused"], ended["committed"]
 
     with caplog.at_level("INFO", logger="node.loop"):
         counts = drive(ScriptedCore(lambda _e, _n: actions), test)
-    assert (counts["stale_refused"], counts["attempts_ended"]) == (2, 1)
+    assert counts == (2, 1)
     (line,) = caplog.messages
     assert line == "attempt_ended request=r choice=0 attempt=0 node=n outcome=committed"
 

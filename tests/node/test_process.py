@@ -90,6 +90,7 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm
         assert state["blocks"] == {"free": 40, "cached": 0, "used": 0, "leased": 0, "quarantined": 0}
         assert (state["block_size"], state["max_model_len"]) == (8, 256)
         assert state["fingerprint"]["dtype"] == "fp32"
+        assert (state["transport"]["transports"], state["transport"]["links"]) == (["shm", "zmq"], {})
         host, port = ready["grpc"].split(":")
         socket.create_connection((host, int(port))).close()
         process.send_signal(signal.SIGTERM)

@@ -79,7 +79,8 @@ class TestRouter:
             stream = self.streams[branch.key.request_id]
             stream.from_receiver += message.tokens.from_receiver
             assert branch.first_index <= len(stream.token_ids)  # no gap
-            stream.token_ids[branch.first_index :] = branch.token_ids
+            # The nodes' sessions have no common order: the sender's token may come behind all of the receiver's.
+            stream.token_ids[branch.first_index : branch.first_index + len(branch.token_ids)] = branch.token_ids
             if stream.from_receiver > 1:  # the first one repeats the sender's token
                 stream.is_decoding.set()
             if branch.finish:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.sampling import to_sampling_params
 from node.validate import (
     Bounds,
     cancel_problem,
@@ -29,8 +30,22 @@ tokens = st.lists(st.one_of(st.integers(0, 99), u32), max_size=40)
 keys = st.builds(pb.AttemptKey, request_id=names, choice=u32, attempt=u32)
 peers = st.builds(pb.PeerId, name=names, incarnation=u64)
 branches = st.builds(pb.Branch, choice=u32, seed=u64, generated_token_ids=tokens)
+floats = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(width=32))
 samplings = st.builds(
-    pb.Sampling, temperature=st.floats(width=32), max_tokens=u32, stop_token_ids=st.lists(u32, max_size=3)
+    pb.Sampling,
+    temperature=floats,
+    max_tokens=u32,
+    stop_token_ids=tokens,
+    top_k=u32,
+    top_p=floats,
+    min_p=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats,
+    min_tokens=st.one_of(st.just(0), u32),
+    logit_bias=st.lists(st.builds(pb.LogitBias, token_id=st.integers(0, 101), bias=floats), max_size=3),
+    num_logprobs=st.none() | u32,
+    prompt_logprobs=st.booleans(),
 )
 dispatches = st.builds(
     pb.Dispatch,
@@ -89,7 +104,13 @@ def test_a_dispatch_that_passes_fits_the_model_and_no_dispatch_raises(dispatch: 
     assert all(token < 100 for token in [*prompt, *generated])
     assert 1 <= len(prompt) <= len(prompt) + dispatch.sampling.max_tokens <= 32
     assert len(generated) < dispatch.sampling.max_tokens
-    assert math.isfinite(dispatch.sampling.temperature) and dispatch.sampling.temperature >= 0
+    params = to_sampling_params(dispatch.sampling, branch.seed)
+    numbers = (params.temperature, params.min_p, params.presence_penalty, params.frequency_penalty)
+    assert all(map(math.isfinite, numbers)) and params.temperature >= 0 and 0 <= params.min_p <= 1
+    assert 0 < params.top_p <= 1 and 0 < params.repetition_penalty < math.inf
+    assert len(dict(params.logit_bias)) == len(params.logit_bias) and all(abs(b) <= 100 for _, b in params.logit_bias)
+    assert all(token < 100 for token in (*params.stop_token_ids, *dict(params.logit_bias)))
+    assert params.num_logprobs is None or params.num_logprobs <= 20
     assert dispatch.ms_left > 0 and dispatch.target.node.incarnation and dispatch.target.grpc_address
 
 
@@ -114,6 +135,17 @@ def test_the_other_messages_never_raise(key: pb.AttemptKey, secret: bytes) -> No
 def test_sound_messages_pass() -> None:
     assert dispatch_problem(good_dispatch(), PREFILL) is None
     assert reserve_problem(good_reserve(), DECODE) is None
+
+
+def test_the_logprobs_of_a_prompt_fit_into_a_message() -> None:
+    dispatch, bounds = good_dispatch(), Bounds(role=pb.ROLE_PREFILL, vocab_size=100, max_model_len=300_000)
+    dispatch.sampling.num_logprobs = 20
+    dispatch.prompt_token_ids[:] = [1] * 12_484  # 21 each
+    assert dispatch_problem(dispatch, bounds) is None
+    dispatch.sampling.prompt_logprobs = True
+    assert "prompt_logprobs: 262164" in str(dispatch_problem(dispatch, bounds))
+    del dispatch.prompt_token_ids[0]
+    assert dispatch_problem(dispatch, bounds) is None
 
 
 def test_a_message_for_the_other_role_is_refused_by_name() -> None:
@@ -159,7 +191,23 @@ def _set(path: str, value: object) -> Callable[[pb.Dispatch], None]:
         (_set("target.grpc_address", ""), "target.grpc_address"),
         (_set("target.node.incarnation", 0), "target.node.incarnation"),
         (lambda d: d.ClearField("target"), "target"),
-        (lambda d: d.sampling.stop_token_ids.extend(range(2000)), "stop_token_ids"),
+        (lambda d: d.sampling.stop_token_ids.extend([1] * 2000), "stop_token_ids: 2001"),
+        (lambda d: d.sampling.stop_token_ids.append(100), "stop_token_ids: 100 is not below"),
+        (_set("sampling.top_p", 1.01), "top_p"),
+        (_set("sampling.top_p", math.nan), "top_p"),
+        (_set("sampling.min_p", -0.01), "min_p"),
+        (_set("sampling.presence_penalty", 2.01), "presence_penalty"),
+        (_set("sampling.presence_penalty", math.nan), "presence_penalty"),
+        (_set("sampling.frequency_penalty", -math.inf), "frequency_penalty"),
+        (_set("sampling.repetition_penalty", -1.0), "repetition_penalty"),
+        (_set("sampling.repetition_penalty", math.inf), "repetition_penalty"),
+        (_set("sampling.min_tokens", 30), "min_tokens: 30 is above max_tokens 29"),
+        (_set("sampling.num_logprobs", 21), "num_logprobs"),
+        (lambda d: d.sampling.logit_bias.add(token_id=100), "logit_bias: 100 is not below"),
+        (lambda d: d.sampling.logit_bias.add(token_id=1, bias=math.nan), "logit_bias: nan"),
+        (lambda d: d.sampling.logit_bias.add(token_id=1, bias=100.5), "logit_bias: 100.5"),
+        (lambda d: d.sampling.logit_bias.extend([pb.LogitBias(token_id=1)] * 2), "twice"),
+        (lambda d: d.sampling.logit_bias.extend([pb.LogitBias(token_id=1)] * 301), "logit_bias: 301 entries"),
     ],
 )
 def test_the_sentence_names_the_field(change: Callable[[pb.Dispatch], None], named: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from proto import baton_pb2 as pb
 from router.core import RouterCore
+from router.entrance import RouterCoreConfig
 from router.events import (
     Aborted,
     Action,
@@ -20,12 +21,15 @@ from router.events import (
     HangUp,
     NodeListed,
     NodeRef,
+    Observe,
+    PromptScored,
+    Sampling,
     SessionUp,
+    Stopped,
     Submitted,
     ToNode,
 )
 from router.placement import Placement
-from router.requests import RouterCoreConfig
 
 GOES_ON = pb.FINISH_UNSPECIFIED
 
@@ -57,8 +61,16 @@ def ref(name: str, incarnation: int = 1) -> NodeRef:
     return NodeRef(name, incarnation)
 
 
+def named(request_id: str, choice: int) -> str:
+    """What a choice is called in a world's results."""
+    return f"{request_id}/{choice}" if choice else request_id
+
+
 class CoreWorld:
-    """Drives one core; checks after every event that no request ends twice and no token is emitted twice or skipped."""
+    """Drives one core; checks after every event that no choice ends twice and no token is emitted twice or skipped.
+
+    Choices other than 0 are named `request/choice` in what came of them.
+    """
 
     def __init__(self, placement: Placement | None = None, **config: Any) -> None:
         self.core = RouterCore(RouterCoreConfig(**config), placement or Placement())
@@ -66,10 +78,13 @@ class CoreWorld:
         self.sent: list[tuple[NodeRef, pb.RouterMessage]] = []
         self.ends: dict[str, Finished | Failed] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[pb.TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[str, tuple[pb.TokenLogprobs, ...]] = {}
         self.aborted: set[str] = set()
         self.dialed: list[str] = []
         self.hung_up: list[NodeRef] = []
         self.counts: list[tuple[str, str]] = []
+        self.observed: list[tuple[str, float]] = []
 
     @classmethod
     def with_nodes(cls, *names: str, **config: Any) -> CoreWorld:
@@ -91,19 +106,33 @@ class CoreWorld:
         self.feed(SessionUp(ref(entry.node.name, entry.node.incarnation)))
 
     def submit(
-        self, request_id: str, *, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 8, timeout_s: float = 600.0
+        self,
+        request_id: str,
+        *,
+        prompt: Sequence[int] = (1, 2, 3),
+        timeout_s: float = 600.0,
+        num_choices: int = 1,
+        generated: Sequence[int] = (),
+        **sampling: Any,
     ) -> None:
-        """A client's request."""
+        """A client's request; max_tokens is 8 unless `sampling` says otherwise."""
+        fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "stop_token_ids": (99,)} | sampling
         request = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             seed=5,
-            temperature=0.0,
-            max_tokens=max_tokens,
-            stop_token_ids=(99,),
+            sampling=Sampling(**fields),
             deadline=self.now + timeout_s,
+            num_choices=num_choices,
+            generated_token_ids=tuple(generated),
         )
+        if generated:
+            self.tokens[request_id] = list(generated)
         self.feed(Submitted(request))
+
+    def stop(self, request_id: str, num_tokens: int, choice: int = 0) -> None:
+        """A stop string is found in its text."""
+        self.feed(Stopped(request_id, choice, num_tokens))
 
     def abort(self, request_id: str) -> None:
         """Its client leaves."""
@@ -131,10 +160,11 @@ class CoreWorld:
         *,
         choice: int = 0,
         from_receiver: bool | None = None,
+        **scores: Any,
     ) -> None:
         """A batch of a node; decode nodes (named d…) speak as receivers unless told otherwise."""
         key = pb.AttemptKey(request_id=request_id, choice=choice, attempt=attempt)
-        tokens = pb.BranchTokens(key=key, first_index=first_index, token_ids=token_ids, finish=finish)
+        tokens = pb.BranchTokens(key=key, first_index=first_index, token_ids=token_ids, finish=finish, **scores)
         is_receiver = name.startswith("d") if from_receiver is None else from_receiver
         batch = pb.TokenBatch(branches=[tokens], from_receiver=is_receiver)
         self.feed(FromNode(ref(name), pb.NodeMessage(tokens=batch)))
@@ -147,7 +177,7 @@ class CoreWorld:
             code=code,
             message=f"PD Error {pb.ErrorCode.Name(code)}",
             retryable=fields.pop("retryable", True),
-            key=pb.AttemptKey(request_id=request_id, choice=0, attempt=attempt),
+            key=pb.AttemptKey(request_id=request_id, choice=fields.pop("choice", 0), attempt=attempt),
             node_id=fields.pop("node_id", name),
             **fields,
         )
@@ -181,6 +211,11 @@ class CoreWorld:
         assert isinstance(end, Failed)
         return end
 
+    def has_ended(self, request_id: str, choice: int = 0) -> bool:
+        """Finished, failed with its request, or aborted."""
+        is_failed = isinstance(self.ends.get(request_id), Failed)
+        return is_failed or named(request_id, choice) in self.ends or request_id in self.aborted
+
     def assert_nothing_is_left(self) -> None:
         """All load counters are 0, nothing waits, no timer runs."""
         snapshot: Any = self.core.snapshot()
@@ -193,19 +228,28 @@ class CoreWorld:
             match action:
                 case ToNode(node, message):
                     self.sent.append((node, message))
-                case Emitted(request_id, first_index, token_ids):
-                    log = self.tokens.setdefault(request_id, [])
+                case Emitted(request_id, first_index, token_ids, choice, logprobs):
+                    log = self.tokens.setdefault(name := named(request_id, choice), [])
                     assert first_index == len(log), "a gap or a repeat"
                     assert token_ids
-                    assert request_id not in self.ends
-                    assert request_id not in self.aborted
+                    assert not self.has_ended(request_id, choice)
                     log.extend(token_ids)
-                case Finished(request_id) | Failed(request_id):
-                    assert request_id not in self.ends, "ended twice"
+                    self.logprobs.setdefault(name, []).extend(logprobs)
+                case PromptScored(request_id, choice, logprobs):
+                    name = named(request_id, choice)
+                    assert name not in self.prompt_logprobs, "scored twice"
+                    assert not self.has_ended(request_id, choice)
+                    self.prompt_logprobs[name] = logprobs
+                case Finished(request_id, _, token_ids, choice):
+                    assert not self.has_ended(request_id, choice), "ended twice"
+                    self.ends[name := named(request_id, choice)] = action
+                    assert list(token_ids) == self.tokens.get(name, [])[: len(token_ids)]
+                case Failed(request_id):
+                    assert not isinstance(self.ends.get(request_id), Failed), "ended twice"
                     assert request_id not in self.aborted
                     self.ends[request_id] = action
-                    if isinstance(action, Finished):
-                        assert list(action.token_ids) == self.tokens.get(request_id, [])
+                case Observe(name, seconds):
+                    self.observed.append((name, seconds))
                 case Dial(entry):
                     self.dialed.append(entry.node.name)
                 case HangUp(node):

@@ -15,9 +15,9 @@ import httpx
 from proto import baton_pb2 as pb
 from router.api import Api, ApiSettings
 from router.core import RouterCore
+from router.entrance import RouterCoreConfig
 from router.http_server import HttpServer
 from router.placement import Placement
-from router.requests import RouterCoreConfig
 from router.shell import RouterShell
 from router.text import ModelText
 from runtime.session import Peer, SessionTiming

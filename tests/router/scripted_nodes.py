@@ -121,18 +121,24 @@ class ScriptedAttempt:
     @property
     def key(self) -> pb.AttemptKey:
         """Its fence."""
-        return pb.AttemptKey(request_id=self.dispatch.request_id, choice=0, attempt=self.dispatch.attempt)
+        branch = self.dispatch.branches[0]
+        return pb.AttemptKey(request_id=self.dispatch.request_id, choice=branch.choice, attempt=self.dispatch.attempt)
+
+    @property
+    def num_generated(self) -> int:
+        """The index of the attempt's first token."""
+        return len(self.dispatch.branches[0].generated_token_ids)
 
     def prefill_says(
         self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_UNSPECIFIED
     ) -> None:
-        """Tokens of the prefill node."""
+        """Tokens of the prefill node, with logprobs if they are asked for; those of the prompt with its first token."""
         self.prefill.send(self.prefill.router, self._batch(first_index, token_ids, finish, from_receiver=False))
 
     def decode_says(
         self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_UNSPECIFIED
     ) -> None:
-        """Tokens of the decode node."""
+        """Tokens of the decode node, with logprobs if they are asked for."""
         self.decode.send(self.prefill.router, self._batch(first_index, token_ids, finish, from_receiver=True))
 
     def prefill_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True, retry_after_ms: int = 0) -> None:
@@ -147,6 +153,12 @@ class ScriptedAttempt:
         self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType, *, from_receiver: bool
     ) -> pb.NodeMessage:
         tokens = pb.BranchTokens(key=self.key, first_index=first_index, token_ids=token_ids, finish=finish)
+        sampling = self.dispatch.sampling
+        if sampling.HasField("num_logprobs"):
+            tokens.logprobs.extend([scores(token_id, sampling.num_logprobs) for token_id in token_ids])
+        if sampling.prompt_logprobs and not from_receiver and first_index == self.num_generated:
+            prompt = self.dispatch.prompt_token_ids[1:]
+            tokens.prompt_logprobs.extend([scores(token_id, sampling.num_logprobs) for token_id in prompt])
         return pb.NodeMessage(tokens=pb.TokenBatch(branches=[tokens], from_receiver=from_receiver))
 
     def _error(self, code: pb.ErrorCode.ValueType, retryable: bool, retry_after_ms: int) -> pb.NodeMessage:
@@ -187,16 +199,24 @@ class ScriptedPair:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+def scores(token_id: int, num_top: int) -> pb.TokenLogprobs:
+    """What the scripted nodes say of a token: -1/4 for itself where it is even, and then the likeliest, else -2."""
+    top = [token_id, *range(num_top)] if token_id % 2 == 0 else [*range(300, 300 + num_top)]
+    likeliest = [pb.TopLogprob(token_id=each, logprob=-0.25 - 0.25 * rank) for rank, each in enumerate(top)]
+    return pb.TokenLogprobs(logprob=-0.25 if token_id % 2 == 0 else -8.0, top=likeliest[:num_top])
+
+
 def replying(token_ids: Sequence[int], finish: pb.FinishReason.ValueType = pb.FINISH_LENGTH) -> Script:
-    """A script that generates these tokens: the first by the prefill node, the rest one by one by the decode node."""
+    """A script that completes to these tokens: the first one left by the prefill node, the rest one by one by the decode node."""
 
     async def script(attempt: ScriptedAttempt) -> None:
-        is_only = len(token_ids) == 1
-        attempt.prefill_says(0, token_ids[:1], finish if is_only else pb.FINISH_UNSPECIFIED)
+        first = attempt.num_generated
+        is_only = len(token_ids) == first + 1
+        attempt.prefill_says(first, token_ids[first : first + 1], finish if is_only else pb.FINISH_UNSPECIFIED)
         if is_only:
             return
-        attempt.decode_says(0, token_ids[:1])
-        for index in range(1, len(token_ids)):
+        attempt.decode_says(first, token_ids[first : first + 1])
+        for index in range(first + 1, len(token_ids)):
             is_last = index == len(token_ids) - 1
             attempt.decode_says(index, token_ids[index : index + 1], finish if is_last else pb.FINISH_UNSPECIFIED)
             await asyncio.sleep(0)

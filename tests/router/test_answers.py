@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from starlette.types import Message
 
-from router.answer import Answer, Arrival, Piece
-from router.events import Finished, GenerationRequest
+from proto import baton_pb2 as pb
+from router.answer import Arrival, Asked, Delivery, Piece
+from router.choice_text import TextRules
+from router.events import GenerationRequest, Sampling
 from router.openai_answers import AnswerOptions, AnswerWriter, CompletionForm
 from router.streaming import GenerationResponse
 from router.text import ModelText
@@ -26,43 +29,111 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_text(tmp_path_factory.mktemp("model"))
 
 
-def request(deadline: float = 60.0, *, stop: str = "!") -> GenerationRequest:
-    return GenerationRequest("id", (1, 2), 5, 0.0, 20, tuple(map(ord, stop)), deadline)
+def asked(
+    model: Path, deadline: float = 60.0, *, stop: str = "!", stop_strings: tuple[str, ...] = (), scores: bool = False
+) -> Asked:
+    sampling = Sampling(
+        0.0, 20, tuple(map(ord, stop)), num_logprobs=0 if scores else None, wants_prompt_logprobs=scores
+    )
+    request = GenerationRequest("id", (1, 2), 5, sampling, deadline)
+    return Asked(request, [ModelText(model).choice_text(TextRules(sampling.stop_token_ids, stop_strings))])
 
 
-def writer(model: Path, generation: GenerationRequest) -> AnswerWriter:
-    return AnswerWriter(generation, CompletionForm(), AnswerOptions("tiny", False, False, False), ModelText(model))
+def writer(model: Path, each: Asked) -> AnswerWriter:
+    options = AnswerOptions("tiny", includes_usage=False, returns_token_ids=False, num_logprobs=None)
+    return AnswerWriter([each], CompletionForm(), options, ModelText(model).spelling)
 
 
 @pytest.mark.parametrize(("stop", "text"), [("!", "ok"), ("", "ok!")])
 def test_a_stop_token_is_no_text_even_if_it_is_an_ordinary_token(model: Path, stop: str, text: str) -> None:
-    answer = writer(model, request(stop=stop))
-    answer.collect([*b"ok!"])
-    whole = answer.whole("stop")
-    assert whole["choices"][0]["text"] == text
-    assert whole["usage"]["completion_tokens"] == 3
+    async def scenario() -> None:
+        each = asked(model, stop=stop)
+        delivery, answer = Delivery([each], ARRIVAL), writer(model, each)
+        delivery.answers[0].choices[0].put(tuple(b"ok!"), (), 0.0)
+        delivery.answers[0].choices[0].finish("stop")
+        for index, piece in await delivery.take():
+            answer.collect(index, piece)
+        whole = answer.whole()
+        assert whole["choices"][0]["text"] == text
+        assert whole["usage"]["completion_tokens"] == 3
+
+    asyncio.run(scenario())
 
 
 def test_the_first_chunk_comes_with_the_first_token_even_if_its_character_is_incomplete(model: Path) -> None:
-    answer = writer(model, request())
-    euro = "€".encode()
-    first = json.loads(answer.chunk([euro[0]]).removeprefix(b"data: "))
-    assert first["choices"][0]["text"] == ""
-    assert answer.chunk([euro[1]]) == b""
-    assert "€" in answer.chunk([euro[2]]).decode()
-
-
-def test_tokens_that_arrive_while_the_reader_is_busy_come_as_one_piece() -> None:
     async def scenario() -> None:
-        answer = Answer(request(), ARRIVAL)
-        reader = asyncio.create_task(answer.take())
+        each = asked(model)
+        delivery, answer = Delivery([each], ARRIVAL), writer(model, each)
+        chunks = []
+        for byte in "€".encode():
+            delivery.answers[0].choices[0].put((byte,), (), 0.0)
+            chunks += [answer.chunk(index, piece) for index, piece in await delivery.take()]
+        first = json.loads(chunks[0].removeprefix(b"data: "))
+        assert first["choices"][0]["text"] == ""
+        assert chunks[1] == b""
+        assert "€" in chunks[2].decode()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("A09")
+def test_tokens_that_arrive_while_the_reader_is_busy_come_as_one_piece_and_none_behind_a_stop_string(
+    model: Path,
+) -> None:
+    async def scenario() -> None:
+        delivery = Delivery([asked(model, stop_strings=("END",))], ARRIVAL)
+        choice = delivery.answers[0].choices[0]
+        reader = asyncio.create_task(delivery.take())
         await asyncio.sleep(0)
-        answer.put((1, 2), 0.0)
-        answer.put((3,), 0.0)
-        assert await reader == Piece([1, 2, 3], None)
-        answer.put((4,), 0.0)
-        answer.finish(end := Finished("id", "stop", (1, 2, 3, 4)))
-        assert await answer.take() == Piece([4], end)
+        assert choice.put(tuple(b"ab"), (), 0.0) is None
+        assert choice.put(tuple(b"cE"), (), 0.0) is None
+        assert await reader == [(0, Piece("abc", [*b"abcE"], [0, 1, 2, 3]))]
+        assert choice.put(tuple(b"NDxyz"), (), 0.0) == 6
+        assert choice.put(tuple(b"more"), (), 0.0) is None
+        choice.finish("length")
+        assert await delivery.take() == [(0, Piece("", [*b"ND"], [4, 5], finish_reason="stop"))]
+        assert delivery.is_complete
+        assert choice.num_tokens == 6
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("A05", "A09")
+def test_behind_given_tokens_a_stop_string_counts_those_too_for_the_branch_and_not_for_the_answer(model: Path) -> None:
+    each = asked(model)
+    text = ModelText(model).choice_text(TextRules((), ("END",)), b"abE")
+    choice = Delivery([Asked(each.request, [text])], ARRIVAL).answers[0].choices[0]
+    assert choice.put(b"NDx", (), 0.0) == 5
+    assert choice.num_tokens == 2
+    assert choice.take().text == ""
+
+
+@pytest.mark.covers("O01")
+def test_the_time_per_token_is_that_between_tokens_and_none_before_there_are_two(model: Path) -> None:
+    choice = Delivery([asked(model)], ARRIVAL).answers[0].choices[0]
+    assert choice.seconds_per_token is None
+    choice.put(b"a", (), 10.0)
+    assert choice.seconds_per_token is None
+    choice.put(b"bc", (), 10.5)
+    choice.put(b"d", (), 11.5)
+    assert choice.seconds_per_token == 0.5
+
+
+@pytest.mark.covers("A02", "A09")
+def test_a_choice_is_not_over_before_its_prompts_logprobs_are_there(model: Path) -> None:
+    async def scenario() -> None:
+        delivery = Delivery([asked(model, stop_strings=("b",), scores=True), asked(model)], ARRIVAL)
+        first, second = (answer.choices[0] for answer in delivery.answers)
+        scored = [pb.TokenLogprobs(logprob=-1)]
+        assert first.put(b"ab", scored * 2, 0.0) == 2
+        second.finish("length")
+        assert await delivery.take() == [(1, Piece(finish_reason="length"))]
+        assert not delivery.is_complete
+        assert not delivery.answers[0].is_complete
+        first.put_prompt_logprobs(scored)
+        expected = Piece("a", [*b"ab"], [0, 1], scored * 2, scored, "stop")
+        assert await delivery.take() == [(0, expected)]
+        assert delivery.is_complete
 
     asyncio.run(scenario())
 
@@ -81,13 +152,46 @@ def test_when_the_way_to_the_client_breaks_the_request_is_aborted(model: Path) -
 
     async def scenario() -> None:
         async with live_router(model, script) as router:
-            generation = request(asyncio.get_running_loop().time() + 30)
-            response = GenerationResponse(
-                router.shell, generation, ARRIVAL, writer(model, generation), is_stream=True, headers={}
-            )
+            each = asked(model, asyncio.get_running_loop().time() + 30)
+            delivery = Delivery([each], ARRIVAL)
+            response = GenerationResponse(router.shell, delivery, writer(model, each), is_stream=True, headers={})
             with pytest.raises(ConnectionError):
                 await response({"type": "http"}, never, broken)
             await until(lambda: not router.shell.snapshot()["requests"])
             await until(lambda: bool(router.pair.prefill.cancels and router.pair.decode.cancels))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("A03", "A06")
+def test_the_others_are_cancelled_before_a_slow_client_takes_the_error(model: Path) -> None:
+    sent: list[Message] = []
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        attempt.prefill_says(0, b"a")
+        if attempt.dispatch.request_id == "1":
+            await until(lambda: len(sent) >= 2)
+            attempt.prefill_fails(pb.INTERNAL)
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario() -> None:
+        async with live_router(model, script) as router:
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+                if b"error" in message.get("body", b""):
+                    await until(lambda: not router.shell.snapshot()["requests"])  # this client takes nothing meanwhile
+
+            first = asked(model, asyncio.get_running_loop().time() + 30)
+            both = [replace(first, request=replace(first.request, request_id=name)) for name in "01"]
+            both = [replace(each, texts=[ModelText(model).choice_text(TextRules(()))]) for each in both]
+            options = AnswerOptions("tiny", includes_usage=False, returns_token_ids=False, num_logprobs=None)
+            answer = AnswerWriter(both, CompletionForm(), options, ModelText(model).spelling)
+            delivery = Delivery(both, ARRIVAL)
+            await GenerationResponse(router.shell, delivery, answer, is_stream=True, headers={})({}, never, send)
+            assert b"INTERNAL" in sent[-1]["body"]
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from proto import baton_pb2 as pb
-from router.requests import RouterCoreConfig
+from router.entrance import RouterCoreConfig
 from runtime.session import SessionTiming
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router, until
 from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
@@ -134,7 +134,7 @@ def test_the_openai_client_works_unchanged(model: Path) -> None:
     play(model, scenario)
 
 
-@pytest.mark.covers("A01")
+@pytest.mark.covers("A01", "A05")
 def test_a_stop_token_ends_the_text_and_is_counted(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         answer = (await router.post(max_tokens=9, return_token_ids=True)).json()
@@ -147,7 +147,7 @@ def test_a_stop_token_ends_the_text_and_is_counted(model: Path) -> None:
     play(model, scenario, replying([*b"ok", TURN_ID], pb.FINISH_STOP))
 
 
-@pytest.mark.covers("A01")
+@pytest.mark.covers("A01", "A05")
 def test_a_stream_with_token_ids_gives_every_id_once_also_before_its_text_is_complete(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         stream = await router.post(max_tokens=4, stream=True, return_token_ids=True)
@@ -309,6 +309,7 @@ def test_without_a_decode_node_the_router_is_not_ready_and_says_so(model: Path) 
     play(model, scenario)
 
 
+@pytest.mark.covers("A05")
 def test_the_clients_request_id_is_echoed_and_never_a_key(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         body = {"model": MODEL_NAME, "prompt": "hi"}

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
-from router.events import Event, FromNode, LoadReported, NodeListed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
-from tests.router.core_world import CoreWorld, node_entry, ref
+from router.events import (
+    Event,
+    FromNode,
+    LoadReported,
+    NodeListed,
+    NodeUnlisted,
+    SessionBroken,
+    SessionLost,
+    SessionUp,
+)
+from tests.router.core_world import CoreWorld, named, node_entry, ref
 
 NODES = ("p1", "p2", "d1", "d2")
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
@@ -25,17 +35,44 @@ class RandomCluster:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.world = CoreWorld.with_nodes(*NODES, max_inflight_prefills=2, max_queue=4, preempt_retry_count=2)
-        self.submitted: list[str] = []
+        self.submitted: dict[str, int] = {}  # request id -> its number of choices
 
     def step(self) -> None:
         """One event."""
-        kinds = [self._submit, self._speak, self._err, self._abort, self._pass_time, self._lie, self._move_node]
-        self._random.choices(kinds, weights=[4, 12, 3, 1, 2, 2, 2])[0]()
+        kinds = [
+            self._submit,
+            self._speak,
+            self._err,
+            self._abort,
+            self._pass_time,
+            self._lie,
+            self._move_node,
+            self._stop,
+        ]
+        self._random.choices(kinds, weights=[4, 12, 3, 1, 2, 2, 2, 1])[0]()
 
     def _submit(self) -> None:
         request_id = f"r{len(self.submitted)}"
-        self.submitted.append(request_id)
-        self.world.submit(request_id, max_tokens=self._random.randint(1, MAX_TOKENS), timeout_s=TIMEOUT_S)
+        num_choices = self.submitted[request_id] = self._random.choice([1, 1, 1, 2, 3])
+        wants_prompt = self._random.random() < 0.2
+        self.world.submit(
+            request_id,
+            max_tokens=self._random.randint(1, MAX_TOKENS),
+            timeout_s=TIMEOUT_S,
+            num_choices=num_choices,
+            num_logprobs=0 if wants_prompt else None,
+            wants_prompt_logprobs=wants_prompt,
+        )
+
+    def _stop(self) -> None:
+        """The text of some choice, which may have ended, holds a stop string."""
+        if (attempt := self._attempt()) is not None and not self.world.has_ended(attempt[1].request_id, 0):
+            dispatch = attempt[1]
+            choice = dispatch.branches[0].choice
+            self.world.stop(dispatch.request_id, len(self._log_of(dispatch)), choice)
+
+    def _log_of(self, dispatch: pb.Dispatch) -> list[int]:
+        return self.world.tokens.get(named(dispatch.request_id, dispatch.branches[0].choice), [])
 
     def _attempt(self) -> tuple[str, pb.Dispatch] | None:
         """One of the attempts so far, mostly a recent one, with its prefill node."""
@@ -47,12 +84,19 @@ class RandomCluster:
             return
         prefill, dispatch = attempt
         speaker = self._random.choice([prefill, dispatch.target.node.name])
-        log = self.world.tokens.get(dispatch.request_id, [])
+        log = self._log_of(dispatch)
         first = self._random.randint(0, len(log))
         fresh = [self._random.randrange(VOCAB) for _ in range(self._random.randint(0, 2))]
         token_ids = (log[first:] + fresh)[: MAX_TOKENS - first]
         finish = self._random.choice([pb.FINISH_UNSPECIFIED] * 4 + [pb.FINISH_STOP, pb.FINISH_LENGTH])
-        self.world.tokens_from(speaker, dispatch.request_id, first, token_ids, finish, dispatch.attempt)
+        scores: dict[str, Any] = {}
+        if dispatch.sampling.HasField("num_logprobs"):
+            scores["logprobs"] = [pb.TokenLogprobs(logprob=-1)] * (len(token_ids) + self._random.choice([0] * 9 + [1]))
+        if dispatch.sampling.prompt_logprobs and speaker == prefill and self._random.random() < 0.7:
+            scores["prompt_logprobs"] = [pb.TokenLogprobs(logprob=-1)] * self._random.choice([2] * 9 + [1])
+        choice = dispatch.branches[0].choice
+        request_id, attempt_number = dispatch.request_id, dispatch.attempt
+        self.world.tokens_from(speaker, request_id, first, token_ids, finish, attempt_number, choice=choice, **scores)
 
     def _err(self) -> None:
         if (attempt := self._attempt()) is None:
@@ -66,11 +110,14 @@ class RandomCluster:
             retryable=self._random.random() < 0.8,
             commit_unanswered=self._random.random() < 0.2,
             retry_after_ms=self._random.choice([0, 0, 100, 1000]),
-            completion_token_ids=self.world.tokens.get(dispatch.request_id, []) + [1] * self._random.randint(0, 1),
+            completion_token_ids=self._log_of(dispatch) + [1] * self._random.randint(0, 1),
+            choice=dispatch.branches[0].choice,
         )
 
     def _abort(self) -> None:
-        living = [name for name in self.submitted if name not in self.world.ends]
+        living = [
+            name for name, n in self.submitted.items() if not all(self.world.has_ended(name, i) for i in range(n))
+        ]
         if living:
             self.world.abort(self._random.choice(living))
 
@@ -112,8 +159,8 @@ def test_every_request_ends_exactly_once_and_nothing_is_left(seed: int, num_step
     for _ in range(num_steps):
         cluster.step()
     world.pass_time(TIMEOUT_S + 1)
-    assert set(world.ends) | world.aborted == set(cluster.submitted)
-    assert not set(world.ends) & world.aborted
+    for request_id, num_choices in cluster.submitted.items():
+        assert all(world.has_ended(request_id, choice) for choice in range(num_choices))
     world.assert_nothing_is_left()
 
 

@@ -15,7 +15,7 @@ operations = st.lists(
 
 @given(operations)
 def test_the_first_key_is_the_lowest_and_among_equals_the_oldest(steps: list[tuple[str, str, int]]) -> None:
-    heap, model = KeyedHeap(), dict[str, tuple[float, int]]()
+    heap, model = KeyedHeap[str](), dict[str, tuple[float, int]]()
     for serial, (operation, key, priority) in enumerate(steps):
         if operation == "put":
             heap.put(key, priority)
@@ -30,7 +30,7 @@ def test_the_first_key_is_the_lowest_and_among_equals_the_oldest(steps: list[tup
 
 
 def test_removed_entries_do_not_pile_up_behind_a_first_that_stays() -> None:
-    heap = KeyedHeap()
+    heap = KeyedHeap[str]()
     heap.put("first", 0.0)
     for number in range(10_000):
         heap.put(str(number), 1.0)

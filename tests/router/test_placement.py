@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.config import RouterConfig
 from router.events import NodeRef
-from router.placement import POLICIES, Candidate, Pair, Placement
+from router.placement import POLICIES, Candidate, Draw, Pair, Placement
 
 nodes = st.builds(NodeRef, st.sampled_from("abcde"), st.integers(1, 2))
 candidates = st.lists(
@@ -18,12 +20,14 @@ candidates = st.lists(
     unique_by=lambda candidate: candidate.node,
 )
 few_nodes = st.lists(nodes, max_size=3)
+seeds = st.integers(0, 2**64 - 1)
 
 
 def candidate(name: str, load: float = 0.0) -> Candidate:
     return Candidate(NodeRef(name, 1), b"x", (load, 0.0))
 
 
+@pytest.mark.covers("R01")
 @given(candidates, candidates, few_nodes, few_nodes, st.one_of(st.none(), nodes), st.sampled_from(sorted(POLICIES)))
 def test_choose_is_total_and_keeps_to_its_rules(
     prefills: list[Candidate],
@@ -50,6 +54,7 @@ def test_choose_is_total_and_keeps_to_its_rules(
         assert pair.prefill == kept
 
 
+@pytest.mark.covers("R01")
 def test_round_robin_takes_each_in_turn_whoever_joins_or_leaves() -> None:
     placement = Placement("round_robin", "round_robin")
     names = []
@@ -60,6 +65,7 @@ def test_round_robin_takes_each_in_turn_whoever_joins_or_leaves() -> None:
     assert "".join(names) == "abcdac"
 
 
+@pytest.mark.covers("R01")
 def test_least_loaded_takes_the_lowest_and_equals_in_turn() -> None:
     placement = Placement("least_loaded", "least_loaded")
     pairs = [
@@ -73,3 +79,36 @@ def test_a_restarted_node_is_not_taken_for_the_excluded_one(policy: str) -> None
     old, new = NodeRef("d", 1), Candidate(NodeRef("d", 2), b"x", (0.0, 0.0))
     pair = Placement(policy, policy).choose([candidate("p")], [new], excluded=[old])
     assert pair == Pair(NodeRef("p", 1), NodeRef("d", 2))
+
+
+@pytest.mark.covers("R01")
+def test_random_takes_each_node_equally_often_and_repeats_itself_for_a_seed(fresh_seed: int) -> None:
+    present = [candidate(name, load) for load, name in enumerate("abcd")]
+    first, second = (Placement("random", "random", fresh_seed) for _ in range(2))
+    names = [pair.prefill.name for _ in range(4000) if (pair := first.choose(present, [candidate("z")]))]
+    again = [pair.prefill.name for _ in range(4000) if (pair := second.choose(present, [candidate("z")]))]
+    assert names == again
+    assert all(850 < count < 1150 for count in Counter(names).values()), Counter(names)  # 1000 expected, 27 a deviation
+
+
+@pytest.mark.covers("R01")
+def test_power_of_two_takes_the_less_loaded_of_two_different_nodes(fresh_seed: int) -> None:
+    """Of four nodes the least loaded is in half of all pairs, the next in a third, the next in a sixth, the last never wins."""
+    present = [candidate(name, load) for load, name in reversed([*enumerate("abcd")])]
+    placement = Placement("power_of_two", "power_of_two", fresh_seed)
+    counts = Counter(pair.prefill.name for _ in range(6000) if (pair := placement.choose(present, [candidate("z")])))
+    assert set(counts) == {"a", "b", "c"}
+    assert all(abs(counts[name] - expected) < 250 for name, expected in (("a", 3000), ("b", 2000), ("c", 1000))), counts
+
+
+@given(seeds, st.integers(1, 2**32))
+def test_what_is_drawn_is_below_its_bound(seed: int, bound: int) -> None:
+    draw = Draw(seed)
+    assert all(0 <= draw.below(bound) < bound for _ in range(8))
+
+
+@pytest.mark.covers("R01")
+def test_every_policy_can_be_chosen_for_each_role() -> None:
+    hints = get_type_hints(RouterConfig)
+    for role in ("prefill", "decode"):
+        assert set(get_args(hints[f"placement_{role}"])) == set(POLICIES)

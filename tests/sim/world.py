@@ -28,8 +28,8 @@ from proto import baton_pb2 as pb
 from proto.block_key import seed_key
 from router import events as rev
 from router.core import RouterCore
+from router.entrance import RouterCoreConfig
 from router.placement import Placement
-from router.requests import RouterCoreConfig
 from tests.sim.parts import Client, Rpc, SimNode, Sizes
 
 BLOCK_SIZE = 4
@@ -109,9 +109,7 @@ class World:
             request_id=request_id,
             prompt_token_ids=prompt,
             seed=sampling.seed,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            stop_token_ids=stop,
+            sampling=rev.Sampling(temperature, max_tokens, stop),
             deadline=self.now + 600,
         )
         self.clients[request_id] = Client(request, expected, "stop" if stops else "length")
@@ -262,12 +260,12 @@ class World:
                     self.rpcs.append(Rpc(deliver, _nothing, 0.0))
                 case ev.AnswerReserve(call_id, reply):
                     if reply.WhichOneof("result") == "lease":
-                        reply.lease.endpoint.CopyFrom(node.transport.endpoint())
+                        reply.lease.endpoints.append(node.transport.endpoint())
                     self.calls.pop(call_id)(reply)
                 case ev.AnswerRenew(call_id, answer):
                     self.calls.pop(call_id)(answer)
-                case ev.OpenLink(link_id, endpoint):
-                    node.transport.open(link_id, endpoint)
+                case ev.OpenLink(link_id, endpoints):
+                    node.transport.open(link_id, endpoints[0])
                 case ev.WriteBlocks(link_id, lease, blocks):
                     node.transport.write(link_id, lease, blocks)
                 case ev.NotifyLink(link_id, message):

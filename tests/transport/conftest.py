@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.transport.net import MemoryNet, Net, ZmqNet
+from tests.transport.net import MemoryNet, Net, ShmNet, ZmqNet
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "shm"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """A fresh net of each kind; its nodes are stopped afterwards."""
-    made: Net = MemoryNet() if request.param == "memory" else ZmqNet()
-    with made:
+    kinds: dict[str, type[Net]] = {"memory": MemoryNet, "zmq": ZmqNet, "shm": ShmNet}
+    with kinds[request.param]() as made:
         yield made
 
 
@@ -28,4 +28,11 @@ def memory_net() -> Iterator[MemoryNet]:
 def zmq_net() -> Iterator[ZmqNet]:
     """A net over real sockets."""
     with ZmqNet() as made:
+        yield made
+
+
+@pytest.fixture
+def shm_net() -> Iterator[ShmNet]:
+    """A net over shared memory."""
+    with ShmNet() as made:
         yield made

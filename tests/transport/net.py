@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.memory_transport import MemoryHub, MemoryTransport
+from connector.shm_transport import ShmTransport
 from connector.transport import BlocksLanded, BlocksTaken, ReceiverEvent, SenderEvent
 from connector.zmq_transport import ZmqTransport
+from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
 
 _Kind = TypeVar("_Kind")
@@ -60,7 +62,7 @@ class Node:
         self,
         memory: npt.NDArray[np.uint8],
         said: Recorder,
-        transport: ZmqTransport | MemoryTransport,
+        transport: ZmqTransport | MemoryTransport | ShmTransport,
     ) -> None:
         self.memory = memory
         self.said = said
@@ -117,20 +119,21 @@ class MemoryNet:
             node.transport.stop()
 
 
-class ZmqNet:
-    """Nodes on loopback; `until` waits for their threads."""
+class ThreadedNet:
+    """Nodes whose transports have threads; `until` waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._nodes: list[Node] = []
+        self._kept: list[SharedBytes] = []  # their descriptors are open as long as they live
 
     def node(self, name: str, num_blocks: int = 8, block_bytes: int = 512) -> Node:
-        memory = np.zeros((num_blocks, block_bytes), np.uint8)
-        said = Recorder(self._changed)
-        incarnation = len(self._nodes) + 1
-        made = Node(memory, said, ZmqTransport(memory, name, incarnation, said))
+        made = self._make(name, len(self._nodes) + 1, num_blocks, block_bytes, Recorder(self._changed))
         self._nodes.append(made)
         return made
+
+    def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
+        raise NotImplementedError
 
     def until(self, is_reached: Callable[[], bool]) -> None:
         with self._changed:
@@ -143,6 +146,23 @@ class ZmqNet:
         for node in self._nodes:
             node.said.may_go_on.set()
             node.transport.stop()
+
+
+class ZmqNet(ThreadedNet):
+    """Nodes on loopback."""
+
+    def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
+        memory = np.zeros((num_blocks, block_bytes), np.uint8)
+        return Node(memory, said, ZmqTransport(memory, name, incarnation, said))
+
+
+class ShmNet(ThreadedNet):
+    """Nodes on one host, here even in one process: what they share still goes through the kernel."""
+
+    def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
+        shared = SharedBytes(num_blocks, block_bytes)
+        self._kept.append(shared)
+        return Node(shared.bytes, said, ShmTransport(shared.bytes, shared.descriptor, name, incarnation, said))
 
 
 def commit(lease_id: int) -> bytes:

@@ -41,6 +41,7 @@ def test_blocks_arrive_bit_identical_wherever_the_lease_puts_them(net: Net, bloc
     assert sorted(receiver.said.landed(LEASE.lease_id)) == [0, 1, 2, 3]
     assert np.array_equal(receiver.memory[[5, 0, 7, 2]], sender.memory[[3, 1, 6, 4]])
     assert not receiver.memory[[1, 3, 4, 6]].any()
+    net.until(lambda: len(sender.said.taken(LEASE.lease_id)) == 4)
     assert sender.said.taken(LEASE.lease_id) == [0, 1, 2, 3]
 
 

@@ -1,0 +1,42 @@
+"""How far a run is: a bar on a terminal, ten plain lines where the output goes elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.completions import Record
+
+
+class RunProgress:
+    """Counts records; used as a context."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._num_ended = 0
+        self._num_failed = 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("requests", total=total)
+
+    def __enter__(self) -> RunProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def count(self, record: Record) -> None:
+        """One more request has ended."""
+        self._num_ended += 1
+        self._num_failed += not record.is_ok
+        if self._bar is not None and self._task is not None:
+            failed = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
+            self._bar.update(self._task, advance=1, description=failed)
+        elif self._num_ended * 10 // self._total > (self._num_ended - 1) * 10 // self._total:
+            self._console.print(f"{self._num_ended} of {self._total} requests ended, {self._num_failed} failed")

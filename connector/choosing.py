@@ -1,0 +1,188 @@
+"""All transports of one node as one: each link takes the best way that both ends have and that gets there.
+
+    receiver's lease names its endpoints, best first        [shm, zmq]
+    sender opens a link with the first that it has and reaches    same host: shm, else zmq; forced by giving a node one only
+
+Which way a write comes in, it lands in the same leases of the same memory: the transports share one landing, so a block is written
+once, and a lease becomes quiet once, over all of them. A link that fails does not turn to another way by itself: the handoff
+decides what its failure means, and the next link is chosen anew. Not here: any bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Final, Literal, Protocol, cast
+
+from connector.landing import Landing
+from connector.shm_transport import ShmTransport
+from connector.transport import (
+    Emit,
+    LeaseRef,
+    LinkClosed,
+    NotifyArrived,
+    ReceiverEvent,
+    SenderEvent,
+    Transport,
+)
+from connector.writes import Bytes
+from connector.zmq_transport import ZmqTransport
+from proto import baton_pb2 as pb
+
+TransportChoice = Literal["auto", "shm", "zmq"]
+
+_MAX_ENDPOINTS: Final = 8  # of a peer that are looked at
+
+
+class Wire(Transport, Protocol):
+    """One transport, as it is chosen and watched."""
+
+    @property
+    def ended(self) -> tuple[Future[None], ...]:
+        """Resolved when a thread has ended."""
+
+    def reaches(self, endpoint: pb.Endpoint) -> bool:
+        """Whether a link to there is worth opening; never blocks."""
+
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able counters: `kv_bytes_sent` per peer, `links_refused`, those of the landing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplyTo:
+    """A notification's sender, and the way it came."""
+
+    transport: str
+    reply_to: object
+
+
+class ChoosingTransport:
+    """Drives one or several transports over one landing; the methods are those of transport.Transport, but for endpoints.
+
+    The loop thread calls every method, as there. `emit` is called from the transports' threads and from inside `open` and `revoke`.
+    """
+
+    def __init__(self, memory: Bytes, emit: Emit) -> None:
+        self._landing = Landing(memory, emit)
+        self._emit = emit
+        self._wires: dict[str, Wire] = {}  # by name, best first
+        self._lock = Lock()
+        self._transport_of: dict[str, str] = {}  # link id -> transport, until LinkClosed
+
+    def add(self, name: str, make: Callable[[Landing, Emit], Wire]) -> None:
+        """Add the next best transport, made over this landing."""
+        self._wires[name] = make(self._landing, lambda event: self._pass_on(name, event))
+
+    @property
+    def ended(self) -> tuple[Future[None], ...]:
+        """Resolved when a thread has ended, whether of `stop` or of a bug: a node that is not stopping should die of it then."""
+        return tuple(end for wire in self._wires.values() for end in wire.ended)
+
+    def open(self, link_id: str, endpoints: Sequence[pb.Endpoint]) -> None:
+        """Open a link to one of a receiver's endpoints, best first. Failure, also to find one, arrives as LinkClosed."""
+        for endpoint in endpoints[:_MAX_ENDPOINTS]:
+            wire = self._wires.get(endpoint.transport)
+            if wire is not None and wire.reaches(endpoint):
+                with self._lock:
+                    self._transport_of[link_id] = endpoint.transport
+                wire.open(link_id, endpoint)
+                return
+        offered = ", ".join(endpoint.transport[:16] for endpoint in endpoints[:_MAX_ENDPOINTS]) or "nothing"
+        self._emit(
+            LinkClosed(link_id, f"no way there: the receiver offers {offered}, this node has {', '.join(self._wires)}")
+        )
+
+    def write(self, link_id: str, lease: LeaseRef, blocks: Sequence[tuple[int, int]]) -> None:
+        """As Sender.write."""
+        if (wire := self._find_wire(link_id)) is not None:
+            wire.write(link_id, lease, blocks)
+
+    def notify(self, link_id: str, payload: bytes) -> None:
+        """As Sender.notify."""
+        if (wire := self._find_wire(link_id)) is not None:
+            wire.notify(link_id, payload)
+
+    def close(self, link_id: str) -> None:
+        """As Sender.close."""
+        if (wire := self._find_wire(link_id)) is not None:
+            wire.close(link_id)
+
+    def endpoints(self) -> list[pb.Endpoint]:
+        """Where senders reach this node, best first."""
+        return [wire.endpoint() for wire in self._wires.values()]
+
+    def admit(self, lease_id: int, secret: bytes, block_ids: Sequence[int]) -> None:
+        """As Receiver.admit, whichever way the writes come."""
+        self._landing.admit(lease_id, secret, block_ids)
+
+    def revoke(self, lease_id: int) -> None:
+        """As Receiver.revoke; RevokeDone may be emitted before this returns."""
+        self._landing.revoke(lease_id)
+
+    def answer(self, reply_to: object, payload: bytes) -> None:
+        """As Receiver.answer."""
+        if not isinstance(reply_to, _ReplyTo):
+            raise TypeError(f"{reply_to!r} is no reply_to of this transport")
+        self._wires[reply_to.transport].answer(reply_to.reply_to, payload)
+
+    def stop(self) -> None:
+        """As Transport.stop, a second for each."""
+        for wire in self._wires.values():
+            wire.stop()
+
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able: `kv_bytes_sent` and `kv_bytes_received` per peer over all ways, and which way each link goes."""
+        sent: Counter[str] = Counter()
+        sent_over: dict[str, int] = {}
+        refused: dict[str, int] = {}
+        for name, wire in self._wires.items():
+            counts = wire.snapshot()
+            by_peer = cast(Mapping[str, int], counts["kv_bytes_sent"])
+            sent.update(by_peer)
+            sent_over[name] = sum(by_peer.values())
+            refused[name] = cast(int, counts["links_refused"])
+        with self._lock:
+            links = dict(self._transport_of)
+        return {
+            "kv_bytes_sent": dict(sorted(sent.items())),
+            **self._landing.snapshot(),
+            "transports": list(self._wires),
+            "links": links,
+            "bytes_sent_over": sent_over,
+            "links_refused": refused,
+        }
+
+    def _find_wire(self, link_id: str) -> Wire | None:
+        with self._lock:
+            name = self._transport_of.get(link_id)
+        return None if name is None else self._wires[name]
+
+    def _pass_on(self, name: str, event: SenderEvent | ReceiverEvent) -> None:
+        """On a transport's thread."""
+        if isinstance(event, NotifyArrived):
+            event = replace(event, reply_to=_ReplyTo(name, event.reply_to))
+        elif isinstance(event, LinkClosed):
+            with self._lock:
+                self._transport_of.pop(event.link_id, None)
+        self._emit(event)
+
+
+def choose_transports(
+    choice: TransportChoice, memory: Bytes, descriptor: int, node_id: str, incarnation: int, emit: Emit, host: str
+) -> ChoosingTransport:
+    """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise."""
+    with ExitStack() as undo:
+        chosen = ChoosingTransport(memory, emit)
+        undo.callback(chosen.stop)
+        if choice != "zmq":
+            chosen.add(
+                "shm", lambda landing, tell: ShmTransport(memory, descriptor, node_id, incarnation, tell, landing)
+            )
+        if choice != "shm":
+            chosen.add("zmq", lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing))
+        undo.pop_all()
+        return chosen

@@ -1,0 +1,290 @@
+"""The receiving end of the shm transport: one listening socket, and the thread that copies from senders' memory into leased blocks.
+
+    anybody     ──connect──► other user: closed unread
+    same user   ──HELLO───► link secret, memory looked over (peer_memory.py), mapped and populated, then WELCOME
+    sender      ──WRITE───► form (writes.decode_described) ──► right (Admissions) ──► copy ──► checksum ──► events, TAKEN
+
+One thread serves all connections, so the events of a link come in the order in which its frames did. It sleeps in the poll. Memory
+is mapped once per link and unmapped with it; what an owner that died has left stays readable until then, so a Commit that was
+under way still finds its blocks.
+
+Not here: links this node opens, and why a late copy hurts only this end (shm_sender.py).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from connector.landing import Landing
+from connector.link_names import is_name, node_name
+from connector.mailbox import Mailbox
+from connector.peer_memory import PeerMemory
+from connector.shm_channel import Channel, ChannelBroken, Frame, FrameKind
+from connector.shm_socket import is_same_user, listen
+from connector.transport import Emit, NotifyArrived, WriteRefused
+from connector.writes import IncomingNotice, decode, decode_described
+from proto import baton_pb2 as pb
+
+_LOG = logging.getLogger(__name__)
+
+_HELLO_S: Final = 1.0  # from connect to HELLO
+_MAX_STRANGERS: Final = 64  # connections without HELLO
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplyTo:
+    """Which connection a notification came from; no later one gets its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    reply_to: _ReplyTo
+    payload: bytes
+
+
+class _Stop:
+    """Ends the thread."""
+
+
+class _Stranger:
+    """A connection of which nothing is known but its user."""
+
+    __slots__ = ("channel", "must_greet_by", "number")
+
+    def __init__(self, number: int, channel: Channel, must_greet_by: float) -> None:
+        self.number = number
+        self.channel = channel
+        self.must_greet_by = must_greet_by  # monotonic seconds
+
+
+class _Link:
+    """A connection whose sender knew the link secret."""
+
+    __slots__ = ("channel", "memory", "number", "peer")
+
+    def __init__(self, number: int, channel: Channel, peer: str, memory: PeerMemory) -> None:
+        self.number = number
+        self.channel = channel
+        self.peer = peer
+        self.memory = memory
+
+
+class ShmReceiver:
+    """Implements transport.Receiver on a socket of its own; `start` it once. The landing may be shared with other receivers."""
+
+    def __init__(self, landing: Landing, emit: Emit) -> None:
+        """Raise OSError where there are no abstract unix sockets."""
+        self._emit = emit
+        self._landing = landing
+        self._link_secret = secrets.token_bytes(16)
+        self._listener, self._address = listen()
+        self._connections: dict[int, _Stranger | _Link] = {}
+        self._num_accepted = 0
+        self._num_refused = 0
+        self._selector = selectors.DefaultSelector()
+        self._mailbox: Mailbox[_Answer | _Stop] = Mailbox()
+        self.ended: Future[None] = Future()  # resolved when the thread has ended, whyever
+        self._thread = Thread(target=self._run, name="shm-receiver", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve senders."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Close the sockets and end the thread; False if it did not end in time."""
+        self._mailbox.put(_Stop())
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._mailbox.close()
+        return True
+
+    def endpoint(self) -> pb.Endpoint:
+        """As Receiver.endpoint."""
+        return pb.Endpoint(transport="shm", address=self._address, link_secret=self._link_secret)
+
+    def admit(self, lease_id: int, secret: bytes, block_ids: Sequence[int]) -> None:
+        """As Receiver.admit."""
+        self._landing.admit(lease_id, secret, block_ids)
+
+    def revoke(self, lease_id: int) -> None:
+        """As Receiver.revoke; RevokeDone may be emitted before this returns."""
+        self._landing.revoke(lease_id)
+
+    def answer(self, reply_to: object, payload: bytes) -> None:
+        """As Receiver.answer; nothing happens if the link is gone."""
+        if not isinstance(reply_to, _ReplyTo):
+            raise TypeError(f"{reply_to!r} is no reply_to of this transport")
+        self._mailbox.put(_Answer(reply_to, payload))
+
+    def snapshot(self) -> Mapping[str, object]:
+        """As Landing.snapshot, and handshakes refused."""
+        return {"links_refused": self._num_refused, **self._landing.snapshot()}
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._mailbox, selectors.EVENT_READ)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            is_running = True
+            while is_running:
+                ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
+                for command in self._mailbox.drain():
+                    if isinstance(command, _Stop):
+                        is_running = False
+                    else:
+                        self._answer(command)
+                self._accept()
+                self._serve_all(ready)
+        finally:  # an exception is a bug; it goes on to threading.excepthook
+            for connection in self._connections.values():
+                connection.channel.close()
+            self._connections.clear()
+            self._listener.close()
+            self._selector.close()
+            self.ended.set_result(None)
+
+    def _timeout_s(self) -> float | None:
+        """Until the next stranger is overdue, 0 while memory is to be populated; None: sleep until something happens."""
+        connections = self._connections.values()
+        if any(isinstance(each, _Link) and not each.memory.is_populated for each in connections):
+            return 0.0
+        instants = [each.must_greet_by for each in connections if isinstance(each, _Stranger)]
+        return max(0.0, min(instants) - time.monotonic()) if instants else None
+
+    def _accept(self) -> None:
+        """Let in whoever waits and is of the same user, as far as there is room."""
+        num_strangers = sum(isinstance(each, _Stranger) for each in self._connections.values())
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            if num_strangers >= _MAX_STRANGERS or not is_same_user(connection):
+                self._refuse("too many at once, or another user's")
+                connection.close()
+                continue
+            num_strangers += 1
+            connection.setblocking(False)
+            self._num_accepted += 1
+            stranger = _Stranger(self._num_accepted, Channel(connection), time.monotonic() + _HELLO_S)
+            self._connections[stranger.number] = stranger
+            self._selector.register(stranger.channel, selectors.EVENT_READ, stranger.number)
+
+    def _answer(self, command: _Answer) -> None:
+        link = self._connections.get(command.reply_to.number)
+        if link is None:
+            return
+        try:
+            link.channel.send(FrameKind.ANSWER, command.payload)
+        except ChannelBroken as broken:
+            self._drop(link, str(broken))
+        else:
+            self._watch(link)
+
+    def _serve_all(self, ready: Mapping[int, int]) -> None:
+        """In a function of its own: a name that still stood for a link while the thread sleeps would keep its memory mapped."""
+        for connection in tuple(self._connections.values()):
+            self._serve(connection, ready.get(connection.number, 0))
+
+    def _serve(self, connection: _Stranger | _Link, events: int) -> None:
+        """Give a connection its turn."""
+        try:
+            if isinstance(connection, _Link):
+                self._serve_link(connection, events)
+            elif events & selectors.EVENT_READ:
+                self._greet(connection)
+            elif time.monotonic() >= connection.must_greet_by:
+                raise ChannelBroken("no HELLO in time")
+        except ChannelBroken as broken:
+            if isinstance(connection, _Stranger):
+                self._refuse(str(broken))
+            self._drop(connection, str(broken))
+
+    def _greet(self, stranger: _Stranger) -> None:
+        """Read HELLO, if it is there in full (it is small: it comes at once or from nobody who means well)."""
+        frames, descriptor = stranger.channel.receive_hello()
+        try:
+            link = self._find_link(stranger, frames, descriptor)
+        except ValueError as flaw:
+            raise ChannelBroken(str(flaw)) from None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._connections[link.number] = link
+        _LOG.info("event=link_accepted sender=%s transport=shm", link.peer)
+
+    def _find_link(self, stranger: _Stranger, frames: list[Frame], descriptor: int | None) -> _Link:
+        """What the stranger is a link of; raises ValueError for one that it cannot be."""
+        if len(frames) != 1 or frames[0].kind is not FrameKind.HELLO or descriptor is None:
+            raise ValueError("not one HELLO with one descriptor")
+        try:
+            hello = pb.LinkHello.FromString(frames[0].body)
+        except DecodeError:
+            raise ValueError("a HELLO that is no LinkHello") from None
+        if not hmac.compare_digest(hello.link_secret, self._link_secret):
+            raise ValueError("wrong link secret")
+        if not is_name(hello.sender):
+            raise ValueError("no name for a node")
+        memory = PeerMemory(descriptor, hello.num_blocks, hello.block_bytes)
+        return _Link(stranger.number, stranger.channel, node_name(hello.sender), memory)
+
+    def _serve_link(self, link: _Link, events: int) -> None:
+        if not link.memory.is_populated and link.memory.populate_some():
+            link.channel.send(FrameKind.WELCOME)
+        if events & selectors.EVENT_WRITE:
+            link.channel.flush()
+        if events & selectors.EVENT_READ:
+            for frame in link.channel.receive():
+                self._take(link, frame)
+        self._watch(link)
+
+    def _take(self, link: _Link, frame: Frame) -> None:
+        if not link.memory.is_populated or frame.kind not in (FrameKind.WRITE, FrameKind.NOTICE):
+            raise ChannelBroken(f"the sender sent {frame.kind.name} out of turn")
+        if frame.kind is FrameKind.WRITE:
+            self._take_write(link, frame.body)
+            link.channel.send(FrameKind.TAKEN)  # refused or not, its source is looked at no more
+            return
+        arrived = decode([frame.body])
+        if isinstance(arrived, IncomingNotice):
+            self._emit(NotifyArrived(_ReplyTo(link.number), arrived.payload))
+        elif isinstance(arrived, WriteRefused):
+            self._landing.refuse(arrived)
+
+    def _take_write(self, link: _Link, header: bytes) -> None:
+        arrived = decode_described(header, link.memory.bytes)
+        if isinstance(arrived, WriteRefused):
+            self._landing.refuse(arrived)
+        elif (running := self._landing.begin(arrived, link.peer)) is not None:
+            self._landing.finish(running)
+
+    def _watch(self, connection: _Stranger | _Link) -> None:
+        """Poll for what the connection waits for."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.channel.has_unsent else 0)
+        self._selector.modify(connection.channel, wanted, connection.number)
+
+    def _refuse(self, reason: str) -> None:
+        self._num_refused += 1
+        _LOG.warning("event=link_refused transport=shm reason=%s", reason)
+
+    def _drop(self, connection: _Stranger | _Link, reason: str) -> None:
+        del self._connections[connection.number]
+        self._selector.unregister(connection.channel)
+        connection.channel.close()
+        _LOG.info("event=link_ended connection=%d reason=%s", connection.number, reason)

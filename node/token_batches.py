@@ -1,0 +1,46 @@
+"""What one step gave, collected into one message per router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from engine.plan import TokenLogprobs
+from node.events import RouterId, ToRouter
+from node.sampling import to_logprobs_message
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
+
+FINISH: Final = {None: pb.FINISH_UNSPECIFIED, "stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
+
+
+class TokenBatches:
+    """Filled while a step's results are read, then handed out."""
+
+    def __init__(self, *, from_receiver: bool) -> None:
+        """`from_receiver`: this node is the one that the KV was handed to."""
+        self._from_receiver = from_receiver
+        self._batches: dict[RouterId, pb.TokenBatch] = {}
+
+    def add(
+        self,
+        router: RouterId,
+        key: AttemptKey,
+        first_index: int,
+        token_ids: Iterable[int],
+        finish: str | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> pb.BranchTokens:
+        """Note a branch's tokens from `first_index` on; whoever has more to say of them adds it to what is returned."""
+        batch = self._batches.setdefault(router, pb.TokenBatch(from_receiver=self._from_receiver))
+        return batch.branches.add(
+            key=key.to_proto(),
+            first_index=first_index,
+            token_ids=token_ids,
+            finish=FINISH[finish],
+            logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
+        )
+
+    def to_actions(self) -> list[ToRouter]:
+        """One message per router that gets any."""
+        return [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in self._batches.items()]

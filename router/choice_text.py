@@ -1,0 +1,73 @@
+"""One choice's tokens on their way to text: characters whole, stop strings cut off, stop tokens silent. Pure.
+
+Everything happens token by token, so that text, stop and counts are equal however tokens were grouped into messages, and for
+a stream and a whole answer. The first `min_tokens` tokens are shown without being looked at for stop strings, as the nodes do
+not sample a stop token among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from router.detokenizer import IncrementalDetokenizer
+from router.stop_strings import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What decides about a completion's text."""
+
+    silent_ids: Collection[int]  # stop tokens: they end the text and are not in it
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """What some tokens gave."""
+
+    text: str
+    offsets: list[int]  # for each token taken: the completion's characters before it, those held back included
+    is_stopped: bool  # the last token taken completes a stop string; what was behind it is not taken
+
+
+class ChoiceText:
+    """Text of one completion; `given_ids` are its tokens so far, whose text somebody else has shown."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, rules: TextRules, given_ids: Sequence[int] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(rules.stop_strings) if rules.stop_strings else None
+        self._rules = rules
+        self.num_tokens = 0  # the given ones included
+        self._num_characters = 0
+        self.is_stopped = (
+            self.push(given_ids).is_stopped if given_ids else False
+        )  # the given ids are a whole completion
+        if self._matcher is not None:
+            self._matcher.flush()
+        self._num_characters = 0
+
+    def push(self, token_ids: Sequence[int]) -> TextPart:
+        """The text that can be shown now; may be empty."""
+        parts: list[str] = []
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(self._num_characters)
+            self.num_tokens += 1
+            part = "" if token_id in self._rules.silent_ids else self._detokenizer.push((token_id,))
+            self._num_characters += len(part)
+            if self._matcher is not None and self.num_tokens > self._rules.min_tokens:
+                part, is_stopped = self._matcher.push(part)
+                if is_stopped:
+                    return TextPart("".join([*parts, part]), offsets, True)
+            parts.append(part)
+        return TextPart("".join(parts), offsets, False)
+
+    def finish(self) -> TextPart:
+        """What was held back, since no token follows: an incomplete character, the beginning of a stop string."""
+        rest = self._detokenizer.finish()
+        if self._matcher is None:
+            return TextPart(rest, [], False)
+        shown, is_stopped = self._matcher.push(rest)
+        return TextPart(shown if is_stopped else shown + self._matcher.flush(), [], is_stopped)

@@ -1,0 +1,248 @@
+"""From a checked body to requests in tokens: checks that need several fields, the model, or the nodes. Raises ApiError.
+
+A list of prompts becomes that many requests, each drawn for as if it had been sent alone: with the seed given, or one of its
+own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that is dropped.
+
+Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
+length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, ParamSpec, TypeVar
+
+from router.answer import Asked, Echo
+from router.choice_text import TextRules
+from router.events import GenerationRequest, Sampling
+from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of
+from router.seeds import SEED_BITS
+from router.shell import RouterShell
+from router.text import ModelText, TemplateRefusal
+
+MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
+_DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
+_LARGE_INPUT: Final = 64 << 10  # bytes or characters; from here on parsing and tokenizing leave the loop
+_LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One prompt of a body."""
+
+    field: str  # what errors call it
+    token_ids: Sequence[int]
+    text: str | None  # as the client wrote it
+
+
+class Intake:
+    """Turns bodies into requests, over one model's text and what the nodes can hold."""
+
+    def __init__(self, shell: RouterShell, text: ModelText, model_name: str, request_timeout_s: float) -> None:
+        self._shell = shell
+        self._text = text
+        self._model_name = model_name
+        self._request_timeout_s = request_timeout_s
+
+    async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
+        """The requests of a body, one per prompt."""
+        if body.model != self._model_name:
+            message = f"this router serves {self._model_name}, not {body.model[:60]}"
+            raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
+        if isinstance(body, ChatBody):
+            max_tokens = _chat_max_tokens(body)
+            prompts = [await self._chat_prompt(body)]
+        else:
+            max_tokens = _completion_max_tokens(body)
+            prompts = await self._completion_prompts(body)
+        _check_resubmission(body, len(prompts))
+        if self._shell.max_total_tokens is None:
+            message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
+            raise ApiError(503, message, code="NO_NODES", retry_after_s=1.0)
+        stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
+        asked = []
+        for prompt in prompts:
+            fitting = self._fitting_max_tokens(prompt, max_tokens, self._shell.max_total_tokens)
+            if max_tokens is None and isinstance(body, CompletionBody):
+                fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
+            sampling = _sampling(body, fitting, stop_token_ids, logit_bias)
+            request = GenerationRequest(
+                request_id=secrets.token_hex(12),
+                prompt_token_ids=tuple(prompt.token_ids),
+                seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed,
+                sampling=sampling,
+                deadline=arrived_at + self._request_timeout_s,
+                num_choices=body.n,
+                generated_token_ids=self._generated_token_ids(body, sampling),
+            )
+            asked.append(await self._with_text(body, prompt, request))
+        return asked
+
+    # ---------------------------------------------------------------- prompts
+
+    async def _chat_prompt(self, body: ChatBody) -> _Prompt:
+        messages = [message.for_template() for message in body.messages]
+        size = sum(len(message["content"]) for message in messages)
+        try:
+            return _Prompt("messages", await off_loop(size, self._text.encode_chat, messages), None)
+        except TemplateRefusal as refusal:
+            raise bad_request("messages", str(refusal)) from refusal
+        except UnicodeError as error:
+            raise bad_request("messages", "holds half a surrogate pair, which is no character") from error
+
+    async def _completion_prompts(self, body: CompletionBody) -> list[_Prompt]:
+        given = prompts_of(body.prompt)
+        if len(given) * body.n > MAX_CHOICES:
+            message = f"{len(given)} prompts with n = {body.n} are more than the {MAX_CHOICES} choices of an answer"
+            raise bad_request("prompt", message)
+        is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        prompts = []
+        for position, each in enumerate(given):
+            field = f"prompt.{position}" if is_list else "prompt"
+            if not each:
+                raise bad_request(field, "must not be empty")
+            if isinstance(each, str):
+                prompts.append(_Prompt(field, await self._encode(field, each), each))
+            else:
+                self._check_token_ids(field, each)
+                prompts.append(_Prompt(field, each, None))
+            if not prompts[-1].token_ids:
+                raise bad_request(field, "has no tokens")
+        return prompts
+
+    async def _encode(self, field: str, text: str) -> Sequence[int]:
+        try:
+            return await off_loop(len(text), self._text.encode_prompt, text)
+        except UnicodeError as error:
+            raise bad_request(field, "holds half a surrogate pair, which is no character") from error
+
+    async def _with_text(self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest) -> Asked:
+        """The request with the ways to text of its choices."""
+        rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens)
+        texts = [self._text.choice_text(rules, request.generated_token_ids) for _ in range(body.n)]
+        if texts[0].is_stopped:
+            raise bad_request("generated_token_ids", "already hold a stop string: the completion is complete")
+        if isinstance(body, ChatBody) or not body.echo:
+            return Asked(request, texts)
+        token_ids, size = prompt.token_ids, len(prompt.token_ids)
+        text = await off_loop(size, self._text.decode, token_ids) if prompt.text is None else prompt.text
+        wants_offsets = request.sampling.wants_prompt_logprobs
+        offsets = await off_loop(16 * size, self._text.offsets, token_ids) if wants_offsets else []
+        return Asked(request, texts, Echo(text, offsets), drops_tokens=body.max_tokens == 0)
+
+    # ---------------------------------------------------------------- limits
+
+    def _check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        vocab_size = self._text.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+            raise bad_request(field, f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
+
+    def _stop_token_ids(self, body: CompletionBody | ChatBody) -> tuple[int, ...]:
+        self._check_token_ids("stop_token_ids", body.stop_token_ids)
+        return tuple(dict.fromkeys([*([] if body.ignore_eos else self._text.stop_token_ids), *body.stop_token_ids]))
+
+    def _logit_bias(self, body: CompletionBody | ChatBody) -> tuple[tuple[int, float], ...]:
+        biases: dict[int, float] = {}
+        for name, bias in body.logit_bias.items():
+            if not (name.isascii() and name.isdecimal() and len(name) < 20):
+                raise bad_request("logit_bias", f"its keys are token ids, not {name[:20]!a}")
+            biases[int(name)] = bias
+        self._check_token_ids("logit_bias", list(biases))
+        return tuple(biases.items())
+
+    def _generated_token_ids(self, body: CompletionBody | ChatBody, sampling: Sampling) -> tuple[int, ...]:
+        given = body.generated_token_ids
+        self._check_token_ids("generated_token_ids", given)
+        if len(given) >= sampling.max_tokens:
+            message = f"{len(given)} tokens leave none of max_tokens, {sampling.max_tokens}, to generate"
+            raise bad_request("generated_token_ids", message)
+        if ends := set(given).intersection(sampling.stop_token_ids):
+            raise bad_request("generated_token_ids", f"hold the stop token {min(ends)}: the completion is complete")
+        return tuple(given)
+
+    def _fitting_max_tokens(self, prompt: _Prompt, asked_tokens: int | None, longest: int) -> int:
+        """max_tokens, or what the prompt leaves."""
+        num_prompt_tokens = len(prompt.token_ids)
+        room = longest - num_prompt_tokens
+        if room < 1:
+            message = (
+                f"{num_prompt_tokens} tokens leave no room for an answer; prompt and answer have {longest} together"
+            )
+            raise bad_request(prompt.field, message, "context_length_exceeded")
+        if asked_tokens is not None and asked_tokens > room:
+            message = (
+                f"{asked_tokens} is more than the {room} that {num_prompt_tokens} prompt tokens leave of {longest}"
+            )
+            raise bad_request("max_tokens", message, "context_length_exceeded")
+        return room if asked_tokens is None else asked_tokens
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs", "needs logprobs to be true")
+    if body.max_tokens == 0:
+        raise bad_request("max_tokens", "must be greater than or equal to 1, not 0")
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
+    return body.max_completion_tokens
+
+
+def _completion_max_tokens(body: CompletionBody) -> int | None:
+    if body.best_of not in (None, body.n):
+        raise bad_request("best_of", f"must equal n, {body.n}, not {body.best_of}")
+    if body.max_tokens == 0:
+        if not body.echo:
+            raise bad_request("max_tokens", "must be greater than or equal to 1, not 0, without echo")
+        return 1
+    return body.max_tokens
+
+
+def _check_resubmission(body: CompletionBody | ChatBody, num_prompts: int) -> None:
+    if not body.generated_token_ids:
+        return
+    if num_prompts > 1 or body.n > 1:
+        raise bad_request("generated_token_ids", "need one prompt and n = 1: they belong to one choice")
+    if isinstance(body, CompletionBody) and body.echo:
+        raise bad_request("generated_token_ids", "cannot be given with echo: the text between would be missing")
+
+
+def _sampling(
+    body: CompletionBody | ChatBody,
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    logit_bias: tuple[tuple[int, float], ...],
+) -> Sampling:
+    """The parameters as nodes take them: what asks for nothing is 0."""
+    if body.min_tokens > max_tokens:
+        raise bad_request("min_tokens", f"must be at most max_tokens, {max_tokens}, not {body.min_tokens}")
+    return Sampling(
+        temperature=body.temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        top_k=min(max(body.top_k, 0), 2**31 - 1),
+        top_p=0.0 if body.top_p == 1 else max(body.top_p, _LEAST_SHARE),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=0.0 if body.repetition_penalty == 1 else max(body.repetition_penalty, _LEAST_SHARE),
+        min_tokens=body.min_tokens,
+        logit_bias=logit_bias,
+        num_logprobs=body.num_logprobs,
+        wants_prompt_logprobs=isinstance(body, CompletionBody) and body.echo and body.logprobs is not None,
+    )
+
+
+async def off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+    """Call the function, in a thread if its input is large: the loop has other clients."""
+    if size < _LARGE_INPUT:
+        return function(*arguments, **named)
+    return await asyncio.to_thread(function, *arguments, **named)

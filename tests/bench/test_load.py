@@ -1,0 +1,268 @@
+"""The load generator against a server that does what a test says: what is measured, from where to where, and what is an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from bench.completions import Asked, Asking, Record
+from bench.http_exchange import Server
+from bench.load import Sender, run_closed_loop, run_open_loop
+from bench.report import report_of, to_json
+from bench.serve import ServeConfig, ServerProblem, find_asking, measure
+from tests.bench.scripted_server import Answer, chunk, event, scripted_server, stream_head, usage, whole
+
+BODY = json.dumps({"n": 0}).encode()
+OK_STREAM = stream_head() + chunk() + usage(4, 1)
+
+
+def writing(data: bytes) -> Answer:
+    """The same bytes to every request."""
+
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    return answer
+
+
+def records_of(answer: Answer, number: int = 1, *, is_stream: bool = True, timeout_s: float = 10.0) -> list[Record]:
+    """What becomes of so many requests at once."""
+
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            sender = Sender(Server.parse(url), is_stream, timeout_s)
+            asked = [Asked(index, BODY, 4, 1) for index in range(number)]
+            return await run_open_loop(sender, asked, [0.0] * number)
+
+    return asyncio.run(run())
+
+
+def test_a_late_answer_delays_no_arrival() -> None:
+    """The first answer comes only once the last request is there: a loop that waited for it would never end."""
+    number = 20
+    arrived: list[int] = []
+    all_there = asyncio.Event()
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        arrived.append(body["n"])
+        if len(arrived) == number:
+            all_there.set()
+        await all_there.wait()
+        writer.write(OK_STREAM)
+
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            sender = Sender(Server.parse(url), True, 10.0)
+            asked = [Asked(index, json.dumps({"n": index}).encode(), 4, 1) for index in range(number)]
+            return await run_open_loop(sender, asked, [index * 0.005 for index in range(number)])
+
+    records = asyncio.run(run())
+    assert sorted(arrived) == list(range(number))
+    assert [record.index for record in records] == list(range(number))
+    assert [record.arrival_s for record in records] == pytest.approx([index * 0.005 for index in range(number)])
+    assert all(record.is_ok and record.lag_s > -0.002 for record in records)
+    assert records[0].end_s > records[-1].end_s, "the first one waited longest"
+
+
+def test_the_generators_own_lateness_is_told_apart_from_the_servers() -> None:
+    async def run() -> list[Record]:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(30), scripted_server(writing(OK_STREAM)) as url:
+            sender = Sender(Server.parse(url), True, 10.0)
+
+            def block() -> None:
+                until = loop.time() + 0.5
+                while loop.time() < until:
+                    pass
+
+            loop.call_later(0.001, block)  # while the second request is due
+            return await run_open_loop(sender, [Asked(index, BODY, 4, 1) for index in range(2)], [0.0, 0.05])
+
+    records = asyncio.run(run())
+    assert records[1].lag_s > 0.4
+    assert records[1].end_s < records[1].lag_s
+
+
+def test_a_closed_loop_keeps_so_many_requests_under_way_and_no_more() -> None:
+    under_way, most = 0, 0
+    full = asyncio.Event()
+
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        if under_way == 3:
+            full.set()
+        await full.wait()
+        for _ in range(50):
+            await asyncio.sleep(0)  # time for a fourth one, which shares this loop
+        under_way -= 1
+        writer.write(OK_STREAM)
+
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            asked = [Asked(index, BODY, 4, 1) for index in range(12)]
+            return await run_closed_loop(Sender(Server.parse(url), True, 10.0), asked, 3)
+
+    records = asyncio.run(run())
+    assert most == 3
+    assert [record.index for record in records] == list(range(12))
+    assert all(record.is_ok for record in records)
+
+
+def test_times_are_of_the_events_that_carry_a_choice_however_the_bytes_are_cut(fresh_seed: int) -> None:
+    rng = random.Random(fresh_seed)
+    data = chunk("é") + chunk() + chunk() + usage(4, 5)
+    cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(10))})
+
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(stream_head())
+        for begin, end in pairwise(cuts):
+            writer.write(data[begin:end])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    (record,) = records_of(answer)
+    assert record.is_ok, record
+    assert record.connect_s is not None and record.ttft_s is not None and record.tpot_s is not None
+    assert 0 < record.connect_s <= record.ttft_s <= record.end_s
+    assert len(record.chunk_at_s) == 3 and len(record.itl_s) == 2
+    assert (record.prompt_tokens, record.output_tokens) == (4, 5)
+    assert record.tpot_s == pytest.approx((record.chunk_at_s[2] - record.chunk_at_s[0]) / 4)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "error"),
+    [
+        (whole(429, {"error": {"message": "too many"}}), "429", "too many"),
+        (whole(503, {"detail": "starting"}), "503", "starting"),
+        (b"HTTP/1.1 500 X\r\n\r\noops", "500", "oops"),
+        (stream_head() + chunk() + event(error={"message": "node lost"}), "stream_error", "node lost"),
+        (stream_head() + chunk(), "stream_error", "[DONE]"),
+        (stream_head() + b"data: {\n\n", "malformed", "JSONDecodeError"),
+        (stream_head() + b"data: []\n\ndata: [DONE]\n\n", "malformed", ""),
+        (stream_head() + event(choices=[], usage={"prompt_tokens": "many"}), "malformed", ""),
+        (b"SSH-2.0-OpenSSH\r\n", "malformed", ""),
+        (b"", "broken", "closed"),
+        (CHUNKED + b"5\r\nda", "broken", "closed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\ndata: ", "broken", "closed"),
+    ],
+)
+def test_an_answer_that_is_not_complete_is_an_error_by_its_kind_and_ends_no_run(
+    data: bytes, status: str, error: str
+) -> None:
+    records = records_of(writing(data), 2)
+    assert [record.status for record in records] == [status, status]
+    assert error in records[0].error
+    report = report_of(records)
+    assert (report.num_ok, report.errors) == (0, {status: 2})
+    assert report.ttft_s is None and report.requests_per_s == 0
+
+
+def test_a_server_that_does_not_answer_is_a_timeout_and_one_that_is_not_there_a_failed_connect() -> None:
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async def no_server() -> Record:
+        async with scripted_server(answer) as url:
+            pass
+        return await Sender(Server.parse(url), True, 10.0).send(Asked(0, BODY, 4, 1), 0.0, 0.0)
+
+    (silent,) = records_of(answer, timeout_s=0.05)
+    assert silent.status == "timeout" and silent.end_s >= 0.05
+    assert asyncio.run(no_server()).status == "connect"
+
+
+def test_a_whole_answer_has_counts_and_an_end_but_no_first_token() -> None:
+    answer = whole(200, {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 4, "completion_tokens": 2}})
+    (record,) = records_of(writing(answer), is_stream=False)
+    assert record.is_ok and (record.prompt_tokens, record.output_tokens) == (4, 2)
+    assert record.ttft_s is None and record.tpot_s is None and record.end_s > 0
+    assert report_of([record]).num_wrong_length == 1, "one was asked for"
+
+
+def test_figures_follow_from_the_records() -> None:
+    good = [
+        Record(0, 4, 3, 0.0, 0.0, "200", "", 0.001, 2.0, [0.5, 1.0, 1.5], 4, 3),
+        Record(1, 4, 3, 1.0, 0.5, "200", "", 0.001, 2.5, [1.5, 2.0, 2.5], 4, 3),
+    ]
+    bad = Record(2, 4, 3, 2.0, 0.0, "503", "busy", 0.001, 0.1)
+    report = report_of([*good, bad])
+    assert report.duration_s == 4.0  # the second one was begun at 1.5 and took 2.5
+    assert (report.num_requests, report.num_ok, report.errors) == (3, 2, {"503": 1})
+    assert (report.requests_per_s, report.output_tokens_per_s, report.prompt_tokens_per_s) == (0.5, 1.5, 2.0)
+    assert report.ttft_s is not None and (report.ttft_s.count, report.ttft_s.p50) == (2, 1.0)
+    assert report.tpot_s is not None and report.tpot_s.max == 0.5
+    assert report.itl_s is not None and report.itl_s.count == 4
+    assert report.arrival_lag_s is not None and (report.arrival_lag_s.count, report.arrival_lag_s.max) == (3, 0.5)
+    result = to_json(report, [*good, bad], {"command": "c"})
+    assert json.loads(json.dumps(result))["requests"][1]["chunk_at_s"] == [1.5, 2.0, 2.5]
+    assert result["ttft_s"]["p50"] == 1.0 and result["requests"][0]["ttft_s"] == 0.5
+
+
+def test_a_server_that_takes_no_token_ids_is_asked_in_words_and_the_seed_decides_what() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        bodies.append(body)
+        if not body:
+            writer.write(whole(200, {"data": [{"id": "the-model"}]}))
+        elif isinstance(body["prompt"], list):
+            writer.write(whole(422, {"detail": "prompt must be a text"}))
+        else:
+            writer.write(OK_STREAM)
+
+    async def run() -> None:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            config = ServeConfig(url=url, num_requests=5, prompt_tokens="6:3", seed=7, warmup=2, concurrency=1)
+            asking = await find_asking(config)
+            assert (asking.model, asking.prompt_form) == ("the-model", "words")
+            first, begin = await measure(config, asking), len(bodies)
+            assert bodies[begin - 7 :] != bodies[begin - 6 :]
+            second = await measure(config, asking)
+            assert bodies[begin:] == bodies[begin - 7 : begin], "the same seed, the same requests"
+        assert [len(body["prompt"].split()) for body in bodies[-5:]] == [each.prompt_tokens_asked for each in second]
+        assert len(first) == len(second) == 5, "warm-up is not in it"
+        assert bodies[-1]["ignore_eos"] is True and bodies[-1]["stream_options"] == {"include_usage": True}
+        plain = Asking("m", "token_ids", 256, is_stream=False, ignores_eos=False, temperature=0.0)
+        assert set(json.loads(plain.body(random.Random(1), 3, 4))) == {"model", "prompt", "max_tokens", "temperature"}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("data", [whole(404, {"error": "no such model"}), whole(500, {}), b"", b"SSH-2.0\r\n"])
+def test_a_server_that_refuses_the_first_request_is_told_in_one_sentence(data: bytes) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), scripted_server(writing(data)) as url:
+            with pytest.raises(ServerProblem, match="--url"):
+                await find_asking(ServeConfig(url=url, model="m"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://a:1", "http://a:1"),
+        ("http://a:1/v1", "http://a:1"),
+        ("https://a/b/v1/", "https://a:443/b"),
+        ("http://[::1]:80/", "http://[::1]:80"),
+    ],
+)
+def test_a_url_may_end_in_v1_or_not(url: str, base: str) -> None:
+    assert Server.parse(url).base_url == base
+
+
+@pytest.mark.parametrize("url", ["a:1", "ftp://a", "http://", "http://a:x", "http://a/?q=1"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="--url"):
+        ServeConfig(url=url)

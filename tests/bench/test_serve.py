@@ -1,0 +1,139 @@
+"""`python -m bench.serve` as a user runs it: against a real cluster, and where it cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.distribution import summarize
+from bench.machine import cpu_model
+from tests.architecture.source_tree import ROOT
+from tests.e2e.cluster import Cluster, started_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node of each role."""
+    flags = ("--max-num-seqs", "8", "--num-blocks", "256", "--max-model-len", "512")
+    with started_cluster(tiny_model, tmp_path_factory.mktemp("bench"), *flags) as running:
+        yield running
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    """The command's end and output, which is no terminal."""
+    command = [sys.executable, "-m", "bench.serve", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("pace", [("--rate", "30"), ("--rate", "inf"), ("--concurrency", "3")])
+def test_a_run_gives_figures_a_histogram_and_a_result_with_every_request(
+    cluster: Cluster, tmp_path: Path, pace: tuple[str, str]
+) -> None:
+    path = tmp_path / "result.json"
+    lengths = ("--prompt-tokens", "20:10", "--output-tokens", "8:4", "--num-requests", "20", "--seed", "3")
+    ended = run("--url", cluster.url, *pace, *lengths, "--output", str(path))
+    assert ended.returncode == 0, ended.stderr
+    assert "20 of 20 requests ended, 0 failed" in ended.stdout and "TTFT, milliseconds:" in ended.stdout
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert result["command"].startswith("python -m bench.serve --url http://127.0.0.1:") and result["date"]
+    assert result["machine"]["cores"] >= 1 and result["machine"]["cpu_model"]
+    assert result["settings"]["seed"] == 3
+    assert (result["num_ok"], result["errors"], result["num_wrong_length"]) == (20, {}, 0)
+    requests = result["requests"]
+    assert [each["prompt_tokens"] for each in requests] == [each["prompt_tokens_asked"] for each in requests]
+    assert len({each["prompt_tokens"] for each in requests}) > 1
+    assert all(10 <= each["prompt_tokens"] <= 30 and 4 <= each["output_tokens"] <= 12 for each in requests)
+    for name in ("ttft_s", "tpot_s"):
+        summary = summarize([each[name] for each in requests])
+        assert summary is not None and result[name]["p90"] == summary.p90 and result[name]["count"] == 20
+    assert all(0 < each["connect_s"] < each["ttft_s"] <= each["end_s"] for each in requests)
+    assert result["arrival_lag_s"]["count"] == 20
+    offsets = [each["arrival_s"] for each in requests]
+    assert (
+        offsets == sorted(offsets) and (pace[1] != "inf" or offsets[-1] == 0) and (pace[1] == "inf" or offsets[-1] > 0)
+    )
+
+
+def test_whole_answers_have_no_first_token_and_their_counts_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    ended = run("--url", cluster.url, "--stream", "off", "--num-requests", "5", "--output", str(path))
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(path.read_text())
+    assert result["num_ok"] == 5 and result["ttft_s"] is None and result["end_to_end_s"]["count"] == 5
+    assert [each["output_tokens"] for each in result["requests"]] == [32] * 5
+
+
+def test_requests_that_are_refused_are_counted_by_status_and_a_run_with_nothing_but_errors_fails(
+    cluster: Cluster,
+) -> None:
+    ended = run("--url", cluster.url, "--prompt-tokens", "600", "--num-requests", "4")
+    assert ended.returncode == 1
+    assert "error 400: 4 requests, one of them: prompt: 600 tokens leave no room" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: cannot be reached"),
+        (("--rate", "2", "--concurrency", "2"), "give one of them"),
+        (("--rate", "0"), "--rate 0: must be requests per second above 0"),
+        (("--output-tokens", "5:5"), "--output-tokens 5:5: the spread must be below the mean"),
+        (("--output", "/nowhere/x.json"), "--output /nowhere/x.json: its folder does not exist"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(flags: tuple[str, ...], sentence: str) -> None:
+    ended = run(*flags)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("python -m bench.serve: ") and ended.stderr.count("\n") == 1
+    assert sentence in ended.stderr
+
+
+def test_an_unknown_model_is_the_servers_own_sentence(cluster: Cluster) -> None:
+    ended = run("--url", cluster.url, "--model", "no-such")
+    assert ended.returncode == 2 and "no-such" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.covers("O01")
+def test_a_nodes_metrics_tell_what_the_run_made_it_do(cluster: Cluster) -> None:
+    before = {node["role"]: samples_of(node) for node in cluster.nodes}
+    ended = run(
+        "--url", cluster.url, "--num-requests", "10", "--prompt-tokens", "40", "--output-tokens", "6", "--warmup", "0"
+    )
+    assert ended.returncode == 0, ended.stderr
+    prefill, decode = (
+        {name: value - before[role].get(name, 0.0) for name, value in samples_of(cluster.nodes_of(role)[0]).items()}
+        for role in ("prefill", "decode")
+    )
+    # Beside the ten there is the request that asks which prompts the server takes: 4 tokens, ended by its first.
+    assert prefill['tokens_computed_total{phase="prefill"}'] == 10 * 40 + 4
+    assert decode['tokens_computed_total{phase="decode"}'] == 10 * 5
+    assert prefill['attempts_ended_total{outcome="committed"}'] == 10
+    assert decode['attempts_ended_total{outcome="finished"}'] == 10
+    for name in ("queue_seconds", "reserve_seconds", "transfer_seconds"):
+        assert prefill[f"{name}_count"] == 10 and 0 < prefill[f"{name}_sum"] < 120
+    assert decode["step_seconds_count"] >= 5 and decode["step_seconds_sum"] > 0
+    (sent,) = (value for name, value in prefill.items() if name.startswith("transfer_bytes_total") and "sent" in name)
+    (landed,) = (
+        value for name, value in decode.items() if name.startswith("transfer_bytes_total") and "received" in name
+    )
+    assert sent == landed > 0
+    assert {value for name, value in prefill.items() if name.startswith("transfer_failures_total")} == {0}
+
+
+def samples_of(node: dict[str, Any]) -> dict[str, float]:
+    """A node's metrics by name, labels included, without their common beginning."""
+    text = httpx.get(f"http://{node['http']}/metrics", trust_env=False).text
+    lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("baton_node_")]
+    return {name.removeprefix("baton_node_"): float(value) for name, _, value in lines}
+
+
+def test_the_processors_name_is_read_where_there_is_one() -> None:
+    assert cpu_model("processor\t: 0\nmodel name\t: Fast 9000\nmodel name\t: Other\n") == "Fast 9000"
+    assert cpu_model("processor : 0\n")

@@ -1,0 +1,89 @@
+"""What others may do with KV memory that they were shown: read it, and nothing else, for ever."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.shared_bytes import SharedBytes
+
+MIB = 1 << 20
+
+
+def test_it_is_zeroed_writable_here_and_seen_by_whoever_maps_it() -> None:
+    shared = SharedBytes(3, 5000)
+    assert shared.bytes.shape == (3, 5000)
+    assert not shared.bytes.any()
+    with mmap.mmap(shared.descriptor, 15_000, prot=mmap.PROT_READ) as seen:
+        shared.bytes[2, 4999] = 77
+        assert seen[14_999] == 77
+
+
+def test_all_of_it_is_there_before_anybody_uses_it() -> None:
+    shared = SharedBytes(8, MIB)
+    assert os.fstat(shared.descriptor).st_blocks * 512 >= 8 * MIB
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    begin = next(
+        i for i, line in enumerate(lines) if "/memfd:baton-kv" in line and f"{shared.bytes.ctypes.data:x}-" in line
+    )
+    rss = next(line for line in lines[begin:] if line.startswith("Rss:"))
+    assert int(rss.split()[1]) == 8 * 1024  # KiB: no step pays for a page fault
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda fd: os.ftruncate(fd, 0),
+        lambda fd: os.ftruncate(fd, 8192),
+        lambda fd: os.write(fd, b"x"),
+        lambda fd: mmap.mmap(fd, 4096),
+        lambda fd: mmap.mmap(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), 4096),
+        lambda fd: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+        lambda fd: os.posix_fallocate(fd, 0, 1 << 20),
+    ],
+)
+def test_the_descriptor_allows_reading_only(attack: Callable[[int], object]) -> None:
+    shared = SharedBytes(1, 4096)
+    with pytest.raises(PermissionError):
+        attack(shared.descriptor)
+    assert not shared.bytes.any()
+
+
+def test_a_page_cannot_be_taken_away_even_by_its_owner() -> None:
+    shared = SharedBytes(1, 4096)
+    shared.bytes[:] = 5
+    owner: Any = shared.bytes
+    while not isinstance(owner, mmap.mmap):  # at the end of numpy's chain of views
+        owner = owner.obj if isinstance(owner, memoryview) else owner.base
+    with pytest.raises(PermissionError):
+        owner.madvise(mmap.MADV_REMOVE)
+    assert (shared.bytes == 5).all()
+
+
+def test_the_descriptor_goes_with_the_object_and_the_bytes_stay_as_long_as_somebody_has_them() -> None:
+    shared = SharedBytes(1, 4096)
+    descriptor, data = shared.descriptor, shared.bytes
+    assert "memfd:baton-kv" in str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    del shared
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    data[:] = 1
+
+
+def test_more_than_there_is_is_refused_in_one_sentence() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"^3 MiB of KV memory: File too large$"):
+            SharedBytes(3, MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

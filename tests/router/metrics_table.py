@@ -1,0 +1,56 @@
+"""The table of docs/metrics.md, from what the registry itself says. `make docs` writes it anew."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client.metrics_core import Metric
+
+from router.metrics import CORE_COUNTERS, HISTOGRAMS, RouterMetrics
+
+PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
+HEADING: Final = "## Router\n"
+TABLE_HEAD: Final = "\n| name | kind | labels | what it says |\n|---|---|---|---|\n"
+_NODE: Final = {"role": "decode", "session": "up", "prefilling": 0, "branches": 0}
+
+
+def used_metrics() -> list[Metric]:
+    """Every metric of a router, each with a value at least, so that its labels show."""
+
+    def snapshot() -> dict[str, Any]:
+        return {"queued": 0, "requests": {}, "nodes": {"d@1": _NODE}}
+
+    metrics = RouterMetrics(snapshot)
+    for name in CORE_COUNTERS:
+        metrics.count(name, "x")
+    for name in HISTOGRAMS:
+        metrics.observe(name, 1.0)
+    metrics.choice_finished("stop", None)
+    metrics.request_ended("stop", 1.0, 1, 1)
+    return metrics.families()
+
+
+def table() -> str:
+    """The text below HEADING."""
+    rows = []
+    for family in used_metrics():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+        rows.append(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |\n")
+    return TABLE_HEAD + "".join(sorted(rows))
+
+
+def main() -> int:
+    """Write the table into the page."""
+    head, heading, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)
+    if not heading:
+        sys.stderr.write(f"{PAGE} has no line {HEADING!r}\n")
+        return 2
+    PAGE.write_text(head + heading + table(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

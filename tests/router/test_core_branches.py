@@ -1,0 +1,229 @@
+"""The choices of one request: each has its own attempts, retries, cancels and end; and what logprobs add to a branch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proto import baton_pb2 as pb
+from router.events import Finished, SessionLost
+from router.seeds import branch_seed
+from tests.router.core_world import CoreWorld, ref
+
+SCORE = [pb.TokenLogprobs(logprob=-value) for value in range(9)]
+
+
+def scored(*values: int) -> dict[str, Any]:
+    """Logprobs of tokens."""
+    return {"logprobs": [SCORE[value] for value in values]}
+
+
+@pytest.mark.covers("A02")
+def test_each_choice_is_a_dispatch_of_its_own_with_its_own_seed() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=3)
+    branches = [dispatch.branches[0] for _, dispatch in world.dispatches("a")]
+    assert [branch.choice for branch in branches] == [0, 1, 2]
+    assert [branch.seed for branch in branches] == [5, branch_seed(5, 1), branch_seed(5, 2)]
+    assert len({branch.seed for branch in branches}) == 3
+    assert (world.load("p1"), world.load("d1")) == ((3, 0), (0, 3))
+
+
+def test_the_seeds_of_choices_are_what_the_documentation_says() -> None:
+    assert branch_seed(41, 0) == 41
+    assert branch_seed(41, 1) == 5661272362756940  # printf 'baton choice 41 1' | sha256sum
+    assert all(branch_seed(2**63 - 1, choice) < 2**53 for choice in range(1, 16))
+
+
+@pytest.mark.covers("A02", "A07")
+def test_choices_finish_by_themselves_and_the_request_with_the_last() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=2)
+    world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, choice=1)
+    assert world.ends == {"a/1": Finished("a", "length", (7, 8), 1)}
+    assert world.load("d1") == (0, 1)
+    world.tokens_from("d1", "a", 0, [9, 99], pb.FINISH_STOP)
+    assert world.ends["a"] == Finished("a", "stop", (9, 99), 0)
+    assert not world.cancels("a")
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("R20")
+def test_a_retry_carries_only_the_branch_that_was_lost() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "d2", preempt_retry_count=1)
+    world.submit("a", num_choices=2)
+    world.tokens_from("p1", "a", 0, [7], choice=1)
+    world.error_from("p1", "a", pb.CHECKSUM, choice=1, completion_token_ids=[7])
+    *_, (_, again) = world.dispatches("a")
+    assert (again.attempt, again.branches[0].choice) == (1, 1)
+    assert list(again.branches[0].generated_token_ids) == [7]
+    cancelled = [message.cancel.key for _, message in world.sent if message.HasField("cancel")]
+    assert {(key.choice, key.attempt) for key in cancelled} == {(1, 0)}
+    world.tokens_from(world.dispatches("a")[0][1].target.node.name, "a", 0, [8], pb.FINISH_LENGTH)
+    world.tokens_from(again.target.node.name, "a", 0, [7, 9], pb.FINISH_LENGTH, attempt=1, choice=1)
+    assert world.ends["a"] == Finished("a", "length", (8,), 0)
+    assert world.ends["a/1"] == Finished("a", "length", (7, 9), 1)
+    world.assert_nothing_is_left()
+
+
+def test_an_error_that_cannot_be_retried_ends_all_choices_and_cancels_them() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=3)
+    world.tokens_from("d1", "a", 0, [7], pb.FINISH_LENGTH, choice=2)
+    world.error_from("p1", "a", pb.INTERNAL, retryable=False, choice=1)
+    assert world.failure("a").code == "INTERNAL"
+    keys = [message.cancel.key.choice for _, message in world.sent if message.HasField("cancel")]
+    assert sorted(keys) == [0, 0, 1, 1]
+    world.assert_nothing_is_left()
+
+
+def test_a_lost_node_that_holds_several_choices_ends_the_request_once() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=3)
+    world.feed(SessionLost(ref("d1")))
+    assert world.failure("a").code == "NODE_LOST"
+    world.assert_nothing_is_left()
+
+
+def test_an_abort_ends_every_choice() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", max_inflight_prefills=1)
+    world.submit("a", num_choices=3)
+    assert len(world.dispatches("a")) == 1
+    world.abort("a")
+    assert sorted(world.cancels("a")) == [("d1", 0), ("p1", 0)]
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A09")
+def test_a_stop_string_cancels_its_branch_at_both_nodes_and_leaves_the_others() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=2)
+    world.tokens_from("d1", "a", 0, [1, 2, 3])
+    world.stop("a", 2)
+    assert world.ends["a"] == Finished("a", "stop", (1, 2), 0)
+    assert sorted(world.cancels("a")) == [("d1", 0), ("p1", 0)]
+    world.tokens_from("d1", "a", 3, [4])
+    world.stop("a", 2)
+    assert sorted(world.cancels("a")) == [("d1", 0), ("d1", 0), ("p1", 0)], "what still runs is told again"
+    world.tokens_from("d1", "a", 0, [5], pb.FINISH_LENGTH, choice=1)
+    assert world.ends["a/1"] == Finished("a", "length", (5,), 1)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A05")
+def test_a_resubmission_starts_from_its_tokens_and_counts_them_towards_max_tokens() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", max_tokens=4, generated=[7, 8])
+    [(_, dispatch)] = world.dispatches("a")
+    assert list(dispatch.branches[0].generated_token_ids) == [7, 8]
+    assert world.node("p1")["prefill_tokens"] == 5
+    world.tokens_from("d1", "a", 2, [9, 10], pb.FINISH_LENGTH)
+    assert world.ends["a"] == Finished("a", "length", (7, 8, 9, 10), 0)
+    assert world.tokens["a"] == [7, 8, 9, 10]
+
+
+def test_how_long_each_attempt_waited_is_observed() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", max_inflight_prefills=1)
+    world.submit("a")
+    world.submit("b")
+    world.pass_time(2.0)
+    world.tokens_from("d1", "a", 0, [7])
+    assert world.observed == [("queue", 0.0), ("queue", 2.0)]
+
+
+@pytest.mark.covers("A02")
+def test_logprobs_go_with_their_tokens_and_a_repeat_brings_none_twice() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0)
+    world.tokens_from("p1", "a", 0, [7], **scored(1))
+    world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
+    world.tokens_from("d1", "a", 2, [9], pb.FINISH_LENGTH, **scored(3))
+    assert world.logprobs["a"] == SCORE[1:4]
+
+
+def test_logprobs_that_nobody_asked_for_are_not_passed_on() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a")
+    world.tokens_from("p1", "a", 0, [7], **scored(1), prompt_logprobs=SCORE[:2])
+    assert (world.logprobs["a"], world.prompt_logprobs) == ([], {})
+
+
+@pytest.mark.parametrize("wrong", [{}, scored(1, 2), {**scored(1), "prompt_logprobs": SCORE[:1]}])
+def test_logprobs_of_the_wrong_number_end_the_request(wrong: dict[str, Any]) -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("p1", "a", 0, [7], **wrong)
+    assert world.failure("a").code == "INTERNAL"
+    assert "logprobs" in world.failure("a").message
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A07")
+def test_tokens_of_an_error_whose_logprobs_nobody_told_are_generated_again() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0, max_tokens=3)
+    world.tokens_from("p1", "a", 0, [7], **scored(1))
+    world.error_from("p1", "a", pb.CHECKSUM, completion_token_ids=[7, 8, 9])
+    assert list(world.dispatches("a")[1][1].branches[0].generated_token_ids) == [7]
+    world.tokens_from("d1", "a", 1, [8, 9], pb.FINISH_LENGTH, attempt=1, **scored(2, 3))
+    assert world.logprobs["a"] == SCORE[1:4]
+
+
+@pytest.mark.covers("A02")
+def test_prompt_logprobs_are_passed_on_once_and_a_retry_does_not_ask_again() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("p1", "a", 0, [7], **scored(1), prompt_logprobs=SCORE[:2])
+    world.error_from("p1", "a", pb.CHECKSUM, completion_token_ids=[7])
+    assert [dispatch.sampling.prompt_logprobs for _, dispatch in world.dispatches("a")] == [True, False]
+    world.tokens_from("p1", "a", 1, [8], pb.FINISH_LENGTH, 1, **scored(2), prompt_logprobs=SCORE[:2])
+    assert world.prompt_logprobs["a"] == (SCORE[0], SCORE[1])
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_to_wait_for() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", prompt=[1], num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("p1", "a", 0, [7], pb.FINISH_LENGTH, **scored(1))
+    assert world.ends["a"] == Finished("a", "length", (7,), 0)
+
+
+@pytest.mark.covers("A02")
+def test_a_receiver_that_finishes_ahead_of_the_prompts_logprobs_waits_for_them() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, **scored(1, 2))
+    assert not world.ends
+    assert (world.load("p1"), world.load("d1")) == ((0, 0), (0, 0))
+    world.pass_time(1.9)
+    world.tokens_from("p1", "a", 0, [7], **scored(1), prompt_logprobs=SCORE[:2])
+    assert world.ends["a"] == Finished("a", "length", (7, 8), 0)
+    assert not world.cancels("a")
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "A09")
+def test_a_stop_string_found_ahead_of_the_prompts_logprobs_waits_for_them() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("d1", "a", 0, [7, 8, 9], **scored(1, 2, 3))
+    world.stop("a", 2)
+    assert sorted(world.cancels("a")) == [("d1", 0), ("p1", 0)]
+    assert not world.ends
+    world.tokens_from("p1", "a", 0, [7], **scored(1), prompt_logprobs=SCORE[:2])
+    assert world.prompt_logprobs["a"] == (SCORE[0], SCORE[1])
+    assert world.ends["a"] == Finished("a", "stop", (7, 8), 0)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02")
+def test_prompt_logprobs_that_never_come_end_the_request_with_an_error() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", prompt_logprobs_grace_s=2.0)
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, **scored(1, 2))
+    world.feed(SessionLost(ref("p1")))
+    world.pass_time(1.9)
+    assert not world.ends
+    world.pass_time(0.2)
+    assert world.failure("a").code == "NODE_LOST"
+    world.assert_nothing_is_left()

@@ -1,0 +1,86 @@
+"""What the router measures: names with units, values that follow from what happened, and a page that is not stale."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from proto import baton_pb2 as pb
+from router.metrics import HISTOGRAMS
+from tests.router.live_router import LiveRouter
+from tests.router.metrics_table import HEADING, PAGE, table
+from tests.router.scripted_nodes import ScriptedAttempt, replying
+from tests.router.test_api import play
+from tests.router.tiny_model import write_model_text
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_text(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.covers("O01")
+def test_the_page_of_metrics_is_what_the_registry_says() -> None:
+    assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == table(), "stale: make docs"
+
+
+def test_every_duration_says_its_unit() -> None:
+    assert all(shown.endswith("_seconds") for shown, _, _ in HISTOGRAMS.values())
+
+
+async def measured(router: LiveRouter) -> dict[str, float]:
+    """Each sample of /metrics as it is written, without `baton_router_`."""
+    families = text_string_to_metric_families((await router.client.get("/metrics")).text)
+    return {
+        sample.name.removeprefix("baton_router_")
+        + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.covers("O01")
+def test_requests_choices_tokens_and_times_are_measured(model: Path) -> None:
+    async def script(attempt: ScriptedAttempt) -> None:
+        if attempt.dispatch.prompt_token_ids[-1] == ord("!"):
+            attempt.prefill_fails(pb.INCOMPATIBLE, retryable=False)
+            return
+        await replying(b"hello" if attempt.key.choice else b"hey")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        assert (await router.post(n=2, stop="lo")).status_code == 200
+        assert (await router.post(prompt="no!")).status_code == 502
+        now = await measured(router)
+        assert now["requests_total mixed"] == now["requests_total INCOMPATIBLE"] == 1
+        assert now["choices_total stop"] == now["choices_total length"] == 1
+        assert now["tokens_total prompt"] == 3 + 4
+        assert now["tokens_total completion"] == len(b"hey") + len(b"hello")
+        assert now["request_seconds_count"] == 2
+        assert now["time_to_first_token_seconds_count"] == 1
+        assert now["queue_seconds_count"] == now["dispatches_total"] == 3
+        assert now["time_per_output_token_seconds_count"] == 2
+        assert 0 < now["time_per_output_token_seconds_sum"] < now["request_seconds_sum"] < 10
+        assert 0 < now["time_to_first_token_seconds_sum"] < now["request_seconds_sum"]
+        assert all(math.isfinite(value) for value in now.values())
+
+    play(model, scenario, script)
+
+
+@pytest.mark.covers("O01")
+def test_retries_are_counted_by_cause(model: Path) -> None:
+    async def script(attempt: ScriptedAttempt) -> None:
+        if attempt.dispatch.attempt == 0:
+            attempt.prefill_fails(pb.CHECKSUM)
+        else:
+            await replying(b"ok")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        await router.post(n=2)
+        now = await measured(router)
+        assert now["retries_total CHECKSUM"] == now["pd_errors_total CHECKSUM"] == 2
+        assert now["dispatches_total"] == now["queue_seconds_count"] == 4
+
+    play(model, scenario, script)

@@ -1,0 +1,129 @@
+"""Stop strings end a text at the same place however it is cut, and no part of one is ever shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.choice_text import ChoiceText, TextRules
+from router.detokenizer import IncrementalDetokenizer
+from router.stop_strings import StopMatcher
+from tests.router.tiny_model import EOS_ID, byte_level_tokenizer
+
+TOKENIZER = byte_level_tokenizer()
+texts = st.text("ab€", max_size=24)
+stop_lists = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(token_ids, skip_special_tokens=True))
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Slowly: the shortest beginning of the text that ends with a stop string, without the longest such."""
+    for end in range(len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+def choice_text(rules: TextRules, given_ids: Sequence[int] = ()) -> ChoiceText:
+    return ChoiceText(IncrementalDetokenizer(decode, {EOS_ID}), rules, given_ids)
+
+
+def shown(choice: ChoiceText, groups: Sequence[Sequence[int]]) -> tuple[str, bool]:
+    """All that a choice shows of these tokens, and whether it was stopped."""
+    parts = []
+    for group in groups:
+        part = choice.push(group)
+        parts.append(part.text)
+        if part.is_stopped:
+            return "".join(parts), True
+    last = choice.finish()
+    return "".join([*parts, last.text]), last.is_stopped
+
+
+@pytest.mark.covers("A09")
+@given(texts, stop_lists, st.data())
+def test_a_text_ends_before_the_first_stop_string_however_it_is_cut(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    matcher, parts, is_stopped = StopMatcher(stops), [], False
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        part, is_stopped = matcher.push(text[start:end])
+        parts.append(part)
+        assert first_stop(text, stops)[0].startswith("".join(parts)), "shown too early"
+        if is_stopped:
+            break
+    assert ("".join([*parts, "" if is_stopped else matcher.flush()]), is_stopped) == first_stop(text, stops)
+
+
+def test_a_stop_string_that_begins_within_the_beginning_of_another_try_is_found() -> None:
+    for text, stop in (("aaab", "aab"), ("ababac", "abac"), ("abacabab", "abab")):
+        assert StopMatcher([stop]).push(text) == (text.removesuffix(stop), True)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["abcd", "xy"])
+    assert matcher.push("12ab") == ("12", False)
+    assert matcher.push("c") == ("", False)
+    assert matcher.push("x") == ("abc", False)
+    assert matcher.push("z") == ("xz", False)
+    assert matcher.push("abcxy!") == ("abc", True)
+
+
+@pytest.mark.covers("A08", "A09")
+@given(texts, stop_lists, st.integers(0, 4), st.integers(0, 4))
+def test_a_choice_counts_the_tokens_up_to_the_one_that_completes_the_stop(
+    text: str, stops: list[str], min_tokens: int, group_size: int
+) -> None:
+    tokens = list(text.encode())
+    size = group_size + 1
+    groups = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    rules = TextRules({EOS_ID}, tuple(stops), min_tokens)
+    one_by_one, grouped = choice_text(rules), choice_text(rules)
+    assert shown(one_by_one, [[token] for token in tokens]) == shown(grouped, groups)
+    assert one_by_one.num_tokens == grouped.num_tokens
+    if not min_tokens:
+        expected, is_stopped = first_stop(text, stops)
+        assert shown(choice_text(rules), groups) == (expected, is_stopped)
+        counted = decode(tokens[: grouped.num_tokens])
+        assert (first_stop(counted, stops)[1], counted == text) in ((True, True), (is_stopped, not is_stopped))
+
+
+def test_the_first_min_tokens_tokens_are_not_looked_at() -> None:
+    rules = TextRules({EOS_ID}, ("ab",), min_tokens=2)
+    assert shown(choice_text(rules), [b"abab"]) == ("ab", True)
+    assert shown(choice_text(rules), [b"xab"]) == ("xab", False), "nor what begins in them"
+
+
+@pytest.mark.covers("A05", "A08", "A09")
+@given(texts, stop_lists, st.integers(0, 40))
+def test_a_resubmission_shows_what_the_given_tokens_do_not_complete(text: str, stops: list[str], cut: int) -> None:
+    tokens = list(text.encode())
+    given_ids, rest = tokens[:cut], tokens[cut:]
+    resumed = choice_text(TextRules({EOS_ID}, tuple(stops)), given_ids)
+    known = given_ids
+    while known and decode(known).endswith("\ufffd"):
+        known = known[:-1]
+    already = decode(known)
+    assert resumed.is_stopped == first_stop(already, stops)[1]
+    if resumed.is_stopped:
+        return
+    expected, is_stopped = first_stop(text, stops)
+    assert shown(resumed, [rest]) == (expected[len(already) :], is_stopped)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_in_it() -> None:
+    choice = choice_text(TextRules({ord("!")}, ("b!",)))
+    assert shown(choice, [b"ab!"]) == ("ab", False)
+    assert choice.num_tokens == 3
+
+
+def test_offsets_say_where_in_the_text_each_token_begins() -> None:
+    part = choice_text(TextRules(())).push([*"é€".encode(), ord("x")])
+    assert (part.text, part.offsets) == ("é€x", [0, 0, 1, 1, 1, 2])

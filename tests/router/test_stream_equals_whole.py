@@ -1,0 +1,188 @@
+"""A stream reads like the whole answer, whatever is asked and however the nodes group their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from proto import baton_pb2 as pb
+from router.text import ModelText
+from tests.router.live_router import LiveRouter
+from tests.router.scripted_nodes import Script, ScriptedAttempt
+from tests.router.test_api import events, play
+from tests.router.test_stop_strings import first_stop
+from tests.router.tiny_model import EOS_ID, TURN_ID, write_model_text
+
+NUM_REQUESTS: Final = 100
+MAX_TOKENS: Final = 24
+PIECES: Final = ["a", "b", "ab", "STOP", "ST", "€", "é", "😀", " ", "th", "\n"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_text(tmp_path_factory.mktemp("model"))
+
+
+def completion(dispatch: pb.Dispatch) -> tuple[list[int], pb.FinishReason.ValueType]:
+    """What a model would draw: it follows from prompt, seed and index, and now and then is no text."""
+    sampling, branch = dispatch.sampling, dispatch.branches[0]
+    rng = random.Random(f"{branch.seed} {list(dispatch.prompt_token_ids)}")
+    tokens: list[int] = []
+    while len(tokens) < sampling.max_tokens:
+        tokens += rng.choice([list(rng.choice(PIECES).encode())] * 12 + [[0xFF], [0xE2], [TURN_ID], [EOS_ID], [300]])
+    tokens = tokens[: sampling.max_tokens]
+    for index, token_id in enumerate(tokens):
+        if token_id in sampling.stop_token_ids:
+            if index >= sampling.min_tokens:
+                return tokens[: index + 1], pb.FINISH_STOP
+            tokens[index] = ord("m")
+    return tokens, pb.FINISH_LENGTH
+
+
+def grouping(rng: random.Random) -> Script:
+    """Complete, in batches of any size, some of which repeat what is known."""
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        tokens, finish = completion(attempt.dispatch)
+        first = attempt.num_generated
+        is_only = len(tokens) == first + 1
+        attempt.prefill_says(first, tokens[first : first + 1], finish if is_only else pb.FINISH_UNSPECIFIED)
+        end = first if not is_only else len(tokens)
+        while end < len(tokens):
+            start, end = max(first, end - rng.randint(0, 2)), min(end + rng.randint(1, 6), len(tokens))
+            attempt.decode_says(start, tokens[start:end], finish if end == len(tokens) else pb.FINISH_UNSPECIFIED)
+            if rng.random() < 0.5:
+                await asyncio.sleep(0)
+
+    return script
+
+
+def drawn_prompt(rng: random.Random) -> Any:
+    text = "".join(rng.choices(PIECES, k=rng.randint(1, 6)))
+    return rng.choice([text, list(text.encode()), [text, text + "x"], [list(text.encode()), [1]]])
+
+
+def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
+    """A request with any of its parameters."""
+    body: dict[str, Any] = {
+        "seed": rng.getrandbits(50),
+        "max_tokens": rng.randint(1, MAX_TOKENS),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "temperature": rng.uniform(0, 2),
+        "top_p": rng.uniform(0.1, 1),
+        "top_k": rng.randint(-1, 50),
+        "min_p": rng.random(),
+        "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.uniform(0.5, 2),
+        "logit_bias": {str(rng.randrange(300)): rng.uniform(-100, 100)},
+        "stop": rng.choice([None, "STOP", ["STOP", "ab"], ["b", "€", "TO", "\n "]]),
+        "stop_token_ids": rng.choice([[], [300], [ord("b")]]),
+        "ignore_eos": rng.random() < 0.3,
+        "return_token_ids": rng.random() < 0.5,
+        "user": "me",
+    }
+    body["min_tokens"] = rng.choice([0, 0, rng.randint(0, body["max_tokens"])])
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": "".join(rng.choices(PIECES, k=4))}]
+        body["logprobs"] = rng.random() < 0.5
+        body["top_logprobs"] = rng.randint(0, 4) if body["logprobs"] else 0
+        return body
+    body["prompt"] = drawn_prompt(rng)
+    body["logprobs"] = rng.choice([None, 0, 3])
+    body["echo"] = rng.random() < 0.5
+    if body["echo"] and rng.random() < 0.3:
+        body["max_tokens"] = body["min_tokens"] = 0
+    return body
+
+
+def joined(text: str) -> dict[str, Any]:
+    """A stream put together, in the shape of a whole answer."""
+    *chunks, done = events(text)
+    assert done == "[DONE]", text
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            content = part.pop("delta", None)
+            part["text"] = part.get("text", "") if content is None else content["content"]
+            whole = choices.setdefault(part["index"], {"text": "", "logprobs": None})
+            assert whole.get("finish_reason") is None, "a chunk behind the end"
+            for name, value in part.items():
+                if name in ("text", "completion_token_ids"):
+                    whole[name] = whole.get(name, type(value)()) + value
+                elif name == "logprobs" and value is not None:
+                    known = whole["logprobs"] or {}
+                    merged = {key: known.get(key, []) + entry for key, entry in value.items() if entry is not None}
+                    whole["logprobs"] = dict.fromkeys(value) | merged
+                elif name != "logprobs":
+                    whole[name] = value
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": chunks[-1]["usage"]}
+
+
+def flattened(answer: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer, a chat's message taken for a text."""
+    for choice in answer["choices"]:
+        if "message" in choice:
+            choice["text"] = choice.pop("message")["content"]
+    return {"choices": answer["choices"], "usage": answer["usage"]}
+
+
+@pytest.mark.covers("A02", "A03", "A07", "A08", "A09")
+def test_streamed_text_ids_logprobs_and_usage_equal_the_whole_answers(model: Path, fresh_seed: int) -> None:
+    rng = random.Random(fresh_seed)
+    stopped = 0
+
+    async def compare(router: LiveRouter, number: int) -> None:
+        nonlocal stopped
+        path = "/v1/chat/completions" if number % 2 else "/v1/completions"
+        body = drawn_body(rng, is_chat=number % 2 == 1)
+        whole = await router.post(path, **body)
+        stream = await router.post(path, **body, stream=True, stream_options={"include_usage": True})
+        assert whole.status_code == stream.status_code == 200, (body, whole.text, stream.text)
+        answer = whole.json()
+        assert joined(stream.text) == flattened(answer), body
+        stopped += sum(choice["finish_reason"] == "stop" for choice in answer["choices"])
+
+    async def scenario(router: LiveRouter) -> None:
+        await asyncio.gather(*(compare(router, number) for number in range(NUM_REQUESTS)))
+
+    play(model, scenario, grouping(rng))
+    assert stopped > NUM_REQUESTS // 10, "the parameters that end a text were there"
+
+
+@pytest.mark.covers("A05", "A07", "A08", "A09")
+def test_an_answer_and_its_resubmission_are_together_the_whole_answer(model: Path, fresh_seed: int) -> None:
+    rng, text = random.Random(fresh_seed), ModelText(model)
+
+    async def compare(router: LiveRouter) -> None:
+        body = drawn_body(rng, is_chat=False) | {"prompt": "p", "n": 1, "echo": False, "min_tokens": 0, "logprobs": 2}
+        body |= {"max_tokens": rng.randint(2, MAX_TOKENS), "return_token_ids": True}
+        answer = (await router.post(**body)).json()
+        [whole] = answer["choices"]
+        ids = whole["completion_token_ids"]
+        cut = rng.randrange(len(ids))
+        stream: dict[str, Any] = (
+            {"stream": True, "stream_options": {"include_usage": True}} if rng.random() < 0.5 else {}
+        )
+        resumed = await router.post(**body, **stream, generated_token_ids=ids[:cut])
+        rest_of = joined(resumed.text) if stream else resumed.json()
+        [rest] = rest_of["choices"]
+        ends = set(body["stop_token_ids"]) | (set() if body["ignore_eos"] else set(text.stop_token_ids))
+        already = text.detokenizer().push([each for each in ids[:cut] if each not in ends])
+        spoken = text.decode([each for each in ids if each not in ends])
+        stops = [body["stop"]] if isinstance(body["stop"], str) else body["stop"] or []
+        assert whole["text"] == first_stop(spoken, stops)[0]
+        assert rest["text"] == whole["text"][len(already) :]
+        assert rest["completion_token_ids"] == ids[cut:]
+        assert rest_of["usage"]["completion_tokens"] == len(ids) - cut
+        assert (rest["finish_reason"], rest["seed"]) == (whole["finish_reason"], whole["seed"])
+        assert rest["logprobs"]["token_logprobs"] == whole["logprobs"]["token_logprobs"][cut:]
+
+    async def scenario(router: LiveRouter) -> None:
+        await asyncio.gather(*(compare(router) for _ in range(NUM_REQUESTS // 2)))
+
+    play(model, scenario, grouping(rng))

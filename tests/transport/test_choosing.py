@@ -1,0 +1,158 @@
+"""Which way a link goes, and that all ways lead into the same leases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+import numpy as np
+import pytest
+import zmq
+
+from connector.choosing import ChoosingTransport, TransportChoice, choose_transports
+from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from engine.shared_bytes import SharedBytes
+from proto import baton_pb2 as pb
+from tests.transport.net import WAIT_S, Recorder, answer, commit, fill_at_random
+
+SECRET = b"0123456789abcdef"
+LEASE = LeaseRef(1, SECRET)
+
+
+class ChoosingNode:
+    """A node with the transports of its choice."""
+
+    def __init__(self, choice: TransportChoice, name: str, changed: threading.Condition) -> None:
+        self.shared = SharedBytes(8, 512)
+        self.memory = self.shared.bytes
+        self.said = Recorder(changed)
+        self.transport: ChoosingTransport = choose_transports(
+            choice, self.memory, self.shared.descriptor, name, 1, self.said, "127.0.0.1"
+        )
+
+    def shows(self, name: str) -> Mapping[str, object]:
+        return cast(Mapping[str, object], self.transport.snapshot()[name])
+
+
+class ChoosingNet:
+    """Such nodes, and waiting for what they say."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.nodes: list[ChoosingNode] = []
+
+    def node(self, choice: TransportChoice, name: str) -> ChoosingNode:
+        self.nodes.append(ChoosingNode(choice, name, self._changed))
+        fill_at_random(self.nodes[-1].memory, seed=len(self.nodes))
+        return self.nodes[-1]
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(is_reached, WAIT_S), "what was waited for has not come in time"
+
+
+@pytest.fixture
+def choosing() -> Iterator[ChoosingNet]:
+    made = ChoosingNet()
+    yield made
+    for node in made.nodes:
+        node.transport.stop()
+
+
+def as_of_another_host(endpoints: list[pb.Endpoint]) -> list[pb.Endpoint]:
+    """What the same node would say from elsewhere."""
+    for endpoint in endpoints:
+        if endpoint.transport == "shm":
+            endpoint.address = "00000000-0000-0000-0000-000000000000/" + endpoint.address.partition("/")[2]
+    return endpoints
+
+
+@pytest.mark.covers("H12", "H02")
+@pytest.mark.parametrize(
+    ("of_sender", "of_receiver", "is_one_host", "expected"),
+    [
+        ("auto", "auto", True, "shm"),
+        ("auto", "auto", False, "zmq"),
+        ("auto", "zmq", True, "zmq"),
+        ("zmq", "auto", True, "zmq"),
+        ("shm", "auto", True, "shm"),
+        ("auto", "shm", True, "shm"),
+    ],
+)
+def test_a_link_takes_shared_memory_on_one_host_else_zmq_or_what_was_forced(
+    choosing: ChoosingNet, of_sender: TransportChoice, of_receiver: TransportChoice, is_one_host: bool, expected: str
+) -> None:
+    sender, receiver = choosing.node(of_sender, "sender"), choosing.node(of_receiver, "receiver")
+    receiver.transport.admit(LEASE.lease_id, LEASE.secret, [3, 1])
+    endpoints = receiver.transport.endpoints()
+    sender.transport.open("receiver@1/1", endpoints if is_one_host else as_of_another_host(endpoints))
+    sender.transport.write("receiver@1/1", LEASE, [(0, 5), (1, 6)])
+    sender.transport.notify("receiver@1/1", commit(1))
+    choosing.until(lambda: bool(receiver.said.of(NotifyArrived)) and len(sender.said.taken(1)) == 2)
+    assert np.array_equal(receiver.memory[[3, 1]], sender.memory[[5, 6]])
+    receiver.transport.answer(receiver.said.of(NotifyArrived)[0].reply_to, answer(1))
+    choosing.until(lambda: bool(sender.said.of(Answered)))
+    assert sender.shows("links") == {"receiver@1/1": expected}
+    assert {name: n for name, n in sender.shows("bytes_sent_over").items() if n} == {expected: 1024}
+    assert sender.shows("kv_bytes_sent") == {"receiver": 1024}
+    assert receiver.shows("kv_bytes_received") == {"sender": 1024}
+    sender.transport.close("receiver@1/1")
+    choosing.until(lambda: bool(sender.said.of(LinkClosed)))
+    assert sender.shows("links") == {}
+
+
+@pytest.mark.covers("H12")
+@pytest.mark.parametrize(
+    ("of_sender", "of_receiver", "reason"),
+    [
+        ("shm", "zmq", "the receiver offers zmq, this node has shm"),
+        ("zmq", "shm", "the receiver offers shm, this node has zmq"),
+        ("shm", "auto", "the receiver offers shm, zmq, this node has shm"),  # not of this host
+    ],
+)
+def test_ends_without_a_way_in_common_hear_so_at_once(
+    choosing: ChoosingNet, of_sender: TransportChoice, of_receiver: TransportChoice, reason: str
+) -> None:
+    sender, receiver = choosing.node(of_sender, "sender"), choosing.node(of_receiver, "receiver")
+    sender.transport.open("receiver@1/1", as_of_another_host(receiver.transport.endpoints()))
+    sender.transport.write("receiver@1/1", LEASE, [(0, 5)])
+    assert sender.said.all() == [LinkClosed("receiver@1/1", f"no way there: {reason}")]
+    sender.transport.open("nobody@1/1", [])
+    assert sender.said.of(LinkClosed)[1].reason.startswith("no way there: the receiver offers nothing")
+
+
+@pytest.mark.covers("H08", "H05")
+def test_a_lease_is_one_over_all_ways_written_once_and_quiet_once(choosing: ChoosingNet) -> None:
+    receiver = choosing.node("auto", "receiver")
+    near, far = choosing.node("shm", "near"), choosing.node("zmq", "far")
+    receiver.memory[:] = 0
+    receiver.transport.admit(1, SECRET, [0, 1, 2])
+    for sender, block_index in ((near, 0), (far, 0), (far, 1), (near, 1)):
+        link_id = f"receiver@1/{block_index}"
+        if link_id not in sender.shows("links"):
+            sender.transport.open(link_id, receiver.transport.endpoints())
+        sender.transport.write(link_id, LEASE, [(block_index, block_index)])
+        sender.transport.notify(link_id, commit(1))
+        num_arrived = len(receiver.said.of(NotifyArrived)) + 1
+        choosing.until(lambda n=num_arrived: len(receiver.said.of(NotifyArrived)) >= n)  # type: ignore[misc]
+    assert sorted(receiver.said.landed(1)) == [0, 1]
+    assert len(receiver.said.of(WriteRefused)) == 2
+    assert np.array_equal(receiver.memory[0], near.memory[0])
+    assert np.array_equal(receiver.memory[1], far.memory[1])
+    assert receiver.shows("kv_bytes_received") == {"near": 512, "far": 512}
+    receiver.transport.revoke(1)
+    assert receiver.said.of(RevokeDone) == [RevokeDone(1)]
+
+
+def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
+    shared = SharedBytes(1, 512)
+    num_threads = threading.active_count()
+    with pytest.raises(zmq.ZMQError):
+        choose_transports("auto", shared.bytes, shared.descriptor, "node", 1, lambda event: None, "192.0.2.1")
+    assert threading.active_count() == num_threads
+
+
+def test_all_threads_are_watched(choosing: ChoosingNet) -> None:
+    assert len(choosing.node("auto", "both").transport.ended) == 4
+    assert len(choosing.node("shm", "one").transport.ended) == 2
