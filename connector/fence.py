@@ -35,9 +35,10 @@ class FenceFloor:
         """Whether this attempt is at or above its branch's floor."""
         return key.attempt >= self._floors.get(key.branch, 0)
 
-    def has_room(self, branch: BranchKey) -> bool:
-        """Whether a floor for this branch can be remembered."""
-        return branch in self._floors or len(self._floors) < self._max_branches
+    def has_room(self, *branches: BranchKey) -> bool:
+        """Whether floors for all these different branches can be remembered."""
+        num_new = sum(branch not in self._floors for branch in branches)
+        return not num_new or len(self._floors) + num_new <= self._max_branches
 
     def begin(self, key: AttemptKey, deadline: float) -> bool:
         """An attempt begins here: refuse older ones, at least until its deadline. False: the table is full."""

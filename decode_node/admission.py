@@ -19,34 +19,49 @@ from proto import baton_pb2 as pb
 class BlockNeed:
     """Blocks of one attempt: to hold now, and more later."""
 
-    num_now: int  # prompt, generated and one more token
-    num_growth: int  # up to the limit; the last sampled token's KV is never written
+    num_full: int  # full blocks of the tokens whose KV will be written: shared by all branches
+    num_branches: int  # each has one more block of its own, in which it begins
+    num_growth: int  # of each branch, up to the limit; the last sampled token's KV is never written
+
+    @property
+    def num_total(self) -> int:
+        """Everything together."""
+        return self.num_full + self.num_branches * (1 + self.num_growth)
 
 
-def block_need(num_tokens: int, max_total_tokens: int, block_size: int) -> BlockNeed:
-    """The need of a sequence that starts with the KV of `num_tokens` tokens and ends with at most `max_total_tokens` tokens."""
-    num_now = -(-(num_tokens + 1) // block_size)
+def block_need(num_tokens: int, max_total_tokens: int, block_size: int, num_branches: int = 1) -> BlockNeed:
+    """The need of sequences that start with the KV of `num_tokens` tokens and end with at most `max_total_tokens` tokens."""
+    num_full = num_tokens // block_size
     num_total = -(-(max_total_tokens - 1) // block_size)
-    return BlockNeed(num_now, max(0, num_total - num_now))
+    return BlockNeed(num_full, num_branches, max(0, num_total - num_full - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedBlocks:
-    """What a granted attempt holds: the first `num_held` blocks are shared and hold the right KV already."""
+    """What a granted attempt holds, in the lease's order: full blocks, then the last block of each branch.
 
-    block_ids: tuple[int, ...]
+    The first `num_held` are shared and hold the right KV already.
+    """
+
+    full: tuple[int, ...]
+    last: tuple[int, ...]  # by branch
     num_held: int
-    num_promised: int
+    num_growth: int  # promised to each branch
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """By block index of the lease."""
+        return self.full + self.last
 
     @property
     def held(self) -> tuple[int, ...]:
         """Referenced blocks of the prefix cache: never written."""
-        return self.block_ids[: self.num_held]
+        return self.full[: self.num_held]
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """Blocks that the sender writes, and the one that decoding begins in."""
-        return self.block_ids[self.num_held :]
+        """Blocks that the sender writes, and those that decoding begins in."""
+        return self.full[self.num_held :] + self.last
 
 
 def take_blocks(
@@ -54,20 +69,34 @@ def take_blocks(
 ) -> LeasedBlocks | None:
     """Lease what the need asks for, leading blocks from the prefix cache; None, and no change, if there is no room."""
     held = cache.acquire_match(block_keys, len(block_keys))
-    num_new = need.num_now - len(held)
-    if num_new + need.num_growth > pool.num_available:
+    if need.num_total - len(held) > pool.num_available:
         pool.free(held)
         return None
-    leased = pool.lease(num_new)
-    pool.promise(need.num_growth)
-    return LeasedBlocks((*held, *leased), len(held), need.num_growth)
+    leased = pool.lease(need.num_full + need.num_branches - len(held))
+    pool.promise(need.num_branches * need.num_growth)
+    num_full = need.num_full - len(held)
+    return LeasedBlocks((*held, *leased[:num_full]), tuple(leased[num_full:]), len(held), need.num_growth)
 
 
 def return_blocks(pool: BlockPool, blocks: LeasedBlocks) -> None:
     """Give everything back, once no write can touch it."""
     pool.release_lease(blocks.leased)
     pool.free(blocks.held)
-    pool.unpromise(blocks.num_promised)
+    pool.unpromise(len(blocks.last) * blocks.num_growth)
+
+
+def start_branches(pool: BlockPool, blocks: LeasedBlocks, positions: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Make the lease's blocks those of sequences: by position of a branch that starts, its blocks, one reference each.
+
+    Of each that does not, the last block and the promises are given back. There is at least one position; no write runs.
+    """
+    idle = [position for position in range(len(blocks.last)) if position not in positions]
+    pool.commit_lease([*blocks.full[blocks.num_held :], *(blocks.last[position] for position in positions)])
+    for _ in positions[1:]:
+        pool.acquire(blocks.full)
+    pool.release_lease([blocks.last[position] for position in idle])
+    pool.unpromise(len(idle) * blocks.num_growth)
+    return {position: (*blocks.full, blocks.last[position]) for position in positions}
 
 
 def fingerprint_difference(ours: pb.Fingerprint, theirs: pb.Fingerprint) -> str | None:

@@ -13,8 +13,7 @@ then free. A committed sequence's full blocks are published to the prefix cache,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final, cast
 
 from google.protobuf.message import DecodeError
@@ -22,11 +21,13 @@ from google.protobuf.message import DecodeError
 from connector.fence import FenceFloor
 from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step_receiver
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
-from decode_node.admission import block_need, fingerprint_difference, request_flaw, return_blocks, take_blocks
-from decode_node.lease import Lease, RunningBranch, commit_flaw, spec_of
+from decode_node import admission
+from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, lease_of, spec_of, starting_branches
+from decode_node.leases import Leases
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from engine.scheduler import Progress, Scheduler
+from engine.scheduler import Scheduler
+from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
@@ -37,6 +38,7 @@ from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
+_Keys = tuple[AttemptKey, ...]
 _OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
 
 
@@ -61,8 +63,7 @@ class DecodeCore:
         self._fingerprint = fingerprint
         self._key_seed = key_seed
         self._draw = draw
-        self._leases: dict[int, Lease] = {}
-        self._lease_of: dict[AttemptKey, Lease] = {}  # not yet over
+        self._leases = Leases()
         self._running: dict[AttemptKey, RunningBranch] = {}
         self._fence = FenceFloor(limits.max_fences)
         self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
@@ -115,11 +116,9 @@ class DecodeCore:
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
         return {
-            "leases": len(self._lease_of),
-            "leases_by_state": dict(Counter(lease.state.name for lease in self._leases.values())),
-            "blocks_of_leases": sum(
-                len(lease.blocks.leased) for lease in self._leases.values() if lease.state is not ReceiverState.RELEASED
-            ),
+            "leases": len(self._leases),
+            "leases_by_state": self._leases.states(),
+            "blocks_of_leases": self._leases.num_blocks(),
             "branches": len(self._running),
             "fences": len(self._fence),
             "scheduler": self._scheduler.snapshot(),
@@ -133,56 +132,46 @@ class DecodeCore:
 
     def _reserve(self, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
         key = attempt_key(request.key)
-        flaw = fingerprint_difference(self._fingerprint, request.fingerprint)
-        flaw = flaw or request_flaw(request, self._pool.block_size, self._limits)
+        flaw = admission.fingerprint_difference(self._fingerprint, request.fingerprint)
+        flaw = flaw or admission.request_flaw(request, self._pool.block_size, self._limits)
         if flaw is not None:
             return self._refused(key, pb.INCOMPATIBLE, flaw)
-        if not self._fence.admits(key):
+        keys = (key, *(key._replace(choice=choice) for choice in request.more_choices))
+        lease = self._leases.of_any(keys)
+        if lease is not None and lease.keys == keys and lease.state in _OPEN:
+            return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
+        if lease is not None or any(each in self._running for each in keys):
+            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is committed already")
+        admitted = tuple(filter(self._fence.admits, keys))
+        if not admitted:
             self._out.append(ev.Count("stale_refused"))
             return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is below the fence floor")
-        lease = self._lease_of.get(key)
-        if lease is not None and lease.state in _OPEN:
-            return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
-        if lease is not None or key in self._running:
-            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is committed already")
-        if not self._fence.has_room(key.branch):
+        if not self._fence.has_room(*(each.branch for each in admitted)):
             return self._refused(key, pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
-        self._fence.begin(key, now + request.ms_left / 1000)
-        self._end_below(key, now)
-        reply = self._grant(key, request, now)
+        for each in admitted:
+            self._fence.begin(each, now + request.ms_left / 1000)
+            self._end_below(each, now)
+        reply = self._grant(keys, admitted, request, now)
         if reply.WhichOneof("result") == "error":
-            self._fence.end(key, now + request.ms_left / 1000, now)
+            for each in admitted:
+                self._fence.end(each, now + request.ms_left / 1000, now)
         return reply
 
-    def _grant(self, key: AttemptKey, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
-        if not self._scheduler.reserve_slot():
-            return self._refused(key, pb.BUSY, "every slot is taken or leased")
+    def _grant(self, keys: _Keys, admitted: _Keys, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
+        if not self._scheduler.reserve_slots(len(keys)):
+            return self._refused(keys[0], pb.BUSY, f"{self._scheduler.num_free_slots} of {len(keys)} slots are free")
         block_size = self._pool.block_size
-        need = block_need(request.num_tokens, request.max_total_tokens, block_size)
-        blocks = take_blocks(self._pool, self._cache, need, request.block_keys)
+        need = admission.block_need(request.num_tokens, request.max_total_tokens, block_size, len(keys))
+        blocks = admission.take_blocks(self._pool, self._cache, need, request.block_keys)
         if blocks is None:
-            self._scheduler.unreserve_slot()
-            reason = f"{need.num_now + need.num_growth} blocks are needed, {self._pool.num_available} available"
-            return self._refused(key, pb.NO_BLOCKS, reason)
-        lease_id, secret = self._draw()
-        num_written = -(-request.num_tokens // block_size)
-        lease = Lease(
-            lease_id=lease_id,
-            secret=secret,
-            key=key,
-            router=ev.RouterId(request.router.name, request.router.incarnation),
-            blocks=blocks,
-            num_tokens=request.num_tokens,
-            max_total_tokens=request.max_total_tokens,
-            block_keys=tuple(request.block_keys),
-            life_s=self._limits.lease_life_s,
-            expires_at=now + self._limits.lease_life_s,
-            deadline=now + request.ms_left / 1000,
-            missing=set(range(blocks.num_held, num_written)),
-        )
-        self._leases[lease_id] = self._lease_of[key] = lease
-        self._timers.set(lease_id, lease.next_timer())
-        self._out.append(ev.AdmitLease(lease_id, secret, lease.writable(num_written)))
+            self._scheduler.unreserve_slots(len(keys))
+            reason = f"{need.num_total} blocks are needed, {self._pool.num_available} available"
+            return self._refused(keys[0], pb.NO_BLOCKS, reason)
+        lease = lease_of(request, keys, blocks, block_size, self._draw(), self._limits.lease_life_s, now)
+        lease.open &= set(admitted)
+        self._leases.add(lease)
+        self._timers.set(lease.lease_id, lease.next_timer())
+        self._out.append(ev.AdmitLease(lease.lease_id, lease.secret, lease.writable()))
         if not lease.missing:
             self._step(lease, ReceiverEvent.LAST_BLOCK, now)
         return pb.ReserveReply(lease=lease.to_message())
@@ -206,13 +195,14 @@ class DecodeCore:
         self._timers.set(lease.lease_id, lease.next_timer())
 
     def _release(self, request: pb.ReleaseRequest, now: float) -> None:
-        key = attempt_key(request.key)
-        self._fence.end(key, now + request.ms_left / 1000, now)
-        lease = self._lease_of.get(key)
-        if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
-            lease.outcome = "released"
-            self._step(lease, ReceiverEvent.RELEASE, now)
-        self._end_below(key, now)
+        lead = attempt_key(request.key)
+        for key in (lead, *(lead._replace(choice=choice) for choice in request.more_choices)):
+            self._fence.end(key, now + request.ms_left / 1000, now)
+            lease = self._leases.of_any((key,))
+            if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
+                lease.outcome = "released"
+                self._step(lease, ReceiverEvent.RELEASE, now)
+            self._end_below(key, now)
 
     # ------------------------------------------------------------ Cancel
 
@@ -223,13 +213,25 @@ class DecodeCore:
 
     def _end_below(self, key: AttemptKey, now: float) -> None:
         """End every attempt of the branch that is older than `key`, leased or running."""
-        for older in [k for k in self._lease_of if k.branch == key.branch and k.attempt < key.attempt]:
-            self._step(self._lease_of[older], ReceiverEvent.CANCEL, now)
+        for lease, older in self._leases.older(key):
+            self._close(lease, older, "cancelled", now)
         for older in [k for k in self._running if k.branch == key.branch and k.attempt < key.attempt]:
             self._stop(older, "cancelled", now)
 
+    def _close(self, lease: Lease, key: AttemptKey, outcome: str, now: float) -> None:
+        """The lease's branch is not wanted here any more; without any the lease is over."""
+        if lease.open == {key}:
+            self._step(lease, ReceiverEvent.CANCEL, now)
+        else:
+            self._end_branch(lease, key, outcome, now)
+
+    def _end_branch(self, lease: Lease, key: AttemptKey, outcome: str, now: float) -> None:
+        self._leases.close(lease, key)
+        self._fence.end(key, lease.deadline, now)
+        self._out.append(ev.Ended(key, outcome))
+
     def _router_lost(self, router: ev.RouterId, now: float) -> None:
-        for lease in [lease for lease in self._lease_of.values() if lease.router == router]:
+        for lease in self._leases.of_router(router):
             self._step(lease, ReceiverEvent.CANCEL, now)
         for key in [b.key for b in self._running.values() if b.router == router]:
             self._stop(key, "router lost", now)
@@ -273,27 +275,30 @@ class DecodeCore:
         lease = self._leases.get(commit.lease_id)
         if lease is None or lease.secret != commit.secret or lease.key != attempt_key(commit.key):
             self._out.append(ev.Count("commits_refused"))
-            self._answer_commit(reply_to, commit, pb.LEASE_EXPIRED, "no lease of that id, secret and attempt")
+            self._refuse_commit(reply_to, commit, pb.LEASE_EXPIRED, "no lease of that id, secret and attempt")
             return
         flaw = commit_flaw(commit, lease, self._key_seed, self._pool.block_size, self._limits)
         if flaw is not None:
             self._out.append(ev.Count("commits_refused"))
-            self._answer_commit(reply_to, commit, pb.INTERNAL, f"the Commit has {flaw}")
+            self._refuse_commit(reply_to, commit, pb.INTERNAL, f"the Commit has {flaw}")
             self._step(lease, ReceiverEvent.BAD_WRITE, now)
             return
         if lease.state is ReceiverState.RESERVED:  # a write is missing
             lease.refusal, lease.outcome = pb.TRANSFER_FAILED, "TRANSFER_FAILED"
         if lease.state is not ReceiverState.COMMITTED:
             lease.commit, lease.reply_to = commit, reply_to
+            if lease.state in _OPEN:
+                self._close_all_but({started.branch.choice for started in commit.branches}, lease, now)
         self._step(lease, ReceiverEvent.COMMIT, now)
 
-    def _answer_commit(
-        self, reply_to: object, commit: pb.Commit, code: pb.ErrorCode.ValueType | None, reason: str = ""
-    ) -> None:
-        answer = pb.CommitAnswer(key=commit.key, lease_id=commit.lease_id)
-        if code is not None:
-            answer.error.CopyFrom(pd_error(code, reason, attempt_key(commit.key), self._identity.name))
-        self._out.append(ev.AnswerCommit(reply_to, pb.DataMessage(answer=answer)))
+    def _close_all_but(self, choices: Set[int], lease: Lease, now: float) -> None:
+        """The other branches ended with the sender's token."""
+        for key in [key for key in lease.keys if key in lease.open and key.choice not in choices]:
+            self._close(lease, key, "finished", now)
+
+    def _refuse_commit(self, reply_to: object, commit: pb.Commit, code: pb.ErrorCode.ValueType, reason: str) -> None:
+        error = pd_error(code, reason, attempt_key(commit.key), self._identity.name)
+        self._out.append(ev.AnswerCommit(reply_to, commit_answer(commit, error)))
 
     # ------------------------------------------------------------ the handoff machine
 
@@ -308,44 +313,48 @@ class DecodeCore:
                 self._out.append(ev.RevokeLease(lease.lease_id))
             case ReceiverAction.QUARANTINE:
                 self._pool.quarantine(lease.blocks.leased)
-                del self._lease_of[lease.key]
-                self._fence.end(lease.key, lease.deadline, now)
-                self._out.append(ev.Ended(lease.key, lease.outcome))
+                for key in sorted(lease.open):
+                    self._end_branch(lease, key, lease.outcome, now)
             case ReceiverAction.FREE_BLOCKS:
-                return_blocks(self._pool, lease.blocks)
-                self._scheduler.unreserve_slot()
+                admission.return_blocks(self._pool, lease.blocks)
+                self._scheduler.unreserve_slots(len(lease.keys))
                 self._remember_refusal(lease)
             case ReceiverAction.ACTIVATE:
                 self._activate(lease, now)
             case ReceiverAction.ACK_COMMIT:
-                self._answer_commit(lease.reply_to, lease.received_commit, None)
+                self._out.append(ev.AnswerCommit(lease.reply_to, commit_answer(lease.received_commit, None)))
             case ReceiverAction.REFUSE_COMMIT:
                 reason = f"the lease is over: {pb.ErrorCode.Name(lease.refusal)}"
-                self._answer_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
+                self._refuse_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:
         """Forget a lease that is over; one that a bad write ended stays for its life, to tell its Commit why."""
         if lease.refusal == pb.LEASE_EXPIRED:
-            del self._leases[lease.lease_id]
+            self._leases.forget(lease)
             self._timers.set(lease.lease_id, None)
         else:
             self._timers.set(lease.lease_id, lease.expires_at)
 
     def _activate(self, lease: Lease, now: float) -> None:
-        """The lease becomes a sequence; its tokens so far go to the router at once, repeating the sender's."""
-        commit, key = lease.received_commit, lease.key
-        del self._lease_of[key], self._leases[lease.lease_id]
+        """The lease becomes sequences; their tokens so far go to the router at once, repeating the sender's."""
+        commit = lease.received_commit
+        self._leases.forget(lease)
         self._timers.set(lease.lease_id, None)
-        self._pool.commit_lease(lease.blocks.leased)
-        spec = spec_of(commit, key, lease.block_keys)
-        self._scheduler.adopt(spec, lease.blocks.block_ids, lease.blocks.num_promised)
+        starting = starting_branches(lease)
+        blocks_of = admission.start_branches(self._pool, lease.blocks, list(starting))
+        self._scheduler.unreserve_slots(len(lease.keys) - len(starting))
         deadline = min(lease.deadline, now + commit.ms_left / 1000)
-        branch = RunningBranch(key, lease.router, deadline, list(commit.branch.generated_token_ids))
-        self._running[key] = branch
-        self._timers.set(key, branch.deadline)
         batches = TokenBatches(from_receiver=True)
-        tokens = batches.add(branch.router, key, commit.first_index, branch.token_ids[commit.first_index :])
-        tokens.logprobs.extend(commit.logprobs)
+        for position, started in starting.items():
+            key = lease.keys[position]
+            self._leases.close(lease, key)
+            spec = spec_of(commit, started.branch, key, lease.block_keys)
+            self._scheduler.adopt(spec, blocks_of[position], lease.blocks.num_growth)
+            token_ids = list(started.branch.generated_token_ids)
+            self._running[key] = RunningBranch(key, lease.router, deadline, token_ids)
+            self._timers.set(key, deadline)
+            tokens = batches.add(lease.router, key, commit.first_index, token_ids[commit.first_index :])
+            tokens.logprobs.extend(started.logprobs)
         self._out += batches.to_actions()
 
     # ------------------------------------------------------------ steps and timers
@@ -374,7 +383,7 @@ class DecodeCore:
                 self._out.append(ev.Count("leases_expired"))
             self._step(lease, ReceiverEvent.EXPIRE if expired else ReceiverEvent.CANCEL, now)
         elif lease.state is ReceiverState.RELEASED:
-            del self._leases[lease.lease_id]
+            self._leases.forget(lease)
 
     def _give_up(self, branch: RunningBranch, code: pb.ErrorCode.ValueType, reason: str, now: float) -> None:
         """End a running branch with a PD Error behind its last batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from connector.handoff import ReceiverState
 from decode_node.admission import LeasedBlocks
@@ -22,7 +22,7 @@ class Lease:
 
     lease_id: int
     secret: bytes
-    key: AttemptKey
+    keys: tuple[AttemptKey, ...]  # of the branches that it was asked for; the first is what the handoff goes by
     router: RouterId
     blocks: LeasedBlocks
     num_tokens: int
@@ -31,12 +31,18 @@ class Lease:
     life_s: float
     expires_at: float
     deadline: float
-    missing: set[int] = field(default_factory=set)  # block indices that have not landed
+    missing: set[int]  # block indices that have not landed
+    open: set[AttemptKey]  # branches that are still wanted here
     state: ReceiverState = ReceiverState.RESERVED
     outcome: str = "cancelled"
     refusal: pb.ErrorCode.ValueType = pb.LEASE_EXPIRED  # what a Commit is told once the lease is over
     commit: pb.Commit | None = None
     reply_to: object = None  # of the Commit
+
+    @property
+    def key(self) -> AttemptKey:
+        """What the handoff goes by."""
+        return self.keys[0]
 
     @property
     def received_commit(self) -> pb.Commit:
@@ -50,15 +56,14 @@ class Lease:
         return pb.Lease(
             lease_id=self.lease_id,
             secret=self.secret,
-            num_blocks=len(self.blocks.block_ids),
+            num_blocks=len(self.blocks.all),
             num_blocks_held=self.blocks.num_held,
             life_ms=int(self.life_s * 1000),
         )
 
-    def writable(self, num_written: int) -> tuple[int, ...]:
+    def writable(self) -> tuple[int, ...]:
         """Block ids by index as the transport may write them: -1 where nothing is to be written."""
-        held = self.blocks.num_held
-        return tuple(b if held <= i < num_written else -1 for i, b in enumerate(self.blocks.block_ids))
+        return tuple(block_id if index in self.missing else -1 for index, block_id in enumerate(self.blocks.all))
 
     def next_timer(self) -> float:
         """When the core must look at this lease again."""
@@ -75,14 +80,59 @@ class RunningBranch:
     token_ids: list[int]  # of the whole completion
 
 
-def spec_of(commit: pb.Commit, key: AttemptKey, keys: tuple[bytes, ...]) -> SequenceSpec:
-    """The engine's view of a committed attempt: its last token is the one that the first step feeds."""
-    generated = tuple(commit.branch.generated_token_ids)
+def lease_of(
+    request: pb.ReserveRequest,
+    keys: tuple[AttemptKey, ...],
+    blocks: LeasedBlocks,
+    block_size: int,
+    drawn: tuple[int, bytes],
+    life_s: float,
+    now: float,
+) -> Lease:
+    """A new lease for these branches. `drawn`: its id and secret."""
+    return Lease(
+        lease_id=drawn[0],
+        secret=drawn[1],
+        keys=keys,
+        router=RouterId(request.router.name, request.router.incarnation),
+        blocks=blocks,
+        num_tokens=request.num_tokens,
+        max_total_tokens=request.max_total_tokens,
+        block_keys=tuple(request.block_keys),
+        life_s=life_s,
+        expires_at=now + life_s,
+        deadline=now + request.ms_left / 1000,
+        missing=_blocks_to_write(blocks, request.num_tokens, block_size),
+        open=set(keys),
+    )
+
+
+def starting_branches(lease: Lease) -> dict[int, pb.StartedBranch]:
+    """The committed branches that are still wanted here, by their position in the lease."""
+    position_of = {key.choice: position for position, key in enumerate(lease.keys)}
+    positions = {position_of[started.branch.choice]: started for started in lease.received_commit.branches}
+    return {position: started for position, started in positions.items() if lease.keys[position] in lease.open}
+
+
+def commit_answer(commit: pb.Commit, error: pb.PDError | None) -> pb.DataMessage:
+    """What its sender hears of a Commit; without an error the branches are ours."""
+    return pb.DataMessage(answer=pb.CommitAnswer(key=commit.key, lease_id=commit.lease_id, error=error))
+
+
+def _blocks_to_write(blocks: LeasedBlocks, num_tokens: int, block_size: int) -> set[int]:
+    """Indices of the blocks that the sender has to write: the last ones only where a block is left partly filled."""
+    num_full = len(blocks.full)
+    return set(range(blocks.num_held, num_full + (len(blocks.last) if num_tokens % block_size else 0)))
+
+
+def spec_of(commit: pb.Commit, branch: pb.Branch, key: AttemptKey, keys: tuple[bytes, ...]) -> SequenceSpec:
+    """The engine's view of a committed branch: its last token is the one that the first step feeds."""
+    generated = tuple(branch.generated_token_ids)
     return SequenceSpec(
         sequence_id=key,
         token_ids=tuple(commit.prompt_token_ids) + generated,
         num_generated=len(generated),
-        sampling=to_sampling_params(commit.sampling, commit.branch.seed),
+        sampling=to_sampling_params(commit.sampling, branch.seed),
         max_new_tokens=commit.sampling.max_tokens - len(generated),
         stop_token_ids=frozenset(commit.sampling.stop_token_ids),
         block_keys=keys,
@@ -91,23 +141,36 @@ def spec_of(commit: pb.Commit, key: AttemptKey, keys: tuple[bytes, ...]) -> Sequ
 
 def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: int, limits: NodeLimits) -> str | None:
     """What in a Commit contradicts its lease or this node's model, in words; None if it fits."""
-    generated = commit.branch.generated_token_ids
+    choices = [started.branch.choice for started in commit.branches]
+    if not choices or len({*choices}) < len(choices) or not {*choices} <= {key.choice for key in lease.keys}:
+        return f"choices {choices[:9]} of {[key.choice for key in lease.keys][:9]} reserved for"
+    if (problem := sampling_problem(commit.sampling, limits.vocab_size)) is not None:
+        return f"a wrong {problem}"
+    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > lease.max_total_tokens:
+        return f"max_tokens {commit.sampling.max_tokens}, above what was reserved for"
+    for started in commit.branches:
+        if (flaw := _branch_flaw(commit, started, lease, limits)) is not None:
+            return flaw
+    tokens = (*commit.prompt_token_ids, *commit.branches[0].branch.generated_token_ids)
+    if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):
+        return "token ids that do not have the block keys that were reserved for"
+    return None
+
+
+def _branch_flaw(commit: pb.Commit, started: pb.StartedBranch, lease: Lease, limits: NodeLimits) -> str | None:
+    generated = started.branch.generated_token_ids
     tokens = (*commit.prompt_token_ids, *generated)
     if len(tokens) != lease.num_tokens + 1:
         return f"{len(tokens)} token ids, not the {lease.num_tokens + 1} that were reserved for"
     if not 1 <= len(generated) < commit.sampling.max_tokens:
         return f"{len(generated)} completion tokens of max_tokens {commit.sampling.max_tokens}"
+    if len(commit.branches) > 1 and len(generated) > 1:
+        return f"{len(generated)} completion tokens of one of {len(commit.branches)} branches, which share their KV"
     if commit.first_index >= len(generated):
         return f"first_index {commit.first_index}, not below the {len(generated)} completion tokens"
-    if len(commit.prompt_token_ids) + commit.sampling.max_tokens > lease.max_total_tokens:
-        return f"max_tokens {commit.sampling.max_tokens}, above what was reserved for"
     if max(tokens) >= limits.vocab_size:
         return f"token id {max(tokens)}, not below vocab_size {limits.vocab_size}"
     num_told = len(generated) - commit.first_index if commit.sampling.HasField("num_logprobs") else 0
-    if len(commit.logprobs) != num_told:
-        return f"logprobs of {len(commit.logprobs)} tokens, not of {num_told}"
-    if (problem := sampling_problem(commit.sampling, limits.vocab_size)) is not None:
-        return f"a wrong {problem}"
-    if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):
-        return "token ids that do not have the block keys that were reserved for"
+    if len(started.logprobs) != num_told:
+        return f"logprobs of {len(started.logprobs)} tokens, not of {num_told}"
     return None

@@ -16,7 +16,7 @@ expected_logprobs(). Of the other sampling parameters nothing changes an answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from engine.plan import (
     NO_TOKEN,
+    BranchToken,
     DecodeRow,
     Plan,
     PrefillChunk,
@@ -53,6 +54,7 @@ class _Slot:
     said: list[int]  # with penalties: prompt and completion as the slot was told of them, and what it sampled since
     block_table: list[int]
     num_computed: int | None  # positions computed so far; None: the first row says
+    branch_seeds: tuple[int, ...]
 
 
 class FakeRunner:
@@ -95,6 +97,7 @@ class FakeRunner:
             said=[*start.prompt_token_ids, *start.generated_token_ids] if start.sampling.has_penalties else [],
             block_table=[],
             num_computed=None,
+            branch_seeds=start.branch_seeds,
         )
 
     def _decode(self, row: DecodeRow) -> SlotResult:
@@ -107,13 +110,15 @@ class FakeRunner:
         slot = self._slot_of(chunk)
         self._write(slot, chunk.start, chunk.token_ids, chunk.new_block_ids)
         end = chunk.start + len(chunk.token_ids)
+        branch_tokens = self._sample_branches(slot, end) if chunk.samples else ()
         token_id = self._sample(slot, end) if chunk.samples else NO_TOKEN
         of_prompt: tuple[TokenLogprobs, ...] = ()
         if slot.sampling.prompt_logprobs:
             num_top = slot.sampling.num_logprobs or 0
             next_ids = enumerate(slot.prompt_token_ids[chunk.start + 1 : end + 1], chunk.start + 1)
             of_prompt = tuple(expected_logprobs(each, at, num_top, self._vocab_size) for at, each in next_ids)
-        return SlotResult(chunk.slot, chunk.generation, token_id, self._logprobs(slot, token_id, end), of_prompt)
+        logprobs = self._logprobs(slot, token_id, end)
+        return SlotResult(chunk.slot, chunk.generation, token_id, logprobs, of_prompt, branch_tokens)
 
     def _logprobs(self, slot: _Slot, token_id: int, position: int) -> TokenLogprobs | None:
         num_top = slot.sampling.num_logprobs
@@ -139,10 +144,23 @@ class FakeRunner:
         blocks = np.asarray(slot.block_table)[positions // self._block_size]
         self._kv[blocks, positions % self._block_size] = np.asarray(token_ids, dtype=np.int32) + 1
 
+    def _read(self, slot: _Slot, num_tokens: int) -> NDArray[np.int32]:
+        num_blocks = -(-num_tokens // self._block_size)
+        token_ids: NDArray[np.int32] = self._kv[slot.block_table[:num_blocks]].reshape(-1)[:num_tokens] - 1
+        return token_ids
+
+    def _sample_branches(self, slot: _Slot, num_tokens: int) -> tuple[BranchToken, ...]:
+        """Draw the first tokens of the slot's further branches."""
+        token_ids, tokens = self._read(slot, num_tokens), []
+        for seed in slot.branch_seeds:
+            sampling = replace(slot.sampling, seed=seed)
+            token_id = _draw(sampling, slot.next_index, token_ids, slot.said, self._vocab_size)
+            tokens.append(BranchToken(token_id, self._logprobs(slot, token_id, num_tokens)))
+        return tuple(tokens)
+
     def _sample(self, slot: _Slot, num_tokens: int) -> int:
         """Draw the slot's next token from the first `num_tokens` positions, read back through its block table."""
-        num_blocks = -(-num_tokens // self._block_size)
-        token_ids = self._kv[slot.block_table[:num_blocks]].reshape(-1)[:num_tokens] - 1
+        token_ids = self._read(slot, num_tokens)
         token_id = _draw(slot.sampling, slot.next_index, token_ids, slot.said, self._vocab_size)
         if slot.sampling.has_penalties:
             slot.said.append(token_id)

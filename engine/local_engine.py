@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 
 from engine.plan import Plan, Runner
-from engine.scheduler import Progress, Scheduler
-from engine.sequence import SequenceSpec
+from engine.scheduler import Scheduler
+from engine.sequence import Progress, SequenceSpec
 
 STEPS_AHEAD = 2  # plans made before the oldest one's results are read, as deep as a node's queue
 

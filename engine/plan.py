@@ -8,7 +8,7 @@ starts from, because that token may not be known yet (steps overlap): the runner
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 # What a slot's row can answer besides a token id (>= 0; 0 is a token like any other).
 NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
@@ -62,6 +62,8 @@ class SlotStart:
     # What is known at the start, given where it is needed: both for penalties, the prompt for its logprobs too.
     prompt_token_ids: tuple[int, ...] = ()
     generated_token_ids: tuple[int, ...] = ()
+    # Of further branches, whose first tokens are drawn from the logits that this sequence's first one is drawn from.
+    branch_seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,13 @@ class Plan:
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
+class BranchToken(NamedTuple):
+    """The first token of a further branch."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
 @dataclass(frozen=True, slots=True)
 class SlotResult:
     """What one row of the plan gave."""
@@ -111,6 +120,7 @@ class SlotResult:
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     # Where asked for, of the prompt's tokens behind the chunk's positions: start + 1, start + 2, … up to the prompt's last.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    branch_tokens: tuple[BranchToken, ...] = ()  # with the slot's first token: one per branch seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ Not here: which rows run, which blocks they get, when a sequence ends.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, islice
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +24,7 @@ from engine.model import Model
 from engine.plan import (
     BROKEN_ROW,
     NO_TOKEN,
+    BranchToken,
     DecodeRow,
     Plan,
     PrefillChunk,
@@ -58,6 +61,7 @@ class TorchRunner:
         self._sampling = [SamplingParams(0.0, 0)] * num_slots
         self._counts: list[TokenCounts | None] = [None] * num_slots  # None: no penalties
         self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
+        self._branch_seeds: list[tuple[int, ...]] = [()] * num_slots  # until their first tokens are drawn
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
@@ -72,36 +76,47 @@ class TorchRunner:
         last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
         sampled = self._sample(logits, last_rows)
         results = [
-            self._result(row, logits[end - segment.num_logits : end], sampled.get(row.slot, NO_TOKEN))
+            self._result(row, logits[end - segment.num_logits : end], sampled.get(row.slot, [NO_TOKEN]))
             for row, segment, end in zip(rows, segments, ends, strict=True)
         ]
         return StepResult(plan.step_id, tuple(results))
 
-    def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, int]:
-        """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them."""
-        rows = list(row_of_slot.values())
-        draws = [Draw(self._sampling[slot], int(self._next_index[slot]), self._counts[slot]) for slot in row_of_slot]
-        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], draws)
-        slots = np.fromiter(row_of_slot, np.int64)
-        # A broken row's next one was planned already: feed it anything.
-        self._last_token_id[slots] = np.maximum(token_ids, 0)
-        self._next_index[slots] += 1
-        for draw, token_id in zip(draws, token_ids, strict=True):
-            if draw.counts is not None and token_id != BROKEN_ROW:
-                draw.counts.add(token_id)
-        return dict(zip(row_of_slot, token_ids, strict=True))
+    def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
+        """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them.
 
-    def _result(self, row: DecodeRow | PrefillChunk, logits: Tensor, token_id: int) -> SlotResult:
+        Behind a slot's own token come those of its further branches, whose seeds are used up by this.
+        """
+        rows: list[int] = []
+        draws: list[Draw] = []
+        for slot, row in row_of_slot.items():
+            draw = Draw(self._sampling[slot], int(self._next_index[slot]), self._counts[slot])
+            draws.append(draw)
+            draws += [draw._replace(sampling=replace(draw.sampling, seed=seed)) for seed in self._branch_seeds[slot]]
+            rows += [row] * (len(draws) - len(rows))
+        drawn = iter(sample(logits if rows == list(range(len(logits))) else logits[rows], draws))
+        token_ids = {slot: list(islice(drawn, 1 + len(self._branch_seeds[slot]))) for slot in row_of_slot}
+        for slot, (token_id, *_) in token_ids.items():
+            # A broken row's next one was planned already: feed it anything.
+            self._last_token_id[slot] = max(token_id, 0)
+            self._next_index[slot] += 1
+            self._branch_seeds[slot] = ()
+            counts = self._counts[slot]
+            if counts is not None and token_id != BROKEN_ROW:
+                counts.add(token_id)
+        return token_ids
+
+    def _result(self, row: DecodeRow | PrefillChunk, logits: Tensor, token_ids: list[int]) -> SlotResult:
         """What a row answers. `logits`: [num_logits, vocab_size], those that its segment asked for."""
-        num_logprobs = self._sampling[row.slot].num_logprobs
-        logprobs = None
+        num_logprobs, token_id = self._sampling[row.slot].num_logprobs, token_ids[0]
+        logprobs: Sequence[TokenLogprobs | None] = [None] * len(token_ids)
         try:
             of_prompt = self._prompt_logprobs(row, logits)
             if num_logprobs is not None and token_id >= 0:
-                (logprobs,) = token_logprobs(logits[-1:], (token_id,), num_logprobs)
+                logprobs = token_logprobs(logits[-1:].expand(len(token_ids), -1), token_ids, num_logprobs)
         except LogitsError:
             return SlotResult(row.slot, row.generation, BROKEN_ROW)
-        return SlotResult(row.slot, row.generation, token_id, logprobs, of_prompt)
+        branch_tokens = tuple(map(BranchToken, token_ids[1:], logprobs[1:]))
+        return SlotResult(row.slot, row.generation, token_id, logprobs[0], of_prompt, branch_tokens)
 
     def _prompt_logprobs(self, row: DecodeRow | PrefillChunk, logits: Tensor) -> tuple[TokenLogprobs, ...]:
         """Of the prompt's tokens that follow the chunk's positions, where they are wanted."""
@@ -124,6 +139,7 @@ class TorchRunner:
         counts = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if has_penalties else None
         self._counts[slot] = counts
         self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
+        self._branch_seeds[slot] = start.branch_seeds
 
     def _segment(self, row: DecodeRow | PrefillChunk) -> Segment:
         """Take a row's new blocks into its slot's table and lay the row out."""

@@ -29,9 +29,9 @@ from collections import OrderedDict, abc, deque
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotResult, SlotStart, StepResult, TokenLogprobs
+from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotResult, SlotStart, StepResult
 from engine.prefix_cache import PrefixCache
-from engine.sequence import NEVER, Phase, Sequence, SequenceSpec, blocks_for
+from engine.sequence import NEVER, Phase, Progress, Sequence, SequenceSpec, blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,6 @@ class SchedulerConfig:
             raise ValueError(f"{self.num_slots} slots")
         if self.max_batched_tokens < self.num_slots:
             raise ValueError(f"{self.max_batched_tokens} batched tokens for {self.num_slots} slots: at least one each")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a read step gave one sequence."""
-
-    sequence_id: abc.Hashable
-    num_computed: int  # leading tokens whose KV is final in its blocks
-    token_id: int | None  # newly sampled
-    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
-    finish: str | None
-    logprobs: TokenLogprobs | None = None  # of token_id, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
 
 
 class Scheduler:
@@ -96,7 +83,7 @@ class Scheduler:
         self._waiting[spec.sequence_id] = spec
 
     def adopt(self, spec: SequenceSpec, block_ids: abc.Sequence[int], num_promised: int) -> None:
-        """Run a sequence whose KV came from elsewhere, in a slot taken with reserve_slot().
+        """Run a sequence whose KV came from elsewhere, in a slot taken with reserve_slots().
 
         `block_ids` hold the KV of token_ids[:-1]; the first step feeds token_ids[-1]. The caller's references on them and its
         `num_promised` promises, together enough for the sequence's limit, pass to the sequence. Full blocks are published
@@ -157,18 +144,18 @@ class Scheduler:
 
     # Slots
 
-    def reserve_slot(self) -> bool:
-        """Keep a free slot for a later adopt(); False, and nothing reserved, if there is none."""
-        if self.num_free_slots < 1:
+    def reserve_slots(self, num_slots: int) -> bool:
+        """Keep so many free slots for a later adopt() each; False, and nothing reserved, if there are fewer."""
+        if self.num_free_slots < num_slots:
             return False
-        self._num_reserved_slots += 1
+        self._num_reserved_slots += num_slots
         return True
 
-    def unreserve_slot(self) -> None:
-        """Give back what reserve_slot() took. ValueError: nothing is reserved."""
-        if self._num_reserved_slots < 1:
-            raise ValueError("no slot is reserved")
-        self._num_reserved_slots -= 1
+    def unreserve_slots(self, num_slots: int) -> None:
+        """Give back what reserve_slots() took. ValueError: fewer are reserved."""
+        if self._num_reserved_slots < num_slots:
+            raise ValueError(f"of {num_slots} slots to unreserve {self._num_reserved_slots} are reserved")
+        self._num_reserved_slots -= num_slots
 
     # Numbers
 
@@ -349,8 +336,8 @@ class Scheduler:
         finish = sequence.finish_reason()
         if finish is not None:
             self._finish(sequence)
-        logprobs, prompt_logprobs = answer.logprobs, answer.prompt_logprobs
-        return Progress(sequence_id, sequence.num_computed, token_id, finish, logprobs, prompt_logprobs)
+        told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
+        return Progress(sequence_id, sequence.num_computed, token_id, finish, *told)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.

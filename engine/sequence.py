@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.plan import SamplingParams, SlotStart
+from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
 from proto.block_key import next_key
 
 NEVER = -1  # step id of a sequence that no step was launched with
@@ -43,6 +43,9 @@ class SequenceSpec:
     stop_token_ids: frozenset[int]
     block_keys: tuple[bytes, ...]  # of the full blocks of token_ids; behind the last one given nothing is matched
     lends: bool = False  # blocks stay referenced after the end until release(): a sender reads them
+    branch_seeds: tuple[
+        int, ...
+    ] = ()  # of further branches that draw their first token, and only that, beside this one's
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -55,6 +58,20 @@ class SequenceSpec:
     def num_blocks_at_limit(self, block_size: int) -> int:
         """Blocks that the sequence holds if it runs to its limit."""
         return blocks_for(len(self.token_ids) + self.max_new_tokens - 1, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a read step gave one sequence."""
+
+    sequence_id: Hashable
+    num_computed: int  # leading tokens whose KV is final in its blocks
+    token_id: int | None  # newly sampled
+    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
+    finish: str | None
+    logprobs: TokenLogprobs | None = None  # of token_id, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
+    branch_tokens: tuple[BranchToken, ...] = ()  # with the first token, one per branch seed
 
 
 @dataclass(slots=True)
@@ -105,6 +122,7 @@ class Sequence:
             last_token_id=spec.token_ids[-1],
             prompt_token_ids=spec.token_ids[:num_prompt] if has_penalties or spec.sampling.prompt_logprobs else (),
             generated_token_ids=spec.token_ids[num_prompt:] if has_penalties else (),
+            branch_seeds=spec.branch_seeds,
         )
 
     def next_key(self, block_size: int) -> bytes:

@@ -9,7 +9,7 @@ Each function returns None, or one sentence that names the field, its value and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,12 +42,14 @@ def dispatch_problem(dispatch: pb.Dispatch, bounds: Bounds) -> str | None:
     """Why this node cannot start such a request."""
     if bounds.role != pb.ROLE_PREFILL:
         return f"dispatch: the role of this node is {pb.Role.Name(bounds.role)}, only prefill nodes take one"
-    if len(dispatch.branches) != 1:
-        return f"branches: {len(dispatch.branches)} given, a dispatch carries exactly 1"
+    if not dispatch.branches:
+        return "branches: none given, at least 1 is needed"
     branch = dispatch.branches[0]
+    if len(dispatch.branches) > 1 and any(each.generated_token_ids for each in dispatch.branches):
+        return f"generated_token_ids: given with {len(dispatch.branches)} branches, a branch that has any comes alone"
     return (
         _id_problem("request_id", dispatch.request_id)
-        or _choice_problem(branch.choice)
+        or _choices_problem([each.choice for each in dispatch.branches])
         or _tokens_problem("prompt_token_ids", dispatch.prompt_token_ids, bounds.vocab_size)
         or _tokens_problem("generated_token_ids", branch.generated_token_ids, bounds.vocab_size)
         or _lengths_problem(dispatch, branch, bounds)
@@ -78,6 +80,7 @@ def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
         return f"block_keys: each must have {KEY_BYTES} bytes"
     return (
         _key_problem(request.key)
+        or _choices_problem([request.key.choice, *request.more_choices])
         or _peer_problem("sender", request.sender)
         or _peer_problem("router", request.router)
         or _ms_left_problem(request.ms_left)
@@ -95,7 +98,9 @@ def renew_problem(request: pb.RenewRequest, bounds: Bounds) -> str | None:
 
 def release_problem(request: pb.ReleaseRequest, bounds: Bounds) -> str | None:
     """Why this cannot name an attempt that this node reserved for."""
-    return _no_leases(bounds) if bounds.role != pb.ROLE_DECODE else _key_problem(request.key)
+    if bounds.role != pb.ROLE_DECODE:
+        return _no_leases(bounds)
+    return _key_problem(request.key) or _choices_problem([request.key.choice, *request.more_choices])
 
 
 def sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
@@ -132,7 +137,7 @@ def _bias_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
 
 
 def _prompt_logprobs_problem(dispatch: pb.Dispatch) -> str | None:
-    num_logprobs = len(dispatch.prompt_token_ids) * (1 + dispatch.sampling.num_logprobs)
+    num_logprobs = len(dispatch.prompt_token_ids) * (1 + dispatch.sampling.num_logprobs) * len(dispatch.branches)
     if dispatch.sampling.prompt_logprobs and num_logprobs > MAX_PROMPT_LOGPROBS:
         return f"prompt_logprobs: {num_logprobs} of one prompt, at most {MAX_PROMPT_LOGPROBS} are allowed"
     return None
@@ -153,6 +158,12 @@ def _id_problem(field: str, value: str) -> str | None:
 
 def _choice_problem(choice: int) -> str | None:
     return f"choice: {choice} is not below {MAX_CHOICE}" if choice >= MAX_CHOICE else None
+
+
+def _choices_problem(choices: Sequence[int]) -> str | None:
+    if len(choices) > MAX_CHOICE or len({*choices}) < len(choices):
+        return f"choice: {len(choices)} given, at most {MAX_CHOICE} different ones are allowed"
+    return _choice_problem(max(choices))
 
 
 def _key_problem(key: pb.AttemptKey) -> str | None:

@@ -18,11 +18,12 @@ from typing import Final, cast
 
 from google.protobuf.message import DecodeError
 
-from connector.fence import FenceFloor
 from connector.handoff import SenderAction, SenderEvent, SenderState, step_sender
 from connector.transport import Answered, BlocksTaken, LeaseRef, LinkClosed
 from engine.block_pool import BlockPool
-from engine.scheduler import Progress, Scheduler
+from engine.plan import BranchToken
+from engine.scheduler import Scheduler
+from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
@@ -34,6 +35,7 @@ from node.token_batches import TokenBatches
 from prefill_node import messages
 from prefill_node.links import Links
 from prefill_node.task import HeldLease, PrefillTask, Work, work_of
+from prefill_node.tasks import Tasks
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
@@ -58,11 +60,10 @@ class PrefillCore:
         self._pool = pool
         self._fingerprint = fingerprint
         self._key_seed = key_seed
-        self._tasks: dict[AttemptKey, PrefillTask] = {}
+        self._tasks = Tasks(limits.max_attempts, limits.max_fences)
         self._not_started: dict[AttemptKey, None] = {}  # the scheduler's waiting queue, in its order
         self._asked: dict[AttemptKey, PrefillTask] = {}  # Reserve sent, answer not here; may outlive the task
         self._links = Links()
-        self._fence = FenceFloor(limits.max_fences)
         self._timers: Timers[AttemptKey] = Timers()
         self._out: list[ev.Action] = []
 
@@ -74,8 +75,8 @@ class PrefillCore:
             case ev.FromRouter(router, message):
                 self._from_router(router, message, now)
             case ev.RouterLost(router):
-                for task in [t for t in self._tasks.values() if t.work.router == router]:
-                    self._step(task, SenderEvent.CANCEL, now)
+                for task in self._tasks.of_router(router):
+                    self._cancel(task, tuple(task.open), now)
             case ev.ReserveAnswered(key, reply):
                 self._reserve_answered(key, reply, now)
             case ev.RenewAnswered(key, answer):
@@ -86,7 +87,7 @@ class PrefillCore:
                 self._answered(link_id, payload, now)
             case LinkClosed(link_id, reason):
                 for key in self._links.lost(link_id):
-                    error = self._error(self._tasks[key], pb.TRANSFER_FAILED, f"the link broke: {reason}")
+                    error = self._error(pb.TRANSFER_FAILED, f"the link broke: {reason}")
                     self._step(self._tasks[key], SenderEvent.LINK_LOST, now, error)
             case ev.StepDone(result):
                 self._step_done(self._scheduler.complete(result), now)
@@ -96,24 +97,24 @@ class PrefillCore:
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
-        self._fence.tick(now)
+        self._tasks.fence.tick(now)
         for key in self._timers.pop_due(now):
             self._on_timer(self._tasks[key], now)
         return self._finish_turn(now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = [t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None]
+        times = [t for t in (self._timers.next(), self._tasks.fence.next_expiry()) if t is not None]
         return min(times, default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
         return {
             "attempts": len(self._tasks),
-            "attempts_by_state": dict(Counter(task.state.name for task in self._tasks.values())),
+            "attempts_by_state": dict(Counter(task.state.name for task in self._tasks)),
             "reserves_unanswered": len(self._asked),
             "links": len(self._links),
-            "fences": len(self._fence),
+            "fences": len(self._tasks.fence),
             "scheduler": self._scheduler.snapshot(),
         }
 
@@ -129,56 +130,59 @@ class PrefillCore:
                 self._dispatch(work_of(router, message.dispatch, self._key_seed, self._pool.block_size, now), now)
             case "cancel":
                 key = attempt_key(message.cancel.key)
-                self._fence.end(key, now + message.cancel.ms_left / 1000, now)
+                self._tasks.fence.end(key, now + message.cancel.ms_left / 1000, now)
                 self._end_below(key._replace(attempt=key.attempt + 1), now)
             case _:
                 self._out.append(ev.Count("unexpected_events"))
 
     def _dispatch(self, work: Work, now: float) -> None:
-        key = work.key
-        if key in self._tasks or key in self._asked or not self._fence.admits(key):
+        if work.key in self._asked or self._tasks.is_stale(work):
             self._out.append(ev.Count("stale_refused"))
             return
-        if len(self._tasks) >= self._limits.max_attempts or not self._fence.has_room(key.branch):
-            reason = f"{len(self._tasks)} attempts and {len(self._fence)} fences are the most that it keeps"
-            self._refuse(work, pb.BUSY, reason)
+        if (lack := self._tasks.lack(work)) is not None:
+            self._refuse(work, pb.BUSY, lack)
             return
-        self._fence.begin(key, work.deadline)
-        self._end_below(key, now)
-        task = self._tasks[key] = PrefillTask(work)
-        self._not_started[key] = None
+        for key in work.keys:
+            self._tasks.fence.begin(key, work.deadline)
+            self._end_below(key, now)
+        task = self._tasks.add(work)
+        self._not_started[work.key] = None
         self._scheduler.submit(work.to_spec())
-        self._timers.set(key, task.next_timer())
+        self._timers.set(work.key, task.next_timer())
 
     def _end_below(self, key: AttemptKey, now: float) -> None:
-        """End every attempt of the branch that is older than `key`."""
-        for older in [k for k in self._tasks if k.branch == key.branch and k.attempt < key.attempt]:
-            self._step(self._tasks[older], SenderEvent.CANCEL, now)
+        """End what is older than `key` of its branch."""
+        if (older := self._tasks.older(key)) is not None:
+            task, older_key = older
+            self._cancel(task, (older_key,), now)
+
+    def _cancel(self, task: PrefillTask, keys: Iterable[AttemptKey], now: float) -> None:
+        """Nobody wants these branches any more; without any the attempt ends."""
+        for key in keys:
+            self._tasks.close(task, key, "cancelled")
+        if not task.open and task.work.key in self._tasks:
+            self._step(task, SenderEvent.CANCEL, now)
 
     def _refuse(self, work: Work, code: pb.ErrorCode.ValueType, reason: str) -> None:
         name, known = self._identity.name, work.generated_token_ids
-        error = pd_error(code, reason, work.key, name, completion_token_ids=known, retry_after_ms=100)
-        self._out.append(ev.ToRouter(work.router, pb.NodeMessage(error=error)))
-        self._out.append(ev.Ended(work.key, pb.ErrorCode.Name(code)))
+        for key in work.keys:
+            error = pd_error(code, reason, key, name, completion_token_ids=known, retry_after_ms=100)
+            self._out.append(ev.ToRouter(work.router, pb.NodeMessage(error=error)))
+            self._out.append(ev.Ended(key, pb.ErrorCode.Name(code)))
 
     # ------------------------------------------------------------ from the receiver
 
     def _reserve_answered(self, key: AttemptKey, reply: pb.ReserveReply | None, now: float) -> None:
         task = self._asked.pop(key)
         if reply is None:
-            error = self._error(task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} did not answer Reserve")
+            error = self._error(pb.TRANSFER_FAILED, f"{task.work.target.node.name} did not answer Reserve")
             self._step(task, SenderEvent.UNANSWERED, now, error)
         elif reply.WhichOneof("result") == "error":
-            refusal = messages.known_error(reply.error)
-            refusal.key.CopyFrom(key.to_proto())
-            refusal.completion_token_ids[:] = task.completion_token_ids()
-            self._step(task, SenderEvent.REFUSED, now, refusal)
+            self._step(task, SenderEvent.REFUSED, now, messages.known_error(reply.error))
         elif task.state is SenderState.RESERVING:
             is_new = self._links.is_new_lease(messages.receiver_of(task.work), reply.lease.lease_id)
             if (flaw := messages.lease_flaw(task.work, reply.lease, self._pool.block_size, is_new)) is not None:
-                error = self._error(
-                    task, pb.TRANSFER_FAILED, f"{task.work.target.node.name} granted a lease with {flaw}"
-                )
+                error = self._error(pb.TRANSFER_FAILED, f"{task.work.target.node.name} granted a lease with {flaw}")
                 self._step(task, SenderEvent.UNANSWERED, now, error)
             else:
                 self._hold(task, reply.lease, now)
@@ -203,7 +207,7 @@ class PrefillCore:
         if task is None or task.lease is None or reply is None:
             return  # unanswered: the next one may get through before the lease ends
         if reply.life_ms == 0:
-            error = self._error(task, pb.LEASE_EXPIRED, f"{task.work.target.node.name} has no such lease any more")
+            error = self._error(pb.LEASE_EXPIRED, f"{task.work.target.node.name} has no such lease any more")
             self._step(task, SenderEvent.LEASE_GONE, now, error)
         elif task.state is SenderState.WRITING:
             task.overdue_at = now + reply.life_ms / 1000
@@ -232,10 +236,7 @@ class PrefillCore:
         if task.state is not SenderState.COMMITTING or task.num_unread > 0:
             self._out.append(ev.Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
         elif answer.HasField("error"):
-            refusal = messages.known_error(answer.error)
-            refusal.key.CopyFrom(key.to_proto())
-            refusal.completion_token_ids[:] = task.completion_token_ids()
-            self._step(task, SenderEvent.COMMIT_REFUSED, now, refusal)
+            self._step(task, SenderEvent.COMMIT_REFUSED, now, messages.known_error(answer.error))
         else:
             self._step(task, SenderEvent.ACKED, now)
 
@@ -243,63 +244,63 @@ class PrefillCore:
 
     def _step_done(self, progress: Iterable[Progress], now: float) -> None:
         batches = TokenBatches(from_receiver=False)
-        advanced: list[tuple[PrefillTask, bool]] = []
+        advanced: list[PrefillTask] = []
         for item in progress:
             task = self._tasks.get(cast(AttemptKey, item.sequence_id))
             if task is None or task.state in _GIVEN_UP:
                 continue
             if item.finish == "broken":
-                self._report(task, self._error(task, pb.INTERNAL, "the model gives no numbers for this sequence"))
+                self._report(task, self._error(pb.INTERNAL, "the model gives no numbers for this sequence"))
                 self._step(task, SenderEvent.CANCEL, now)
                 continue
             task.num_computed = item.num_computed
             task.prompt_logprobs += map(to_logprobs_message, item.prompt_logprobs)
-            ends = False
             if item.token_id is not None:
-                work, token_ids = task.work, [item.token_id]
-                task.first_token_id, task.first_logprobs = item.token_id, item.logprobs
-                ends = item.finish == "stop" or work.ends_with_first_token
-                finish = item.finish if ends else None  # the engine was asked for one token only
-                first_index = len(work.generated_token_ids)
-                tokens = batches.add(work.router, work.key, first_index, token_ids, finish, item.logprobs)
-                tokens.prompt_logprobs.extend(task.prompt_logprobs)
-            advanced.append((task, ends))
+                own = BranchToken(item.token_id, item.logprobs)
+                task.first_tokens = dict(zip(task.work.keys, (own, *item.branch_tokens), strict=True))
+                self._say_first_tokens(task, batches)
+            advanced.append(task)
         self._out += batches.to_actions()
-        for task, ends in advanced:
-            if ends:
-                task.outcome = "finished"
-                self._step(task, SenderEvent.WITHDRAW, now)
-            else:
+        for task in advanced:
+            if task.open:
                 self._write_computed(task, now)
+            else:
+                self._step(task, SenderEvent.WITHDRAW, now)
+
+    def _say_first_tokens(self, task: PrefillTask, batches: TokenBatches) -> None:
+        """Of every branch that is open; one that ends with it is closed."""
+        work = task.work
+        for key in list(task.open):
+            token_id, logprobs = task.first_tokens[key]
+            finish = work.finish_of(token_id)
+            first_index = len(work.generated_token_ids)
+            tokens = batches.add(work.router, key, first_index, [token_id], finish, logprobs)
+            tokens.prompt_logprobs.extend(task.prompt_logprobs)
+            if finish is not None:
+                self._tasks.close(task, key, "finished")
 
     def _write_computed(self, task: PrefillTask, now: float) -> None:
-        """Queue every block that is complete by now; the partial tail only behind the last chunk."""
+        """Queue every block that is complete by now; the partial last one only behind the last chunk (H01)."""
         if task.state is not SenderState.WRITING:
             return
         lease = _lease(task)
-        block_size = self._pool.block_size
-        is_computed = task.first_token_id is not None
-        num_ready = -(-task.work.num_tokens // block_size) if is_computed else task.num_computed // block_size
-        if num_ready > task.num_queued:
-            block_ids = self._scheduler.block_ids(task.work.key)
-            blocks = tuple((index, block_ids[index]) for index in range(task.num_queued, num_ready))
-            task.num_queued = num_ready
-            task.num_unread += len(blocks)
+        blocks = task.blocks_to_write(self._scheduler.block_ids(task.work.key), self._pool.block_size)
+        if blocks:
             self._out.append(ev.WriteBlocks(lease.link_id, lease.ref, blocks))
-        if is_computed:
+        if task.first_tokens:
             self._step(task, SenderEvent.ALL_WRITTEN, now)
 
     def _on_timer(self, task: PrefillTask, now: float) -> None:
         if now >= task.work.deadline and task.state not in _GIVEN_UP:
             if task.state is not SenderState.COMMITTING:  # after Commit the receiver says so
-                self._report(task, self._error(task, pb.DEADLINE, "the request's deadline has passed"))
+                self._report(task, self._error(pb.DEADLINE, "the request's deadline has passed"))
             self._step(task, SenderEvent.CANCEL, now)
         elif now >= task.overdue_at:
             if task.state is SenderState.WRITING:
-                error = self._error(task, pb.LEASE_EXPIRED, "a lease life passed without renewal")
+                error = self._error(pb.LEASE_EXPIRED, "a lease life passed without renewal")
                 self._step(task, SenderEvent.LEASE_GONE, now, error)
             else:
-                error = self._error(task, pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
+                error = self._error(pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
                 self._step(task, SenderEvent.OVERDUE, now, error)
         elif now >= task.renew_at and task.state is SenderState.WRITING:
             work, lease = task.work, _lease(task)
@@ -377,18 +378,15 @@ class PrefillCore:
             self._links.detach(task.lease.link_id, task.lease.ref.lease_id)
         self._scheduler.release(key)
         self._timers.set(key, None)
-        self._fence.end(key, task.work.deadline, now)
-        del self._tasks[key]
-        outcome = "committed" if task.state is SenderState.DONE else task.outcome
-        self._out.append(ev.Ended(key, outcome))
+        outcome = "committed" if task.state is SenderState.DONE else "cancelled"
+        self._out += self._tasks.forget(task, outcome, now)
 
     def _report(self, task: PrefillTask, error: pb.PDError) -> None:
-        task.outcome = pb.ErrorCode.Name(error.code)
-        self._out.append(ev.ToRouter(task.work.router, pb.NodeMessage(error=error)))
+        self._out += [ev.ToRouter(task.work.router, message) for message in self._tasks.close_with(task, error)]
 
-    def _error(self, task: PrefillTask, code: pb.ErrorCode.ValueType, reason: str) -> pb.PDError:
-        name, known = self._identity.name, task.completion_token_ids()
-        return pd_error(code, reason, task.work.key, name, completion_token_ids=known)
+    def _error(self, code: pb.ErrorCode.ValueType, reason: str) -> pb.PDError:
+        """For _report, which sends it for each branch."""
+        return pd_error(code, reason, None, self._identity.name)
 
 
 def _lease(task: PrefillTask) -> HeldLease:

@@ -6,6 +6,7 @@ from node.identity import NodeIdentity
 from node.sampling import to_logprobs_message
 from prefill_node.task import HeldLease, PrefillTask, Work
 from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
 
 
 def ms_left(work: Work, now: float) -> int:
@@ -25,6 +26,7 @@ def reserve_request(work: Work, sender: NodeIdentity, fingerprint: pb.Fingerprin
         block_keys=work.block_keys,
         fingerprint=fingerprint,
         ms_left=ms_left(work, now),
+        more_choices=work.more_choices,
     )
 
 
@@ -41,25 +43,35 @@ def renew_request(work: Work, lease: HeldLease) -> pb.RenewRequest:
 def release_request(work: Work, now: float) -> pb.ReleaseRequest:
     """Gives the attempt's lease back, whether or not its grant was heard of."""
     return pb.ReleaseRequest(
-        key=work.key.to_proto(), to_incarnation=work.target.node.incarnation, ms_left=ms_left(work, now)
+        key=work.key.to_proto(),
+        to_incarnation=work.target.node.incarnation,
+        ms_left=ms_left(work, now),
+        more_choices=work.more_choices,
     )
 
 
 def commit(task: PrefillTask, lease: HeldLease, now: float) -> pb.DataMessage:
-    """Hands the attempt over, with all that the receiver needs to go on."""
-    work, logprobs = task.work, task.first_logprobs
+    """Hands the branches that go on over, with all that the receiver needs."""
+    work = task.work
     return pb.DataMessage(
         commit=pb.Commit(
             key=work.key.to_proto(),
             lease_id=lease.ref.lease_id,
             secret=lease.ref.secret,
             prompt_token_ids=work.prompt_token_ids,
-            branch=pb.Branch(choice=work.key.choice, seed=work.seed, generated_token_ids=task.completion_token_ids()),
+            branches=[_started(task, key, seed) for key, seed in work.branches if key in task.open],
             first_index=len(work.generated_token_ids),
-            logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
             sampling=work.sampling,
             ms_left=ms_left(work, now),
         )
+    )
+
+
+def _started(task: PrefillTask, key: AttemptKey, seed: int) -> pb.StartedBranch:
+    logprobs = task.first_tokens[key].logprobs
+    return pb.StartedBranch(
+        branch=pb.Branch(choice=key.choice, seed=seed, generated_token_ids=task.completion_token_ids(key)),
+        logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
     )
 
 
@@ -79,8 +91,8 @@ def lease_flaw(work: Work, lease: pb.Lease, block_size: int, is_new: bool) -> st
     """What is wrong with a lease, in words, that a right receiver would not have granted; None if nothing is."""
     if not is_new:
         return f"lease_id {lease.lease_id:x}, which another attempt holds"
-    if lease.num_blocks * block_size <= work.num_tokens:
-        return f"num_blocks {lease.num_blocks}, too few for {work.num_tokens + 1} tokens"
+    if lease.num_blocks < (needed := work.num_tokens // block_size + len(work.branches)):
+        return f"num_blocks {lease.num_blocks}, of {needed} for {work.num_tokens + 1} tokens of {len(work.branches)} branches"
     if lease.num_blocks_held > len(work.block_keys):
         return f"num_blocks_held {lease.num_blocks_held}, above the {len(work.block_keys)} full blocks"
     if lease.life_ms == 0:

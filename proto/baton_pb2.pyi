@@ -566,7 +566,7 @@ class Branch(_message.Message):
     seed: _builtins.int
     @_builtins.property
     def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """completion tokens of earlier attempts"""
+        """completion tokens of earlier attempts; none where an attempt has several branches"""
 
     def __init__(
         self,
@@ -610,6 +610,10 @@ Global___Target: _TypeAlias = Target  # noqa: Y015
 
 @_typing.final
 class Dispatch(_message.Message):
+    """Several branches are one attempt as long as their KV is the same: it is computed and handed over once, under the key of the
+    first. Each has a fence of its own, and from Commit on a life of its own.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -843,6 +847,7 @@ class ReserveRequest(_message.Message):
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    MORE_CHOICES_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
     """prompt + generated before this attempt: their KV will be written"""
@@ -863,6 +868,10 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
+    @_builtins.property
+    def more_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the attempt's other branches: a slot, a last block and room to grow for each"""
+
     def __init__(
         self,
         *,
@@ -875,10 +884,11 @@ class ReserveRequest(_message.Message):
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         fingerprint: Global___Fingerprint | None = ...,
         ms_left: _builtins.int = ...,
+        more_choices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,7 +934,7 @@ class Lease(_message.Message):
     secret: _builtins.bytes
     """16 random bytes; every write, Commit, Renew shows them"""
     num_blocks: _builtins.int
-    """reserved for num_tokens + 1, those already held included"""
+    """full blocks of num_tokens, those already held included, then a last block for each branch"""
     num_blocks_held: _builtins.int
     """leading blocks that the receiver has: not to be sent"""
     life_ms: _builtins.int
@@ -1036,20 +1046,24 @@ class ReleaseRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     TO_INCARNATION_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    MORE_CHOICES_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     ms_left: _builtins.int
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
+    @_builtins.property
+    def more_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         key: Global___AttemptKey | None = ...,
         to_incarnation: _builtins.int = ...,
         ms_left: _builtins.int = ...,
+        more_choices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ms_left", b"ms_left", "to_incarnation", b"to_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "more_choices", b"more_choices", "ms_left", b"ms_left", "to_incarnation", b"to_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1182,9 +1196,8 @@ class Commit(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BRANCH_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
@@ -1197,12 +1210,8 @@ class Commit(_message.Message):
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def branch(self) -> Global___Branch:
-        """generated_token_ids end with the token that the sender sampled"""
-
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """of the tokens from first_index on, where they were asked for"""
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartedBranch]:
+        """of those reserved for, the ones that did not end with their first token"""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
@@ -1213,19 +1222,46 @@ class Commit(_message.Message):
         lease_id: _builtins.int = ...,
         secret: _builtins.bytes = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        branch: Global___Branch | None = ...,
+        branches: _abc.Iterable[Global___StartedBranch] | None = ...,
         first_index: _builtins.int = ...,
-        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         sampling: Global___Sampling | None = ...,
         ms_left: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "key", b"key", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class StartedBranch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def branch(self) -> Global___Branch:
+        """generated_token_ids end with the token that the sender sampled"""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """of the tokens from first_index on, where they were asked for"""
+
+    def __init__(
+        self,
+        *,
+        branch: Global___Branch | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartedBranch: _TypeAlias = StartedBranch  # noqa: Y015
 
 @_typing.final
 class CommitAnswer(_message.Message):

@@ -32,6 +32,7 @@ from router.requests import (
     LiveBranch,
     Prefilling,
     Waiting,
+    dispatch_message,
 )
 from router.token_log import Appended
 from router.waiting import WaitingBranches
@@ -297,15 +298,16 @@ class RouterCore:
         taken = self._waiting.take(now)
         if taken is None:
             return False
-        branch, pair = taken
-        branch.attempt += 1
-        branch.last_pair = pair
-        target = self._nodes.occupy(branch.key, pair, len(branch.request.prompt_token_ids) + len(branch.log))
-        branch.phase = Prefilling(pair)
-        self._timers.put(branch.key, branch.wake_at(now))
-        self._send(pair.prefill, pb.RouterMessage(dispatch=branch.dispatch(target, now)))
+        group, pair = taken
+        attempt = 1 + max(branch.attempt for branch in group)
+        num_tokens = len(group[0].request.prompt_token_ids) + len(group[0].log)
+        for branch in group:
+            target = self._nodes.occupy(branch.key, pair, num_tokens if branch is group[0] else 0)
+            branch.attempt, branch.last_pair, branch.phase = attempt, pair, Prefilling(pair)
+            self._timers.put(branch.key, branch.wake_at(now))
+            self._actions.append(ev.Observe("queue", now - branch.waits_since))
+        self._send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))
         self._count("dispatches")
-        self._actions.append(ev.Observe("queue", now - branch.waits_since))
         return True
 
     # ---------------------------------------------------------------- ends

@@ -50,6 +50,7 @@ class Node:
     prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
     branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
     prefill_tokens: int = 0  # sum over `prefilling`
+    num_prefills: int = 0  # attempts in `prefilling`: those with tokens
 
     @property
     def can_take_work(self) -> bool:
@@ -110,6 +111,7 @@ class NodeTable:
                 "session": node.session.value,
                 "listed": node.is_listed,
                 "prefilling": len(node.prefilling),
+                "attempts": node.num_prefills,
                 "prefill_tokens": node.prefill_tokens,
                 "branches": len(node.branches),
             }
@@ -212,9 +214,14 @@ class NodeTable:
             for node in self
             if node.entry.role == pb.ROLE_PREFILL
             and node.can_take_work
-            and len(node.prefilling) < max_inflight
+            and node.num_prefills < max_inflight
             and total_tokens <= node.max_total_tokens
         ]
+
+    def num_free_slots(self, ref: NodeRef) -> int:
+        """Sequences that a decode node has room for, as far as this router knows."""
+        node = self._nodes[ref]
+        return node.entry.max_num_seqs - len(node.branches)
 
     def decode_candidates(self, total_tokens: int) -> list[Candidate]:
         """Decode nodes with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
@@ -230,10 +237,14 @@ class NodeTable:
     # ---------------------------------------------------------------- work
 
     def occupy(self, branch: BranchKey, pair: Pair, tokens_to_prefill: int) -> pb.Target:
-        """Count an attempt on both of its nodes; the second as the first is told of it."""
+        """Count a branch's attempt on both of its nodes; the second as the first is told of it.
+
+        `tokens_to_prefill`: 0 if another branch of the attempt brings them.
+        """
         prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
         prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
+        prefill.num_prefills += tokens_to_prefill > 0
         decode.branches.add(branch)
         return pb.Target(node=decode.entry.node, grpc_address=decode.entry.grpc_address)
 
@@ -241,7 +252,9 @@ class NodeTable:
         """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
         node = self._nodes.get(pair.prefill)
         if node is not None:
-            node.prefill_tokens -= node.prefilling.pop(branch, 0)
+            num_tokens = node.prefilling.pop(branch, 0)
+            node.prefill_tokens -= num_tokens
+            node.num_prefills -= num_tokens > 0
 
     def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""

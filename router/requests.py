@@ -4,12 +4,14 @@
        ^                     │  │                                   ^  │                    ^
        └──refused, retried───┘  └──commit unanswered──> CommitUnknown  └──> AwaitingPrompt ─┘
 
-A request has a branch per choice. Each is queued, dispatched, retried, cancelled and finished by itself, under its own attempt
-numbers; only an error is the whole request's. Who of the two nodes is believed in which phase is the owner rule (ownership.py).
+A request has a branch per choice. Each is queued, retried, cancelled and finished by itself, under its own attempt numbers; only a
+first dispatch can be of several (waiting.py), and an error is the whole request's. Who of the two nodes is believed in which
+phase is the owner rule (ownership.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -113,6 +115,14 @@ class LiveBranch:
         """The newest token ends the completion."""
         return self.log.last_token_id in self.request.sampling.stop_token_ids
 
+    @property
+    def can_share(self) -> bool:
+        """Whether other choices of the request may be in the same attempt: there is nothing yet in which they differ.
+
+        The prompt's logprobs are told once per attempt and branch: too much for one message.
+        """
+        return not self.log and not self.held_off and not self.awaits_prompt_logprobs
+
     def refused(self, wait_s: float, config: RouterCoreConfig) -> float:
         """Note a refusal; after how many seconds to ask again, if the node says `wait_s`: each has cost a prefill, so less and
         less often."""
@@ -143,19 +153,6 @@ class LiveBranch:
         """Milliseconds of the deadline, as they cross the wire; at least one, since a dead request is not sent."""
         return max(int((self.request.deadline - now) * 1000), 1)
 
-    def dispatch(self, target: pb.Target, now: float) -> pb.Dispatch:
-        """The message that starts the newest attempt."""
-        request_id, choice = self.key
-        return pb.Dispatch(
-            request_id=request_id,
-            attempt=self.attempt,
-            branches=[pb.Branch(choice=choice, seed=self.seed, generated_token_ids=self.log.token_ids)],
-            prompt_token_ids=self.request.prompt_token_ids,
-            sampling=_sampling_message(self.request.sampling, self.awaits_prompt_logprobs),
-            target=target,
-            ms_left=self.ms_left(now),
-        )
-
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""
         return {
@@ -165,6 +162,22 @@ class LiveBranch:
             "tokens": len(self.log),
             "retries_left": self.retries_left,
         }
+
+
+def dispatch_message(group: Sequence[LiveBranch], target: pb.Target, now: float) -> pb.Dispatch:
+    """The message that starts the newest attempt of these branches of one request, together."""
+    head = group[0]
+    return pb.Dispatch(
+        request_id=head.key.request_id,
+        attempt=head.attempt,
+        branches=[
+            pb.Branch(choice=each.key.choice, seed=each.seed, generated_token_ids=each.log.token_ids) for each in group
+        ],
+        prompt_token_ids=head.request.prompt_token_ids,
+        sampling=_sampling_message(head.request.sampling, head.awaits_prompt_logprobs),
+        target=target,
+        ms_left=head.ms_left(now),
+    )
 
 
 def _sampling_message(sampling: Sampling, awaits_prompt_logprobs: bool) -> pb.Sampling:

@@ -3,6 +3,9 @@
 Waiting branches form one queue ordered by arrival; one that was refused keeps its place, and while the head finds no room
 nothing behind it is dispatched: capacity is not given to the small at the cost of the large, and refused work is not prefilled
 in vain. A branch longer than every node that is left is put aside until a node comes: it holds up nobody.
+
+With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots for: their KV is
+the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs less at once.
 """
 
 from __future__ import annotations
@@ -45,19 +48,29 @@ class WaitingBranches:
         while self._aside:
             self.put(self._branches[self._aside.popitem()[0]])
 
-    def take(self, now: float) -> tuple[LiveBranch, Pair] | None:
-        """Take out the head and say where it goes; None if there is none or it finds no room."""
+    def take(self, now: float) -> tuple[list[LiveBranch], Pair] | None:
+        """Take out the head and who goes with it, and say where; None if there is none or it finds no room."""
         longest = self._nodes.max_total_tokens
         while (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
             if longest is None or branch.total_tokens <= longest:
                 pair = self._find_pair(branch, now)
-                if pair is not None:
-                    self.discard(branch.key)
-                return None if pair is None else (branch, pair)
+                if pair is None:
+                    return None
+                group = [branch, *self._mates(branch)][: self._nodes.num_free_slots(pair.decode)]
+                for each in group:
+                    self.discard(each.key)
+                return group, pair
             self._by_arrival.discard(branch.key)
             self._aside[branch.key] = None
         return None
+
+    def _mates(self, head: LiveBranch) -> list[LiveBranch]:
+        if not head.can_share:
+            return []
+        keys = [head.key._replace(choice=choice) for choice in range(head.request.num_choices)]
+        waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
+        return [branch for branch in waiting if branch.can_share]
 
     def _find_pair(self, branch: LiveBranch, now: float) -> Pair | None:
         return self._placement.choose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
@@ -80,14 +81,24 @@ def reserve_request(key: AttemptKey, prompt: list[int], max_tokens: int, ms_left
     )
 
 
-def commit(key: AttemptKey, lease: pb.Lease, prompt: list[int], first_token: int, max_tokens: int) -> bytes:
+def commit(
+    key: AttemptKey,
+    lease: pb.Lease,
+    prompt: list[int],
+    first_token: int,
+    max_tokens: int,
+    more_choices: Sequence[int] = (),
+) -> bytes:
     """A right Commit of a first attempt, as it travels."""
     message = pb.Commit(
         key=key.to_proto(),
         lease_id=lease.lease_id,
         secret=lease.secret,
         prompt_token_ids=prompt,
-        branch=pb.Branch(choice=0, seed=1, generated_token_ids=[first_token]),
+        branches=[
+            pb.StartedBranch(branch=pb.Branch(choice=choice, seed=1, generated_token_ids=[first_token]))
+            for choice in (key.choice, *more_choices)
+        ],
         sampling=pb.Sampling(max_tokens=max_tokens),
         ms_left=60_000,
     )

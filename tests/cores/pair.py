@@ -33,11 +33,19 @@ class Node:
 
 @dataclass
 class Heard:
-    """What a router hears of one completion."""
+    """What a router hears of one attempt."""
 
     of_sender: list[pb.BranchTokens] = field(default_factory=list)
     of_receiver: list[pb.BranchTokens] = field(default_factory=list)
     errors: list[pb.PDError] = field(default_factory=list)
+
+    def of_choice(self, choice: int) -> Heard:
+        """What it hears of one of the attempt's branches."""
+        return Heard(
+            [batch for batch in self.of_sender if batch.key.choice == choice],
+            [batch for batch in self.of_receiver if batch.key.choice == choice],
+            [error for error in self.errors if error.key.choice == choice],
+        )
 
     def by_index(self) -> dict[int, tuple[int, pb.TokenLogprobs | None]]:
         """Each token with its logprobs; whoever says a token twice says the same."""

@@ -67,7 +67,7 @@ def test_blocks_are_written_as_chunks_complete_them_and_the_tail_only_behind_the
     kinds = [type(action) for action in actions if isinstance(action, ev.WriteBlocks | ev.NotifyLink)]
     assert kinds == [ev.WriteBlocks, ev.NotifyLink], "Commit goes behind the last write"
     commit = only(actions, ev.NotifyLink).message.commit
-    assert list(commit.prompt_token_ids) == PROMPT and list(commit.branch.generated_token_ids) == [7]
+    assert list(commit.prompt_token_ids) == PROMPT and list(commit.branches[0].branch.generated_token_ids) == [7]
     assert [list(m.tokens.branches[0].token_ids) for m in messages(actions)] == [[7]]
 
 

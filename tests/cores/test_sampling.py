@@ -118,7 +118,7 @@ def test_the_sentence_ends_where_it_stops_on_either_node() -> None:
 
 def _two_logprobs(message: pb.Commit) -> None:
     message.sampling.num_logprobs = 1
-    message.logprobs.extend([pb.TokenLogprobs(logprob=-1.0)] * 2)
+    message.branches[0].logprobs.extend([pb.TokenLogprobs(logprob=-1.0)] * 2)
 
 
 def _missing_logprobs(message: pb.Commit) -> None:
@@ -126,7 +126,7 @@ def _missing_logprobs(message: pb.Commit) -> None:
 
 
 def _unasked_logprobs(message: pb.Commit) -> None:
-    message.logprobs.add(logprob=-1.0)
+    message.branches[0].logprobs.add(logprob=-1.0)
 
 
 def _wrong_bias(message: pb.Commit) -> None:

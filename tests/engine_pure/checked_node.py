@@ -12,8 +12,8 @@ from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import FakeRunner, expected_tokens
 from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams
 from engine.prefix_cache import PrefixCache
-from engine.scheduler import Progress, Scheduler, SchedulerConfig
-from engine.sequence import Phase, SequenceSpec
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Phase, Progress, SequenceSpec
 from proto.block_key import block_keys, seed_key
 
 KEY_SEED = seed_key(b"checked node")

@@ -60,10 +60,10 @@ def test_reserved_slots_are_kept_from_the_queue_and_adoption_takes_them() -> Non
     sizes = replace(SIZES, num_slots=2)
     node = CheckedNode(sizes)
     scheduler = node.scheduler
-    assert scheduler.reserve_slot() and scheduler.reserve_slot() and not scheduler.reserve_slot()
+    assert scheduler.reserve_slots(1) and scheduler.reserve_slots(1) and not scheduler.reserve_slots(1)
     node.submit(make_spec("queued", [1, 2, 3], 2, sizes))
     assert node.plan() is None
-    scheduler.unreserve_slot()
+    scheduler.unreserve_slots(1)
     assert scheduler.num_free_slots == 1
     plan = node.plan()
     assert plan is not None and scheduler.num_running == 1
@@ -71,8 +71,8 @@ def test_reserved_slots_are_kept_from_the_queue_and_adoption_takes_them() -> Non
     node.pool.promise(1)
     node.adopt(adopted, node.pool.allocate(2), 1)
     assert scheduler.num_free_slots == 0 and scheduler.num_running == 2
-    with pytest.raises(ValueError, match="no slot is reserved"):
-        scheduler.unreserve_slot()
+    with pytest.raises(ValueError, match="of 1 slots to unreserve 0 are reserved"):
+        scheduler.unreserve_slots(1)
     with pytest.raises(ValueError, match="no slot is reserved"):
         scheduler.adopt(make_spec("another", [1, 2], 1, sizes), [0], 0)
 
@@ -85,7 +85,7 @@ def test_an_adopted_sequence_goes_on_where_its_sender_stopped_and_is_in_the_pref
     spec = make_spec("a", [*first.token_ids, *sender.token_ids["a"]], 9, SIZES, seed=11, num_generated=1)
     leased = receiver.pool.lease(2)
     receiver.pool.promise(2)
-    assert receiver.scheduler.reserve_slot()
+    assert receiver.scheduler.reserve_slots(1)
     receiver.memory[leased] = sender.memory[list(sender.scheduler.block_ids("a"))]
     receiver.pool.commit_lease(leased)
     assert receiver.pool.find(spec.block_keys[0]) is None
@@ -101,7 +101,7 @@ def test_an_adopted_sequence_goes_on_where_its_sender_stopped_and_is_in_the_pref
 
 def test_an_adoption_that_does_not_cover_the_limit_is_refused_and_takes_nothing() -> None:
     node = CheckedNode(SIZES)
-    assert node.scheduler.reserve_slot()
+    assert node.scheduler.reserve_slots(1)
     block_ids = node.pool.allocate(2)
     with pytest.raises(ValueError, match="limit"):
         node.scheduler.adopt(make_spec("a", [1] * 8, 9, SIZES), block_ids, 1)

@@ -153,7 +153,7 @@ class Life:
         held = self.node.cache.acquire_match(spec.block_keys, num_full if self.random.random() < 0.5 else 0)
         num_leased = blocks_for(len(spec.token_ids), self.sizes.block_size) - len(held)
         num_promised = spec.num_blocks_at_limit(self.sizes.block_size) - num_leased - len(held)
-        if not pool.can_allocate(num_leased + num_promised) or not self.node.scheduler.reserve_slot():
+        if not pool.can_allocate(num_leased + num_promised) or not self.node.scheduler.reserve_slots(1):
             pool.free(held)
             return False
         leased = pool.lease(num_leased)

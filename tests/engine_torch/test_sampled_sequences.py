@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,10 +15,10 @@ from engine.kv_memory import KvMemory
 from engine.local_engine import LocalEngine
 from engine.logprobs import LogitsError, token_logprobs
 from engine.model import Model, load_model
-from engine.plan import Plan, SamplingParams, StepResult, TokenLogprobs
+from engine.plan import BranchToken, Plan, SamplingParams, StepResult, TokenLogprobs
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import SequenceSpec
+from engine.sequence import Progress, SequenceSpec
 from proto.block_key import block_keys, seed_key
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 
@@ -51,6 +51,9 @@ class Engine:
         """The runner, watched."""
         self.num_computed += plan.num_tokens
         return self._runner.run(plan)
+
+    def progress(self, *specs: SequenceSpec) -> Iterable[Progress]:
+        return self._engine.run(specs)
 
     def answer(self, *specs: SequenceSpec) -> list[Answer]:
         answers = {spec.sequence_id: Answer() for spec in specs}
@@ -205,6 +208,31 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_again_and_still_cached_f
     (third,) = engine.answer(spec_of("third", plain))
     assert third.token_ids == first.token_ids
     assert engine.num_computed == 3 * once - len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.covers("A02", "M06")
+def test_the_first_tokens_of_further_branches_are_those_of_sequences_of_their_own(
+    model: Model, fresh_seed: int
+) -> None:
+    draw = random.Random(fresh_seed)
+    for _ in range(8):
+        sampling, seeds = draw_sampling(draw), [draw.getrandbits(64) for _ in range(3)]
+        alone = Engine(model).answer(
+            *(spec_of(str(seed), replace(sampling, seed=seed), max_tokens=1) for seed in seeds),
+            spec_of("own", sampling),
+        )
+        engine = Engine(model)
+        branch_tokens: list[BranchToken] = []
+        spec = replace(spec_of("own", sampling), branch_seeds=tuple(seeds))
+        own = Answer()
+        for progress in engine.progress(spec):
+            branch_tokens += progress.branch_tokens
+            if progress.token_id is not None:
+                own.token_ids.append(progress.token_id)
+        assert own.token_ids == alone[-1].token_ids, "branches changed what the sequence itself says"
+        assert [(t.token_id, t.logprobs) for t in branch_tokens] == [
+            (a.token_ids[0], a.logprobs[0]) for a in alone[:-1]
+        ]
 
 
 def test_rows_that_are_not_numbers_raise_and_ties_go_to_the_lowest_id() -> None:

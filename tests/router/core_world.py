@@ -221,7 +221,7 @@ class CoreWorld:
         snapshot: Any = self.core.snapshot()
         assert (snapshot["queued"], snapshot["timers"], snapshot["requests"]) == (0, 0, {})
         for node in snapshot["nodes"].values():
-            assert (node["prefilling"], node["prefill_tokens"], node["branches"]) == (0, 0, 0)
+            assert (node["prefilling"], node["attempts"], node["prefill_tokens"], node["branches"]) == (0, 0, 0, 0)
 
     def _take(self, actions: list[Action]) -> list[Action]:
         for action in actions:

@@ -187,6 +187,15 @@ class ScriptedPair:
         self.prefill.on_dispatch = self._begin
 
     def _begin(self, dispatch: pb.Dispatch) -> None:
+        """The script plays every branch by itself."""
+        for branch in dispatch.branches:
+            alone = pb.Dispatch()
+            alone.CopyFrom(dispatch)
+            del alone.branches[:]
+            alone.branches.append(branch)
+            self._play(alone)
+
+    def _play(self, dispatch: pb.Dispatch) -> None:
         attempt = ScriptedAttempt(dispatch, self.prefill, self.decode)
         self.tasks.append(asyncio.ensure_future(self.script(attempt)))
 

@@ -20,10 +20,11 @@ def scored(*values: int) -> dict[str, Any]:
 
 
 @pytest.mark.covers("A02")
-def test_each_choice_is_a_dispatch_of_its_own_with_its_own_seed() -> None:
+def test_the_choices_of_a_request_are_branches_of_one_dispatch_each_with_its_own_seed() -> None:
     world = CoreWorld.with_nodes("p1", "d1")
     world.submit("a", num_choices=3)
-    branches = [dispatch.branches[0] for _, dispatch in world.dispatches("a")]
+    ((_, dispatch),) = world.dispatches("a")
+    branches = dispatch.branches
     assert [branch.choice for branch in branches] == [0, 1, 2]
     assert [branch.seed for branch in branches] == [5, branch_seed(5, 1), branch_seed(5, 2)]
     assert len({branch.seed for branch in branches}) == 3
@@ -87,12 +88,57 @@ def test_a_lost_node_that_holds_several_choices_ends_the_request_once() -> None:
 
 
 def test_an_abort_ends_every_choice() -> None:
-    world = CoreWorld.with_nodes("p1", "d1", max_inflight_prefills=1)
+    world = CoreWorld.with_nodes("p1", "d1")
     world.submit("a", num_choices=3)
     assert len(world.dispatches("a")) == 1
     world.abort("a")
-    assert sorted(world.cancels("a")) == [("d1", 0), ("p1", 0)]
+    assert sorted(world.cancels("a")) == [("d1", 0)] * 3 + [("p1", 0)] * 3
     world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "P07")
+def test_an_attempt_of_several_branches_counts_as_one_prefill_and_takes_a_slot_for_each() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", max_inflight_prefills=3)
+    world.submit("a", num_choices=3, prompt=(1, 2, 3, 4))
+    node = world.node("p1")
+    assert (node["attempts"], node["prefill_tokens"]) == (1, 4)
+    world.submit("b", num_choices=3)  # the node has four slots: the second choice waits for one
+    ((_, dispatch),) = world.dispatches("b")
+    assert [branch.choice for branch in dispatch.branches] == [0]
+    world.tokens_from("d1", "a", 0, [7], pb.FINISH_LENGTH, choice=1)
+    _, (_, dispatch) = world.dispatches("b")
+    assert (dispatch.attempt, [branch.choice for branch in dispatch.branches]) == (0, [1])
+    for request_id in "ab":
+        world.abort(request_id)
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "P09")
+def test_branches_that_were_refused_together_come_back_one_by_one_to_the_prefill_node_that_has_their_kv() -> None:
+    world = CoreWorld.with_nodes("p1", "p2", "d1")
+    world.submit("a", num_choices=3)
+    ((first, dispatch),) = world.dispatches("a")
+    assert len(dispatch.branches) == 3
+    for choice in range(3):
+        world.error_from(first, "a", pb.NO_BLOCKS, choice=choice, node_id="d1")
+    assert len(world.dispatches("a")) == 1, "asked again before the patience was over"
+    world.pass_time(0.1)
+    again = world.dispatches("a")[1:]
+    assert [(node, each.attempt, [b.choice for b in each.branches]) for node, each in again] == [
+        (first, 1, [choice]) for choice in range(3)
+    ]
+
+
+def test_a_branch_with_tokens_or_with_prompt_logprobs_to_tell_goes_alone() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=2, num_logprobs=0, wants_prompt_logprobs=True)
+    assert [len(dispatch.branches) for _, dispatch in world.dispatches("a")] == [1, 1]
+    world.submit("b", num_choices=2)
+    world.tokens_from("p1", "b", 0, [7], choice=0)
+    for choice in range(2):
+        world.error_from("p1", "b", pb.CHECKSUM, choice=choice, completion_token_ids=[7] if choice == 0 else [])
+    again = [dispatch.branches for _, dispatch in world.dispatches("b")[1:]]
+    assert [[(b.choice, list(b.generated_token_ids)) for b in each] for each in again] == [[(0, [7])], [(1, [])]]
 
 
 @pytest.mark.covers("A09")

@@ -103,9 +103,9 @@ def test_a_list_of_prompts_is_one_answer_numbered_prompt_by_prompt(model: Path, 
         assert set(reasons.values()) == {"length"}
         num_prompt = 5 + 3 * isinstance(prompt[0], str)
         assert usage == {"prompt_tokens": num_prompt, "completion_tokens": 12, "total_tokens": num_prompt + 12}
-        keys = [(each.request_id, each.branches[0].choice) for each in router.pair.prefill.dispatches]
-        assert len(set(keys)) == 6
-        assert len({request_id for request_id, _ in keys}) == 3
+        sent = [(each.request_id, [b.choice for b in each.branches]) for each in router.pair.prefill.dispatches]
+        assert [choices for _, choices in sent] == [[0, 1]] * 3
+        assert len({request_id for request_id, _ in sent}) == 3
 
     play(model, scenario, echoing())
 
@@ -170,8 +170,8 @@ def test_each_choice_names_the_seed_with_which_it_can_be_drawn_again(model: Path
         chunks = events(answer.text)[:-1] if stream else [answer.json()]
         seeds = {each["index"]: each["seed"] for chunk in chunks for each in chunk["choices"] if "seed" in each}
         assert seeds == {choice: branch_seed(41, choice) for choice in range(3)}
-        sent = [each.branches[0] for each in router.pair.prefill.dispatches]
-        assert {branch.choice: branch.seed for branch in sent} == seeds
+        (dispatch,) = router.pair.prefill.dispatches
+        assert {branch.choice: branch.seed for branch in dispatch.branches} == seeds
 
     play(model, scenario)
 

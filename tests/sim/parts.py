@@ -35,6 +35,7 @@ class Sizes:
     p_cut_link: float = 0.0
     p_flip: float = 0.0
     p_abort: float = 0.0
+    p_stop: float = 0.0
 
 
 @dataclass
@@ -69,9 +70,8 @@ class SimNode:
 
 @dataclass
 class Client:
-    """One request, its right answer, and what came of it."""
+    """Who waits for one choice of a request, its right answer, and what came of it."""
 
-    request: rev.GenerationRequest
     expected: tuple[int, ...]
     expected_reason: str
     received: list[int] = field(default_factory=list)

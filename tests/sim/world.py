@@ -30,6 +30,7 @@ from router import events as rev
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.placement import Placement
+from router.seeds import branch_seed
 from tests.sim.parts import Client, Rpc, SimNode, Sizes
 
 BLOCK_SIZE = 4
@@ -50,7 +51,7 @@ class World:
         self.now = 1000.0
         self.counters: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[tuple[str, int], Client] = {}  # by request and choice
         self.rpcs: list[Rpc] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.calls: dict[int, Callable[[pb.ReserveReply | pb.RenewReply], None]] = {}
@@ -98,36 +99,49 @@ class World:
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, prompt: tuple[int, ...], max_tokens: int, temperature: float, stop: tuple[int, ...]) -> str:
-        """Send a request of a new client; the right answer is computed here and now."""
-        request_id = f"r{len(self.clients)}"
-        sampling = SamplingParams(temperature, seed=self.rng.getrandbits(64))
-        tokens = expected_tokens(prompt, (), sampling, max_tokens, VOCAB_SIZE)
-        stops = [i for i, token in enumerate(tokens) if token in stop]
-        expected = tuple(tokens[: stops[0] + 1] if stops else tokens)
+    def submit(
+        self, prompt: tuple[int, ...], max_tokens: int, temperature: float, stop: tuple[int, ...], num_choices: int = 1
+    ) -> None:
+        """Send a request of a new client; the right answers are computed here and now."""
+        request_id, seed = f"r{len(self.clients)}", self.rng.getrandbits(53)
+        for choice in range(num_choices):
+            sampling = SamplingParams(temperature, seed=branch_seed(seed, choice))
+            tokens = expected_tokens(prompt, (), sampling, max_tokens, VOCAB_SIZE)
+            stops = [i for i, token in enumerate(tokens) if token in stop]
+            expected = tuple(tokens[: stops[0] + 1] if stops else tokens)
+            self.clients[request_id, choice] = Client(expected, "stop" if stops else "length")
         request = rev.GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            seed=sampling.seed,
+            seed=seed,
             sampling=rev.Sampling(temperature, max_tokens, stop),
             deadline=self.now + 600,
+            num_choices=num_choices,
         )
-        self.clients[request_id] = Client(request, expected, "stop" if stops else "length")
         self._feed_router(rev.Submitted(request))
-        return request_id
+
+    def _open_choices(self, request_id: str) -> list[Client]:
+        return [client for (name, _), client in self.clients.items() if name == request_id and client.end is None]
 
     def abort(self, request_id: str) -> None:
         """The client goes away."""
-        client = self.clients[request_id]
-        if client.end is None:
+        for client in self._open_choices(request_id):
             client.end = "aborted"
-            self.faults["abort"] += 1
-            self._feed_router(rev.Aborted(request_id))
+        self.faults["abort"] += 1
+        self._feed_router(rev.Aborted(request_id))
+
+    def stop(self, request_id: str, choice: int) -> None:
+        """A stop string is found somewhere in what has arrived of a choice."""
+        client = self.clients[request_id, choice]
+        num_tokens = self.rng.randint(1, len(client.received))
+        client.expected, client.expected_reason = tuple(client.received[:num_tokens]), "stop"
+        self.faults["stop string"] += 1
+        self._feed_router(rev.Stopped(request_id, choice, num_tokens))
 
     @property
     def open_requests(self) -> list[str]:
-        """Requests without an end."""
-        return [request_id for request_id, client in self.clients.items() if client.end is None]
+        """Requests with a choice that has no end."""
+        return list(dict.fromkeys(name for (name, _), client in self.clients.items() if client.end is None))
 
     # ------------------------------------------------------------ one step of the world
 
@@ -172,6 +186,9 @@ class World:
         choices += [partial(self._move_bytes, index) for index in range(self.hub.pending())]
         if self.rng.random() < self.sizes.p_abort and (open_requests := self.open_requests):
             choices.append(lambda: self.abort(self.rng.choice(open_requests)))
+        if self.rng.random() < self.sizes.p_stop:
+            begun = [key for key, client in self.clients.items() if client.end is None and client.received]
+            choices += [partial(self.stop, *self.rng.choice(begun))] if begun else []
         return choices
 
     def _fire_timers(self) -> None:
@@ -226,19 +243,24 @@ class World:
             match action:
                 case rev.ToNode(ref, message):
                     self.nodes[ref.name].from_router.append(message)
-                case rev.Emitted(request_id, first_index, token_ids):
-                    client = self.clients[request_id]
-                    assert client.end is None, f"{request_id}: tokens behind the end"
-                    assert first_index == len(client.received), f"{request_id}: a gap or a repeat at {first_index}"
+                case rev.Emitted(request_id, first_index, token_ids, choice):
+                    client = self.clients[request_id, choice]
+                    assert client.end is None, f"{request_id}/{choice}: tokens behind the end"
+                    assert first_index == len(client.received), f"{request_id}/{choice}: gap or repeat at {first_index}"
                     client.received += token_ids
-                    assert tuple(client.received) == client.expected[: len(client.received)], (
-                        f"{request_id}: wrong token"
-                    )
-                case rev.Finished(request_id) | rev.Failed(request_id):
-                    client = self.clients[request_id]
-                    assert client.end is None, f"{request_id}: a second end"
+                    right = client.expected[: len(client.received)]
+                    assert tuple(client.received) == right, f"{request_id}/{choice}: wrong token"
+                case rev.Finished(request_id, _, _, choice):
+                    client = self.clients[request_id, choice]
+                    assert client.end is None, f"{request_id}/{choice}: a second end"
                     client.end = action
-                    self.counters[f"router:{type(action).__name__}"] += 1
+                    self.counters["router:Finished"] += 1
+                case rev.Failed(request_id):
+                    clients = self._open_choices(request_id)
+                    assert clients, f"{request_id}: a second end"
+                    for client in clients:
+                        client.end = action
+                    self.counters["router:Failed"] += 1
                 case rev.Count(name, label):
                     self.counters[f"router:{name}:{label}"] += 1
                 case rev.Dial() | rev.HangUp():
@@ -250,6 +272,7 @@ class World:
                 case ev.ToRouter(_, message):
                     node.to_router.append(message)
                 case ev.RunStep(plan):
+                    self.counters["plans with several branches"] += any(start.branch_seeds for start in plan.starts)
                     node.plans.append(plan)
                 case ev.SendReserve(key, address, request, timeout_s):
                     self._send_reserve(node, self.nodes[address], ev.ReserveAnswered(key, None), request, timeout_s)
@@ -339,7 +362,9 @@ class World:
         nodes = state["nodes"]
         assert isinstance(nodes, dict)
         for name, held in nodes.items():
-            assert (held["prefilling"], held["prefill_tokens"], held["branches"]) == (0, 0, 0), f"{name}: {held}"
+            assert (held["prefilling"], held["attempts"], held["prefill_tokens"], held["branches"]) == (0, 0, 0, 0), (
+                f"{name}: {held}"
+            )
         for node in self.nodes.values():
             counts = node.pool.counts()
             assert (counts.used, counts.leased, counts.quarantined) == (0, 0, 0), f"{node.identity.name}: {counts}"

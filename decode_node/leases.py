@@ -1,0 +1,66 @@
+"""The leases of a decode node, found by id and by each branch that they are still wanted for. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from connector.handoff import ReceiverState
+from decode_node.lease import Lease
+from node.events import RouterId
+from proto.attempt_key import AttemptKey
+
+
+class Leases:
+    """A lease that is over is in nobody's way, but may be kept by its id for a while, to answer a late Commit."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Lease] = {}
+        self._holders: dict[AttemptKey, Lease] = {}  # not yet over
+
+    def __len__(self) -> int:
+        """Leases that are not over."""
+        return len({lease.lease_id for lease in self._holders.values()})
+
+    def __getitem__(self, lease_id: int) -> Lease:
+        return self._by_id[lease_id]
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease of this id, however far it is."""
+        return self._by_id.get(lease_id)
+
+    def add(self, lease: Lease) -> None:
+        """Keep a new lease, for each of its open branches."""
+        self._by_id[lease.lease_id] = lease
+        self._holders.update(dict.fromkeys(lease.open, lease))
+
+    def of_any(self, keys: Iterable[AttemptKey]) -> Lease | None:
+        """The lease that one of these attempts of branches is open in."""
+        return next((self._holders[key] for key in keys if key in self._holders), None)
+
+    def older(self, key: AttemptKey) -> list[tuple[Lease, AttemptKey]]:
+        """Older attempts of the branch, and where each is open."""
+        found = [each for each in self._holders if each.branch == key.branch and each.attempt < key.attempt]
+        return [(self._holders[each], each) for each in found]
+
+    def of_router(self, router: RouterId) -> list[Lease]:
+        """All that are not over and that this router's attempts asked for."""
+        return list({each.lease_id: each for each in self._holders.values() if each.router == router}.values())
+
+    def close(self, lease: Lease, key: AttemptKey) -> None:
+        """The branch is not, or no longer, the lease's business."""
+        lease.open.discard(key)
+        del self._holders[key]
+
+    def forget(self, lease: Lease) -> None:
+        """Nothing asks for this id any more."""
+        del self._by_id[lease.lease_id]
+
+    def states(self) -> dict[str, int]:
+        """How many there are by state."""
+        return dict(Counter(lease.state.name for lease in self._by_id.values()))
+
+    def num_blocks(self) -> int:
+        """Blocks that are leased or quarantined for leases."""
+        leases = [lease for lease in self._by_id.values() if lease.state is not ReceiverState.RELEASED]
+        return sum(len(lease.blocks.leased) for lease in leases)
