@@ -18,7 +18,7 @@ from typing import Final, ParamSpec, TypeVar
 from router.answer import Asked, Echo
 from router.choice_text import TextRules
 from router.events import GenerationRequest, Sampling
-from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of
+from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.text import ModelText, TemplateRefusal
@@ -53,8 +53,7 @@ class Intake:
     async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
         """The requests of a body, one per prompt."""
         if body.model != self._model_name:
-            message = f"this router serves {self._model_name}, not {body.model[:60]}"
-            raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
+            raise unknown_model(body.model, self._model_name)
         if isinstance(body, ChatBody):
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]

@@ -87,6 +87,12 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, f"{param}: {message}" if param else message, code=code, param=param)
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """404, for a name that no model here has."""
+    message = f"model: this router serves {served}, not {asked[:_SHOWN_LENGTH]}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

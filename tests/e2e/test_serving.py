@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, started_cluster
@@ -63,26 +62,6 @@ def test_a_stream_has_the_text_of_the_plain_answer_and_ends_with_done(cluster: C
     text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
     assert last == "[DONE]" and text == plain["choices"][0]["text"]
     assert len(chunks) > 10, "it was not streamed"
-
-
-@pytest.mark.covers("A01")
-def test_the_official_client_works_unchanged(cluster: Cluster) -> None:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
-        assert client.models.list().data[0].id == "llama-tiny"
-        messages: list[Any] = [{"role": "user", "content": "hello"}]
-        chat = client.chat.completions.create(model="llama-tiny", messages=messages, max_tokens=8, seed=1)
-        assert (
-            chat.usage is not None
-            and chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
-        )
-        options: Any = {"include_usage": True}
-        stream = client.chat.completions.create(
-            model="llama-tiny", messages=messages, max_tokens=8, seed=1, stream=True, stream_options=options
-        )
-        chunks = list(stream)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == chat.choices[0].message.content
-    assert chunks[-1].usage is not None and chunks[-1].usage == chat.usage
 
 
 @pytest.mark.covers("A10")

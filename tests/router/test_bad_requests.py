@@ -204,8 +204,11 @@ def test_a_huge_body_is_refused_while_it_is_read(model: Path) -> None:
 @pytest.mark.covers("A06", "A11")
 def test_unknown_paths_and_methods_have_the_same_shape(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
-        assert_is_error(await router.client.get("/v1/engines"), 404, None, "GET /v1/engines: Not Found.")
-        assert_is_error(await router.client.get("/v1/completions"), 405, None, "Method Not Allowed")
+        nowhere, wrong = [await router.client.get(f"/v1/{path}") for path in ("engines", "completions")]
+        assert_is_error(nowhere, 404, None, "GET /v1/engines: Not Found.")
+        assert_is_error(wrong, 405, None, "Method Not Allowed")
+        assert [each.json()["error"]["code"] for each in (nowhere, wrong)] == ["not_found", "method_not_allowed"]
+        assert wrong.headers["Allow"] == "POST"
 
     play(model, scenario)
 
