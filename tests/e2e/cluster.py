@@ -71,9 +71,11 @@ class Cluster:
 def started_cluster(model: Path, folder: Path, *flags: str) -> Iterator[Cluster]:
     """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end."""
     run_dir = folder / "run"
-    with started_launcher(model, folder, *flags) as launcher:
-        with closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))) as cluster:
-            yield cluster
+    with (
+        started_launcher(model, folder, *flags) as launcher,
+        closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))) as cluster,
+    ):
+        yield cluster
 
 
 @contextmanager
