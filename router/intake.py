@@ -3,8 +3,9 @@
 A list of prompts becomes that many requests, each drawn for as if it had been sent alone: with the seed given, or one of its
 own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that is dropped.
 
-Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
-length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+Defaults: of sampling what the model's generation_config.json says, else OpenAI's. `max_tokens` is 16 for completions and, for
+chat, whatever the model's length leaves. Decode nodes reserve that length in full as long as nothing can be preempted, so
+clients that name a max_tokens share a node with more others.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Intake:
         """The requests of a body, one per prompt."""
         if body.model != self._model_name:
             raise unknown_model(body.model, self._model_name)
+        body = body.with_defaults(self._text.sampling_defaults)
         if isinstance(body, ChatBody):
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]
