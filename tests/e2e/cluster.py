@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
 LAST_LINE: Final = "baton up: Ctrl-C stops everything"
@@ -56,6 +57,16 @@ class Cluster:
         url = address if address.startswith("http") else f"http://{address}"
         answer: dict[str, Any] = self._http.get(f"{url}/state").json()
         return answer
+
+    def metrics(self, of: dict[str, Any] | None = None) -> dict[str, float]:
+        """A node's /metrics, or the router's: `name` or `name{label}`, a label's value without its name -> value."""
+        url = self.url if of is None else f"http://{of['http']}"
+        prefix = "baton_router_" if of is None else "baton_node_"
+        return {
+            sample.name.removeprefix(prefix) + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(self._http.get(f"{url}/metrics").text)
+            for sample in family.samples
+        }
 
     def close(self) -> None:
         """Hang up; ends nothing of the cluster."""
