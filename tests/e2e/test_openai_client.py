@@ -158,6 +158,12 @@ def test_each_error_is_the_exception_that_its_users_know(
         assert "\n" not in error.message
 
 
+@pytest.mark.covers("A11")
+def test_a_body_of_seven_mib_is_not_too_large(client: openai.OpenAI) -> None:
+    """The limit is eight unless the router is told another."""
+    assert client.completions.create(**DRAWN, prompt=TEXT, user="x" * (7 << 20)).choices
+
+
 @pytest.mark.covers("A06", "A11")
 def test_an_unknown_path_is_404_and_a_wrong_method_405_each_with_a_code_of_its_own(
     cluster: Cluster, client: openai.OpenAI
