@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -32,6 +33,7 @@ from router.openai_types import (
     CompletionBody,
     bad_request,
     parse_body,
+    unknown_model,
 )
 from router.shell import RouterShell
 from router.streaming import GenerationResponse, error_answer, json_answer
@@ -71,6 +73,7 @@ class Api:
             described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=described)
         app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])  # names may have slashes
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/ready", self.ready, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
@@ -83,8 +86,16 @@ class Api:
 
     async def models(self) -> Response:
         """The one model that is served."""
-        model = {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
-        return json_answer({"object": "list", "data": [model]})
+        return json_answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """The same one, by its name."""
+        if name != self._settings.model_name:
+            return error_answer(unknown_model(name, self._settings.model_name))
+        return json_answer(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
 
     async def health(self) -> Response:
         """The process is alive."""
@@ -160,7 +171,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-    return error_answer(ApiError(error.status_code, message, code="not_found"), error.headers)
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return error_answer(ApiError(error.status_code, message, code=code), error.headers)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:

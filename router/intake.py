@@ -3,8 +3,9 @@
 A list of prompts becomes that many requests, each drawn for as if it had been sent alone: with the seed given, or one of its
 own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that is dropped.
 
-Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
-length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+Defaults: of sampling what the model's generation_config.json says, else OpenAI's. `max_tokens` is 16 for completions and, for
+chat, whatever the model's length leaves. Decode nodes reserve that length in full as long as nothing can be preempted, so
+clients that name a max_tokens share a node with more others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final, ParamSpec, TypeVar
 from router.answer import Asked, Echo
 from router.choice_text import TextRules
 from router.events import GenerationRequest, Sampling
-from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of
+from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.text import ModelText, TemplateRefusal
@@ -53,8 +54,8 @@ class Intake:
     async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
         """The requests of a body, one per prompt."""
         if body.model != self._model_name:
-            message = f"this router serves {self._model_name}, not {body.model[:60]}"
-            raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
+            raise unknown_model(body.model, self._model_name)
+        body = body.with_defaults(self._text.sampling_defaults)
         if isinstance(body, ChatBody):
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -87,6 +87,12 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, f"{param}: {message}" if param else message, code=code, param=param)
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """404, for a name that no model here has."""
+    message = f"model: this router serves {served}, not {asked[:_SHOWN_LENGTH]}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -136,20 +142,25 @@ StopStrings = Annotated[
 PromptForm = str | list[str] | list[int] | list[list[int]]
 
 
-class GenerationBody(_Body):
+class SamplingDefaults(_Body):
+    """What a model's generation_config.json may say in place of a client that does not."""
+
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
+
+
+class GenerationBody(SamplingDefaults):
     """What both endpoints take."""
 
     model: StrictStr
     max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
-    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
     logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = {}
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     stop: StopStrings = []
@@ -168,6 +179,11 @@ class GenerationBody(_Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def with_defaults(self, defaults: SamplingDefaults) -> Self:
+        """The body with what it does not say taken from there."""
+        missing = defaults.model_fields_set - self.model_fields_set
+        return self.model_copy(update={name: getattr(defaults, name) for name in missing})
 
 
 class CompletionBody(GenerationBody):
@@ -199,6 +215,7 @@ class ChatBody(GenerationBody):
 
 
 Body = TypeVar("Body", bound=GenerationBody)
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse_body(body_type: type[Body], content: bytes) -> Body:
@@ -212,8 +229,18 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
     asked = {name: value for name, value in values.items() if value is not None}
     for name in [name for name in asked if name not in body_type.model_fields]:
         _check_unserved(name, asked.pop(name))
+    return _validated(body_type, asked)
+
+
+def parse_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
+    """What a generation_config.json says of sampling; raises ApiError with the first thing that is wrong with it."""
+    named = {name: values[name] for name in SamplingDefaults.model_fields if values.get(name) is not None}
+    return _validated(SamplingDefaults, named)
+
+
+def _validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
     try:
-        return body_type.model_validate(asked)
+        return body_type.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         # A value that fits no branch of a union has an error for each; the one that got furthest says most.

@@ -23,7 +23,13 @@ from tests.e2e.role_by_role import BOUND_S, RoleByRole, started_role_by_role, wa
 NUM_THREADS: Final = 8  # requests at once
 PAUSE_S: Final = 0.7  # well below the silence that breaks a session
 LONG: Final = 4000  # tokens: more than are generated before a fault is found
-SLOW_PREFILL: Final = ("--max-num-seqs", "8", "--max-num-batched-tokens", "8")  # a long prompt takes seconds
+CHUNK_TOKENS: Final = 8
+SLOW_PREFILL: Final = (
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    str(CHUNK_TOKENS),
+)  # a long prompt takes seconds
 LONG_LEASES: Final = ("--lease-life-s", "120")  # a lease that ends within the bound was released, it did not expire
 
 
@@ -166,7 +172,7 @@ def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_w
 def patient_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
     """Sessions that survive a long silence, on any machine."""
     grace = ("--session-grace-s", str(3 * BOUND_S))
-    flags = {"router": grace, "prefill-0": grace, "decode-0": grace}
+    flags = {"router": grace, "prefill-0": (*grace, *SLOW_PREFILL), "decode-0": grace}
     with started_role_by_role(tiny_model, tmp_path_factory.mktemp("patient"), flags) as running:
         yield running
 
@@ -199,6 +205,27 @@ def test_a_stop_shorter_than_the_grace_is_a_pause_without_gap_repeat_or_prefill(
         assert cluster.state("decode-0")["sessions"]["resumes"] >= 1
     cluster.wait_until_ready()
     cluster.wait_until_nothing_is_held("decode-0", "prefill-0")
+
+
+@pytest.mark.covers("P05")
+def test_while_a_decode_node_does_not_answer_reserve_the_prompt_is_computed_and_the_first_token_told(
+    patient_cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """It is stopped before it is asked, and asked with the first of many chunks."""
+    cluster = patient_cluster
+    fields = body(random.Random(fresh_seed), 20 * CHUNK_TOKENS, 40)
+    before = cluster.state("prefill-0")["counters"]["tokens_computed"]["prefill"]
+    cluster.freeze("decode-0")
+    stream = Stream(cluster, threads, fields)
+    stream.take_tokens(1)
+    state = cluster.state("prefill-0")
+    assert state["attempts"]["reserves_unanswered"] == 1
+    assert state["counters"]["tokens_computed"]["prefill"] - before == 20 * CHUNK_TOKENS
+    cluster.thaw("decode-0")
+    stream.take_all()
+    assert stream.last == "[DONE]" and len(stream.token_ids) == 40
+    assert stream.token_ids == tokens_of(ask(cluster, fields))
+    assert cluster.outcomes("decode-0", stream.request_id) == ["finished"], "the one lease that was asked for"
 
 
 def test_a_router_that_was_held_up_serves_at_once_as_if_nothing_had_been(

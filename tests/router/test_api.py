@@ -284,7 +284,11 @@ def test_the_operators_endpoints_answer(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         assert (await router.client.get("/health")).json() == {"status": "ok"}
         assert (await router.client.get("/ready")).json() == {"ready": True, "missing": []}
-        assert (await router.client.get("/v1/models")).json()["data"][0]["id"] == MODEL_NAME
+        (listed,) = (await router.client.get("/v1/models")).json()["data"]
+        assert (await router.client.get(f"/v1/models/{MODEL_NAME}")).json() == listed and listed["id"] == MODEL_NAME
+        for other in ("other", "or/other", ""):
+            unknown = await router.client.get(f"/v1/models/{other}")
+            assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
         await router.post()
         metrics = (await router.client.get("/metrics")).text
         assert 'baton_router_requests_total{outcome="length"} 1.0' in metrics
