@@ -51,6 +51,10 @@ class ChannelBroken(Exception):
     """Nothing more will arrive; the message says why."""
 
 
+class ChannelEnded(ChannelBroken):
+    """The peer has closed its end."""
+
+
 class Channel:
     """One end of a link's socket, owned from here on."""
 
@@ -89,6 +93,8 @@ class Channel:
                 return
             except (BrokenPipeError, ConnectionResetError):
                 self._is_deaf = True
+            except OSError as fault:  # such as a kernel without memory for it
+                raise ChannelBroken(f"cannot send: {fault.strerror}") from None
             else:
                 del self._unsent[:num_sent]
         self._unsent.clear()
@@ -102,14 +108,14 @@ class Channel:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         self._unsent += frame[num_sent:]
 
-    def receive_hello(self) -> tuple[list[Frame], int | None]:
-        """As `receive`, with the descriptor that came along, if one did; the caller closes it."""
+    def receive_hello(self) -> tuple[list[Frame], int | None] | None:
+        """As `receive`, with the descriptor that came along, if one did; the caller closes it. None: nothing has come yet."""
         descriptors: list[int] = []
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             frames = self._cut(data, MAX_HELLO_BYTES)
         except BlockingIOError:
-            return [], None
+            return None
         except OSError as fault:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         except ChannelBroken:
@@ -135,7 +141,7 @@ class Channel:
 
     def _cut(self, data: bytes, max_bytes: int) -> list[Frame]:
         if not data:
-            raise ChannelBroken("connection lost")
+            raise ChannelEnded("connection lost")
         self._received += data
         frames: list[Frame] = []
         begin = 0
