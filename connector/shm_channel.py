@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from enum import IntEnum
@@ -134,9 +135,17 @@ class Channel:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         return self._cut(data, MAX_FRAME_BYTES)
 
+    def is_open_at_peer(self) -> bool:
+        """Whether the peer has not closed its end until now, whatever of what it sent is still to be read."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
+
     def close(self) -> None:
-        """Release the socket; what is unsent is lost."""
+        """Release the socket; what is unsent is lost. The peer can see it before this returns (`is_open_at_peer`)."""
         with contextlib.suppress(OSError):  # as after a peer's reset
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone says nothing while a forked child has it too
+        with contextlib.suppress(OSError):
             self._socket.close()
 
     def _cut(self, data: bytes, max_bytes: int) -> list[Frame]:

@@ -88,8 +88,9 @@ class _Link:
 class ShmReceiver:
     """Implements transport.Receiver on a socket of its own; `start` it once. The landing may be shared with other receivers."""
 
-    def __init__(self, landing: Landing, emit: Emit) -> None:
+    def __init__(self, landing: Landing, emit: Emit, checksums: bool = True) -> None:
         """Raise OSError where there are no abstract unix sockets."""
+        self._has_checksums = checksums
         self._emit = emit
         self._landing = landing
         self._link_secret = secrets.token_bytes(16)
@@ -302,7 +303,7 @@ class ShmReceiver:
         if isinstance(arrived, WriteRefused):
             self._landing.refuse(arrived)
         elif (running := self._landing.begin(arrived, link.peer)) is not None:
-            self._landing.finish(running)
+            self._landing.finish(running, None if self._has_checksums else link.channel.is_open_at_peer)
 
     def _watch(self, connection: _Stranger | _Link) -> None:
         """Poll for what the connection waits for."""
