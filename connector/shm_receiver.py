@@ -31,7 +31,7 @@ from connector.landing import Landing
 from connector.link_names import is_name, node_name
 from connector.mailbox import Mailbox
 from connector.peer_memory import PeerMemory
-from connector.shm_channel import Channel, ChannelBroken, Frame, FrameKind
+from connector.shm_channel import Channel, ChannelBroken, ChannelEnded, Frame, FrameKind
 from connector.shm_socket import is_same_user, listen
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import IncomingNotice, decode, decode_described
@@ -40,7 +40,9 @@ from proto import baton_pb2 as pb
 _LOG = logging.getLogger(__name__)
 
 _HELLO_S: Final = 1.0  # from connect to HELLO
-_MAX_STRANGERS: Final = 64  # connections without HELLO
+_MAX_STRANGERS: Final = 64  # connections that have not said HELLO yet
+_ACCEPTS_PER_TURN: Final = 64
+_ACCEPT_AGAIN_S: Final = 0.1  # while the process has no descriptor left
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ class _Link:
 class ShmReceiver:
     """Implements transport.Receiver on a socket of its own; `start` it once. The landing may be shared with other receivers."""
 
-    def __init__(self, landing: Landing, emit: Emit) -> None:
+    def __init__(self, landing: Landing, emit: Emit, checksums: bool = True) -> None:
         """Raise OSError where there are no abstract unix sockets."""
+        self._has_checksums = checksums
         self._emit = emit
         self._landing = landing
         self._link_secret = secrets.token_bytes(16)
@@ -95,6 +98,7 @@ class ShmReceiver:
         self._connections: dict[int, _Stranger | _Link] = {}
         self._num_accepted = 0
         self._num_refused = 0
+        self._accept_again_at: float | None = None  # monotonic seconds; until then nobody is listened to
         self._selector = selectors.DefaultSelector()
         self._mailbox: Mailbox[_Answer | _Stop] = Mailbox()
         self.ended: Future[None] = Future()  # resolved when the thread has ended, whyever
@@ -153,38 +157,55 @@ class ShmReceiver:
                 self._serve_all(ready)
         finally:  # an exception is a bug; it goes on to threading.excepthook
             for connection in self._connections.values():
-                connection.channel.close()
+                self._let_go(connection)
             self._connections.clear()
             self._listener.close()
             self._selector.close()
             self.ended.set_result(None)
 
     def _timeout_s(self) -> float | None:
-        """Until the next stranger is overdue, 0 while memory is to be populated; None: sleep until something happens."""
+        """Until the next thing is overdue, 0 while memory is to be populated; None: sleep until something happens."""
         connections = self._connections.values()
         if any(isinstance(each, _Link) and not each.memory.is_populated for each in connections):
             return 0.0
         instants = [each.must_greet_by for each in connections if isinstance(each, _Stranger)]
+        if self._accept_again_at is not None:
+            instants.append(self._accept_again_at)
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     def _accept(self) -> None:
-        """Let in whoever waits and is of the same user, as far as there is room."""
+        """Let in whoever waits and is of the same user, as far as there is room for those who say nothing."""
+        if self._accept_again_at is not None:
+            if time.monotonic() < self._accept_again_at:
+                return
+            self._accept_again_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         num_strangers = sum(isinstance(each, _Stranger) for each in self._connections.values())
-        while True:
+        for _ in range(_ACCEPTS_PER_TURN):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            if num_strangers >= _MAX_STRANGERS or not is_same_user(connection):
-                self._refuse("too many at once, or another user's")
+            except OSError as fault:  # no descriptor left: who waits stays in the backlog, and the poll must not spin
+                _LOG.warning("event=accept_failed transport=shm reason=%s", fault.strerror)
+                self._selector.unregister(self._listener)
+                self._accept_again_at = time.monotonic() + _ACCEPT_AGAIN_S
+                return
+            if not is_same_user(connection):
+                self._refuse("another user's")
                 connection.close()
                 continue
-            num_strangers += 1
             connection.setblocking(False)
             self._num_accepted += 1
             stranger = _Stranger(self._num_accepted, Channel(connection), time.monotonic() + _HELLO_S)
             self._connections[stranger.number] = stranger
             self._selector.register(stranger.channel, selectors.EVENT_READ, stranger.number)
+            self._serve(stranger, selectors.EVENT_READ)  # who means well has said HELLO already
+            if self._connections.get(stranger.number) is stranger:
+                num_strangers += 1
+                if num_strangers > _MAX_STRANGERS:
+                    self._refuse("too many at once")
+                    self._drop(stranger, "too many at once")
 
     def _answer(self, command: _Answer) -> None:
         link = self._connections.get(command.reply_to.number)
@@ -198,12 +219,12 @@ class ShmReceiver:
             self._watch(link)
 
     def _serve_all(self, ready: Mapping[int, int]) -> None:
-        """In a function of its own: a name that still stood for a link while the thread sleeps would keep its memory mapped."""
+        """Give each connection its turn; serving one may end it."""
         for connection in tuple(self._connections.values()):
             self._serve(connection, ready.get(connection.number, 0))
 
     def _serve(self, connection: _Stranger | _Link, events: int) -> None:
-        """Give a connection its turn."""
+        """One connection's turn."""
         try:
             if isinstance(connection, _Link):
                 self._serve_link(connection, events)
@@ -212,13 +233,17 @@ class ShmReceiver:
             elif time.monotonic() >= connection.must_greet_by:
                 raise ChannelBroken("no HELLO in time")
         except ChannelBroken as broken:
-            if isinstance(connection, _Stranger):
+            # A stranger that leaves without a word only wanted to know whether somebody is here (ShmTransport.reaches).
+            if isinstance(connection, _Stranger) and not isinstance(broken, ChannelEnded):
                 self._refuse(str(broken))
             self._drop(connection, str(broken))
 
     def _greet(self, stranger: _Stranger) -> None:
-        """Read HELLO, if it is there in full (it is small: it comes at once or from nobody who means well)."""
-        frames, descriptor = stranger.channel.receive_hello()
+        """Read HELLO, if it is there, in full (it is small: it comes at once or from nobody who means well)."""
+        arrived = stranger.channel.receive_hello()
+        if arrived is None:
+            return
+        frames, descriptor = arrived
         try:
             link = self._find_link(stranger, frames, descriptor)
         except ValueError as flaw:
@@ -245,7 +270,7 @@ class ShmReceiver:
         return _Link(stranger.number, stranger.channel, node_name(hello.sender), memory)
 
     def _serve_link(self, link: _Link, events: int) -> None:
-        if not link.memory.is_populated and link.memory.populate_some():
+        if not link.memory.is_populated and self._populate_some(link.memory):
             link.channel.send(FrameKind.WELCOME)
         if events & selectors.EVENT_WRITE:
             link.channel.flush()
@@ -253,6 +278,12 @@ class ShmReceiver:
             for frame in link.channel.receive():
                 self._take(link, frame)
         self._watch(link)
+
+    def _populate_some(self, memory: PeerMemory) -> bool:
+        try:
+            return memory.populate_some()
+        except ValueError as flaw:
+            raise ChannelBroken(str(flaw)) from None
 
     def _take(self, link: _Link, frame: Frame) -> None:
         if not link.memory.is_populated or frame.kind not in (FrameKind.WRITE, FrameKind.NOTICE):
@@ -272,7 +303,7 @@ class ShmReceiver:
         if isinstance(arrived, WriteRefused):
             self._landing.refuse(arrived)
         elif (running := self._landing.begin(arrived, link.peer)) is not None:
-            self._landing.finish(running)
+            self._landing.finish(running, None if self._has_checksums else link.channel.is_open_at_peer)
 
     def _watch(self, connection: _Stranger | _Link) -> None:
         """Poll for what the connection waits for."""
@@ -286,5 +317,11 @@ class ShmReceiver:
     def _drop(self, connection: _Stranger | _Link, reason: str) -> None:
         del self._connections[connection.number]
         self._selector.unregister(connection.channel)
+        self._let_go(connection)
+        if isinstance(connection, _Link):
+            _LOG.info("event=link_ended transport=shm sender=%s reason=%s", connection.peer, reason)
+
+    def _let_go(self, connection: _Stranger | _Link) -> None:
         connection.channel.close()
-        _LOG.info("event=link_ended connection=%d reason=%s", connection.number, reason)
+        if isinstance(connection, _Link):
+            connection.memory.release()

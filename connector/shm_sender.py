@@ -10,8 +10,8 @@ memory; a source block is taken when the receiver has said that it will not look
 and a stopped process may go on in an hour. That copy reads blocks which by then may be another request's. It cannot harm them (the
 mapping is read-only). It can only spoil the copier's own lease: the checksum that came with the write is of the bytes as they were
 when they were lent, it is compared with what arrived, and a lease whose write did not match is never committed. Bytes that do match
-are the right ones, however late. That is why the checksum of a shm write cannot be left away without another fence, such as the
-receiver asking, behind each copy, whether the link still stands.
+are the right ones, however late. Where checksums are switched off, the receiver asks instead, behind each copy, whether the link
+still stands: its socket is closed before LinkClosed is said, and only then can a block that was not taken get another owner.
 
 There are no heartbeats: the kernel tells the death of a peer at once, and a peer that lives and says nothing is the business of
 deadlines, leases and sessions. Not here: what arrives at this node (shm_receiver.py).
@@ -104,11 +104,12 @@ class _Link:
 class ShmSender:
     """Implements transport.Sender; `start` it once."""
 
-    def __init__(self, memory: Bytes, descriptor: int, user_name: str, emit: Emit) -> None:
+    def __init__(self, memory: Bytes, descriptor: int, user_name: str, emit: Emit, checksums: bool = True) -> None:
         self._memory = memory
         self._descriptor = descriptor
         self._user_name = user_name
         self._emit = emit
+        self._has_checksums = checksums
         self._mailbox: Mailbox[_Command] = Mailbox()
         self._selector = selectors.DefaultSelector()
         self._links: dict[str, _Link] = {}
@@ -256,7 +257,7 @@ class ShmSender:
             return
         link.in_flight.append(message)
         self._bytes_to.add(link.peer, sum(span.length for span in message.spans))
-        link.channel.send(FrameKind.WRITE, describe(self._memory, message))
+        link.channel.send(FrameKind.WRITE, describe(self._memory, message, self._has_checksums))
 
     def _drop(self, link: _Link, reason: str) -> None:
         del self._links[link.link_id]

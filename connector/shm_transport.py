@@ -37,8 +37,9 @@ class ShmTransport:
 
     memory: [num_blocks, block_bytes] u8, contiguous, all of what `descriptor` (a sealed memfd, which stays the caller's) holds.
     `landing`: where writes land, if other transports of this node let them into the same memory; none: one of its own. `emit` is
-    called from both threads, and from inside `revoke`; not after `stop` has returned. Raises OSError where there are no abstract
-    unix sockets, ValueError for a memory or a name that does not fit.
+    called from both threads, and from inside `revoke`; not after `stop` has returned. `checksums` is the same on all nodes; without
+    them a copy counts only if its link still stood behind it (shm_sender.py). Raises OSError where there are no abstract unix
+    sockets, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class ShmTransport:
         incarnation: int,
         emit: Emit,
         landing: Landing | None = None,
+        *,
+        checksums: bool = True,
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
-        self._receiver = ShmReceiver(landing or Landing(memory, emit), emit)
-        self._sender = ShmSender(memory, descriptor, name, emit)
+        self._receiver = ShmReceiver(landing or Landing(memory, emit), emit, checksums)
+        self._sender = ShmSender(memory, descriptor, name, emit, checksums)
         self._is_stopped = False
         self._receiver.start()
         self._sender.start()

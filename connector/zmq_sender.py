@@ -98,11 +98,12 @@ class _Link:
 class ZmqSender:
     """Implements transport.Sender; `start` it once."""
 
-    def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit) -> None:
+    def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit, checksums: bool = True) -> None:
         self._context = context
         self._memory = memory
         self._user_name = user_name
         self._emit = emit
+        self._has_checksums = checksums
         self._mailbox: Mailbox[_Command] = Mailbox()
         self._poller = zmq.Poller()
         self._links: dict[str, _Link] = {}
@@ -262,7 +263,7 @@ class ZmqSender:
                     return f"a notification of {len(message)} bytes, {MAX_FRAME_BYTES} allowed"
                 link.socket.send(message, zmq.NOBLOCK)
                 return None
-            header, payload = gather(self._memory, message)
+            header, payload = gather(self._memory, message, self._has_checksums)
             self._bytes_to.add(link.peer, payload.nbytes)
             if message.finished:
                 self._emit(BlocksTaken(link.link_id, message.lease.lease_id, message.finished))

@@ -35,7 +35,8 @@ class ZmqTransport:
 
     memory: [num_blocks, block_bytes] u8, contiguous. `landing`: where writes land, if other transports of this node let them into
     the same memory; none: one of its own. `emit` is called from both threads, and from inside `revoke`; not after
-    `stop` has returned. Raises zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
+    `stop` has returned. `checksums` is the same on all nodes; without them only TCP's own stand against flipped bits. Raises
+    zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
@@ -46,17 +47,19 @@ class ZmqTransport:
         emit: Emit,
         host: str = "127.0.0.1",
         landing: Landing | None = None,
+        *,
+        checksums: bool = True,
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
-            self._receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host)
+            self._receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host, checksums)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self._sender = ZmqSender(self._context, memory, name, emit)
+        self._sender = ZmqSender(self._context, memory, name, emit, checksums)
         self._is_stopped = False
         self._receiver.start()
         self._sender.start()
