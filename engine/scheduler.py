@@ -221,8 +221,11 @@ class Scheduler:
             sequence = self._slots[row.slot]
             # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
             assert sequence is not None and sequence.generation == row.generation
-            if answer.generation == sequence.generation and sequence.phase is not Phase.FINISHED:
-                progress.append(self._advance(sequence, row, answer))
+            if answer.generation == sequence.generation:
+                if sequence.phase is not Phase.FINISHED:
+                    progress.append(self._advance(sequence, row, answer))
+                elif isinstance(row, PrefillChunk) and not sequence.is_broken:
+                    self._keep_computed(sequence, row, answer)
             if sequence.phase is Phase.FINISHED and sequence.last_step_id == plan.step_id:
                 self._retire(sequence)
         return progress
@@ -324,6 +327,7 @@ class Scheduler:
             case PrefillChunk():
                 sequence.num_computed, samples = row.start + len(row.token_ids), row.samples
         if token_id == BROKEN_ROW:
+            sequence.is_broken = True
             self._finish(sequence)
             return Progress(sequence_id, sequence.num_computed, None, "broken")
         if samples != (token_id >= 0):
@@ -338,6 +342,12 @@ class Scheduler:
             self._finish(sequence)
         told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
         return Progress(sequence_id, sequence.num_computed, token_id, finish, *told)
+
+    def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
+        """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
+        if answer.token_id != BROKEN_ROW:
+            sequence.num_computed = row.start + len(row.token_ids)
+            self._publish(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.

@@ -93,6 +93,7 @@ class Sequence:
     num_samples_planned: int = 0
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
     last_step_id: int = NEVER  # the last step launched with it
+    is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
 
     @property
     def num_sampled(self) -> int:
