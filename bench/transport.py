@@ -188,10 +188,10 @@ class Pair:
 
     def __enter__(self) -> Pair:
         with ExitStack() as undo:
-            self._receiver = undo.enter_context(started(self._setups["receiver"]))
-            self._sender = undo.enter_context(started(self._setups["sender"]))
-            self._sender.ask("open", **self._receiver.hello)
-            self._digest = self._sender.ask("digest")["digest"]
+            self.receiver = undo.enter_context(started(self._setups["receiver"]))
+            self.sender = undo.enter_context(started(self._setups["sender"]))
+            self.sender.ask("open", **self.receiver.hello)
+            self._digest = self.sender.ask("digest")["digest"]
             self._stack = undo.pop_all()
         return self
 
@@ -201,29 +201,29 @@ class Pair:
     def transfer(self, way: str) -> tuple[float, float]:
         """Seconds that it took, and processor seconds that it took of both."""
         if way == "memcpy":
-            seconds: float = self._receiver.ask("memcpy")["seconds"]
+            seconds: float = self.receiver.ask("memcpy")["seconds"]
             return seconds, seconds
         self._num_leases += 1
         lease = {"way": way, "lease_id": self._num_leases}
         is_leased = way not in REFERENCES
         if is_leased:
-            self._receiver.ask("admit", **lease)
+            self.receiver.ask("admit", **lease)
         cpu_before_s = self._cpu_s()
-        seconds = self._sender.ask("send", **lease)["seconds"]
+        seconds = self.sender.ask("send", **lease)["seconds"]
         cpu_s = self._cpu_s() - cpu_before_s
         if is_leased:
-            self._receiver.ask("revoke", **lease)
+            self.receiver.ask("revoke", **lease)
         return seconds, cpu_s
 
     def check(self, way: str) -> None:
         """Transfer, and compare what arrived with what was sent; raises BenchProblem where it differs."""
-        self._receiver.ask("clear")
+        self.receiver.ask("clear")
         self.transfer(way)
-        if way not in ("memcpy", "libzmq") and self._receiver.ask("digest")["digest"] != self._digest:
+        if way not in ("memcpy", "libzmq") and self.receiver.ask("digest")["digest"] != self._digest:
             raise BenchProblem(f"{way}, {self._label}: other bytes arrived than were sent")
 
     def _cpu_s(self) -> float:
-        return float(self._receiver.ask("cpu")["cpu_s"]) + float(self._sender.ask("cpu")["cpu_s"])
+        return float(self.receiver.ask("cpu")["cpu_s"]) + float(self.sender.ask("cpu")["cpu_s"])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -65,7 +66,7 @@ class _Way:
     """A transport of this end, and what it said about the transfer that is under way."""
 
     def __init__(self, name: str, memory: SharedBytes, role: str) -> None:
-        self._num_landed = 0
+        self._landed: Counter[int] = Counter()  # blocks, by lease
         self._problem: str | None = None
         self._answered = Event()
         self._num_blocks = len(memory.bytes)
@@ -78,7 +79,8 @@ class _Way:
         )
 
     def admit(self, lease_id: int) -> None:
-        self._num_landed = 0
+        self._landed.clear()
+        self._problem = None
         self.transport.admit(lease_id, _SECRET, range(self._num_blocks))
 
     def send(self, lease_id: int) -> None:
@@ -96,12 +98,13 @@ class _Way:
         """On the transport's threads."""
         match event:
             case BlocksLanded():
-                self._num_landed += len(event.block_indices)
+                self._landed[event.lease_id] += len(event.block_indices)
             case WriteRefused():
                 self._problem = event.reason
             case NotifyArrived():
-                is_whole = self._num_landed == self._num_blocks
-                error = None if is_whole else pb.PDError(message=f"{self._num_landed} blocks landed: {self._problem}")
+                num_landed = self._landed[pb.DataMessage.FromString(event.payload).commit.lease_id]
+                is_whole = num_landed == self._num_blocks
+                error = None if is_whole else pb.PDError(message=f"{num_landed} blocks landed: {self._problem}")
                 answer = pb.DataMessage(answer=pb.CommitAnswer(error=error))
                 self.transport.answer(event.reply_to, answer.SerializeToString())
             case Answered():
