@@ -91,12 +91,18 @@ def report_of(block_bytes: int, transfer_bytes: int, samples: Sequence[Sample]) 
 
 
 def to_json(cases: Sequence[CaseReport], samples: Sequence[Sequence[Sample]], facts: dict[str, Any]) -> dict[str, Any]:
-    """The result file: `facts` (command, machine, date, settings), the figures, and every transfer's own."""
-    content = [
-        asdict(case) | {"transfers": [asdict(sample) for sample in own]}
-        for case, own in zip(cases, samples, strict=True)
-    ]
+    """The result file: `facts` (command, machine, date, settings), the figures, and each way's transfers, round by round."""
+    content = [asdict(case) | {"transfers": _by_way(own)} for case, own in zip(cases, samples, strict=True)]
     return {**facts, "targets": TARGET, "cases": content}
+
+
+def _by_way(samples: Sequence[Sample]) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for sample in sorted(samples, key=lambda each: each.round_index):
+        numbers = found.setdefault(sample.way, {"seconds": [], "cpu_s": []})
+        numbers["seconds"].append(round(sample.seconds, 6))
+        numbers["cpu_s"].append(round(sample.cpu_s, 6))
+    return found
 
 
 def show(console: Console, cases: Sequence[CaseReport]) -> None:
