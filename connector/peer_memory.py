@@ -3,7 +3,8 @@
 What a peer hands over is believed only as far as the kernel vouches for it: an anonymous file that can neither shrink nor be
 written by whoever is given it nor lose a page (the seals; F_SEAL_FUTURE_WRITE forbids punching holes too), that has the size its
 owner says, and all of it in memory already. So no read can raise SIGBUS, whatever its owner does or however it dies, and none
-allocates memory here.
+allocates memory here. What is mapped counts in this process' RSS as well as in its owner's, though it exists once; PSS and
+cgroups (which charge the owner) tell the truth.
 """
 
 from __future__ import annotations

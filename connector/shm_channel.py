@@ -79,11 +79,15 @@ class Channel:
 
         A peer that reads no more is no error: what it sent before can still be received.
         """
+        self.keep(kind, body)
+        self.flush()
+
+    def keep(self, kind: FrameKind, body: bytes = b"") -> None:
+        """As `send`, but only keep it for the next `send` or `flush`: waking the peer costs more than most frames."""
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             raise ChannelBroken("the peer does not read")
         self._unsent += _HEADER.pack(kind, len(body))
         self._unsent += body
-        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes."""

@@ -148,12 +148,14 @@ class ShmReceiver:
             is_running = True
             while is_running:
                 ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
-                for command in self._mailbox.drain():
-                    if isinstance(command, _Stop):
-                        is_running = False
-                    else:
-                        self._answer(command)
-                self._accept()
+                if None in ready:  # a command, or somebody who knocks
+                    for command in self._mailbox.drain():
+                        if isinstance(command, _Stop):
+                            is_running = False
+                        else:
+                            self._answer(command)
+                if None in ready or self._accept_again_at is not None:
+                    self._accept()
                 self._serve_all(ready)
         finally:  # an exception is a bug; it goes on to threading.excepthook
             for connection in self._connections.values():
@@ -272,11 +274,11 @@ class ShmReceiver:
     def _serve_link(self, link: _Link, events: int) -> None:
         if not link.memory.is_populated and self._populate_some(link.memory):
             link.channel.send(FrameKind.WELCOME)
-        if events & selectors.EVENT_WRITE:
-            link.channel.flush()
         if events & selectors.EVENT_READ:
             for frame in link.channel.receive():
                 self._take(link, frame)
+        if link.channel.has_unsent:
+            link.channel.flush()
         self._watch(link)
 
     def _populate_some(self, memory: PeerMemory) -> bool:
@@ -290,7 +292,7 @@ class ShmReceiver:
             raise ChannelBroken(f"the sender sent {frame.kind.name} out of turn")
         if frame.kind is FrameKind.WRITE:
             self._take_write(link, frame.body)
-            link.channel.send(FrameKind.TAKEN)  # refused or not, its source is looked at no more
+            link.channel.keep(FrameKind.TAKEN)  # refused or not, its source is looked at no more
             return
         arrived = decode([frame.body])
         if isinstance(arrived, IncomingNotice):

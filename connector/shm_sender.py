@@ -40,8 +40,10 @@ from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_WRITE_BYTES: Final = 4 << 20  # of one write message: its own cost is nothing beside the copy
-_MAX_IN_FLIGHT: Final = 8  # write messages that the receiver has not yet dealt with
+_MAX_WRITE_BYTES: Final = (
+    8 << 20
+)  # of one write message: its own cost, mostly of waking the peer, is little beside the copy
+_MAX_IN_FLIGHT: Final = 4  # write messages that the receiver has not yet dealt with
 _OPEN_S: Final = (
     1.8  # from connect to WELCOME, under the 2 s in which a dead node must be found; and, as mapping takes its time,
 )
@@ -161,7 +163,7 @@ class ShmSender:
             self._selector.register(self._mailbox, selectors.EVENT_READ)
             while self._is_running:
                 ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
-                for command in self._mailbox.drain():
+                for command in self._mailbox.drain() if None in ready else ():
                     self._perform(command)
                 for link in tuple(self._links.values()):
                     self._serve(link, ready.get(link.link_id, 0))

@@ -163,13 +163,14 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
     num_blocks, block_bytes = peer_memory.shape
+    sources: list[Bytes] = []
     for piece in write.pieces:
-        if piece.source_block >= num_blocks or piece.offset + piece.length > block_bytes:
+        block, begin = piece.source_block, piece.offset
+        end = begin + piece.length
+        if block >= num_blocks or end > block_bytes:
             return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
-    sources = tuple(
-        peer_memory[piece.source_block, piece.offset : piece.offset + piece.length] for piece in write.pieces
-    )
-    return _incoming(write, sources)
+        sources.append(peer_memory[block, begin:end])
+    return _incoming(write, tuple(sources))
 
 
 def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool = True) -> Span | None:
@@ -199,9 +200,12 @@ def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite
 
 
 def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:
-    spans = tuple(Span(piece.block_index, piece.offset, piece.length) for piece in write.pieces)
-    checksums = tuple(piece.checksum for piece in write.pieces)
-    return IncomingWrite(write.lease_id, write.secret, spans, checksums, sources)
+    spans: list[Span] = []
+    checksums: list[int] = []
+    for piece in write.pieces:
+        spans.append(Span(piece.block_index, piece.offset, piece.length))
+        checksums.append(piece.checksum)
+    return IncomingWrite(write.lease_id, write.secret, tuple(spans), tuple(checksums), sources)
 
 
 def _header(write: OutgoingWrite) -> pb.DataMessage:

@@ -20,7 +20,7 @@ from connector.landing import Landing
 from connector.link_names import user_name
 from connector.transport import Emit, LeaseRef
 from connector.writes import checked_memory
-from connector.zmq_options import MAX_SOCKETS, Context
+from connector.zmq_options import MAX_SOCKETS, Context, keep_buffers
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -52,6 +52,7 @@ class ZmqTransport:
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
+        keep_buffers()
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
