@@ -19,18 +19,14 @@ import os
 import secrets
 import selectors
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from threading import Thread
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from connector.landing import Landing
 from connector.link_names import is_name, node_name
-from connector.mailbox import Mailbox
 from connector.peer_memory import PeerMemory
+from connector.receiver_thread import ReceiverThread, Reply, ReplyTo
 from connector.shm_channel import Channel, ChannelBroken, ChannelEnded, Frame, FrameKind
 from connector.shm_socket import is_same_user, listen
 from connector.transport import Emit, NotifyArrived, WriteRefused
@@ -43,23 +39,6 @@ _HELLO_S: Final = 1.0  # from connect to HELLO
 _MAX_STRANGERS: Final = 64  # connections that have not said HELLO yet
 _ACCEPTS_PER_TURN: Final = 64
 _ACCEPT_AGAIN_S: Final = 0.1  # while the process has no descriptor left
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplyTo:
-    """Which connection a notification came from; no later one gets its number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    reply_to: _ReplyTo
-    payload: bytes
-
-
-class _Stop:
-    """Ends the thread."""
 
 
 class _Stranger:
@@ -85,85 +64,48 @@ class _Link:
         self.memory = memory
 
 
-class ShmReceiver:
-    """Implements transport.Receiver on a socket of its own; `start` it once. The landing may be shared with other receivers."""
+class ShmReceiver(ReceiverThread):
+    """Implements transport.Receiver on a socket of its own; `start` it once."""
 
     def __init__(self, landing: Landing, emit: Emit, checksums: bool = True) -> None:
         """Raise OSError where there are no abstract unix sockets."""
-        self._has_checksums = checksums
-        self._emit = emit
-        self._landing = landing
-        self._link_secret = secrets.token_bytes(16)
         self._listener, self._address = listen()
+        super().__init__("shm-receiver", landing, emit)  # has descriptors of its own: behind what may fail
+        self._has_checksums = checksums
+        self._link_secret = secrets.token_bytes(16)
         self._connections: dict[int, _Stranger | _Link] = {}
         self._num_accepted = 0
         self._num_refused = 0
         self._accept_again_at: float | None = None  # monotonic seconds; until then nobody is listened to
         self._selector = selectors.DefaultSelector()
-        self._mailbox: Mailbox[_Answer | _Stop] = Mailbox()
-        self.ended: Future[None] = Future()  # resolved when the thread has ended, whyever
-        self._thread = Thread(target=self._run, name="shm-receiver", daemon=True)
-
-    def start(self) -> None:
-        """Begin to serve senders."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Close the sockets and end the thread; False if it did not end in time."""
-        self._mailbox.put(_Stop())
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        self._mailbox.close()
-        return True
 
     def endpoint(self) -> pb.Endpoint:
         """As Receiver.endpoint."""
         return pb.Endpoint(transport="shm", address=self._address, link_secret=self._link_secret)
 
-    def admit(self, lease_id: int, secret: bytes, block_ids: Sequence[int]) -> None:
-        """As Receiver.admit."""
-        self._landing.admit(lease_id, secret, block_ids)
+    @property
+    def num_refused(self) -> int:
+        """Handshakes refused."""
+        return self._num_refused
 
-    def revoke(self, lease_id: int) -> None:
-        """As Receiver.revoke; RevokeDone may be emitted before this returns."""
-        self._landing.revoke(lease_id)
+    def _serve(self) -> None:
+        self._selector.register(self._mailbox, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._is_running:
+            ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
+            if None in ready:  # a command, or somebody who knocks
+                self._perform_commands()
+            if None in ready or self._accept_again_at is not None:
+                self._accept()
+            for connection in tuple(self._connections.values()):
+                self._serve_connection(connection, ready.get(connection.number, 0))
 
-    def answer(self, reply_to: object, payload: bytes) -> None:
-        """As Receiver.answer; nothing happens if the link is gone."""
-        if not isinstance(reply_to, _ReplyTo):
-            raise TypeError(f"{reply_to!r} is no reply_to of this transport")
-        self._mailbox.put(_Answer(reply_to, payload))
-
-    def snapshot(self) -> Mapping[str, object]:
-        """As Landing.snapshot, and handshakes refused."""
-        return {"links_refused": self._num_refused, **self._landing.snapshot()}
-
-    # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        try:
-            self._selector.register(self._mailbox, selectors.EVENT_READ)
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            is_running = True
-            while is_running:
-                ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
-                if None in ready:  # a command, or somebody who knocks
-                    for command in self._mailbox.drain():
-                        if isinstance(command, _Stop):
-                            is_running = False
-                        else:
-                            self._answer(command)
-                if None in ready or self._accept_again_at is not None:
-                    self._accept()
-                self._serve_all(ready)
-        finally:  # an exception is a bug; it goes on to threading.excepthook
-            for connection in self._connections.values():
-                self._let_go(connection)
-            self._connections.clear()
-            self._listener.close()
-            self._selector.close()
-            self.ended.set_result(None)
+    def _close_all(self) -> None:
+        for connection in self._connections.values():
+            self._let_go(connection)
+        self._connections.clear()
+        self._listener.close()
+        self._selector.close()
 
     def _timeout_s(self) -> float | None:
         """Until the next thing is overdue, 0 while memory is to be populated; None: sleep until something happens."""
@@ -202,16 +144,15 @@ class ShmReceiver:
             stranger = _Stranger(self._num_accepted, Channel(connection), time.monotonic() + _HELLO_S)
             self._connections[stranger.number] = stranger
             self._selector.register(stranger.channel, selectors.EVENT_READ, stranger.number)
-            self._serve(stranger, selectors.EVENT_READ)  # who means well has said HELLO already
+            self._serve_connection(stranger, selectors.EVENT_READ)  # who means well has said HELLO already
             if self._connections.get(stranger.number) is stranger:
                 num_strangers += 1
                 if num_strangers > _MAX_STRANGERS:
                     self._refuse("too many at once")
                     self._drop(stranger, "too many at once")
 
-    def _answer(self, command: _Answer) -> None:
-        link = self._connections.get(command.reply_to.number)
-        if link is None:
+    def _perform(self, command: Reply) -> None:
+        if not isinstance(number := command.to.connection, int) or (link := self._connections.get(number)) is None:
             return
         try:
             link.channel.send(FrameKind.ANSWER, command.payload)
@@ -220,12 +161,7 @@ class ShmReceiver:
         else:
             self._watch(link)
 
-    def _serve_all(self, ready: Mapping[int, int]) -> None:
-        """Give each connection its turn; serving one may end it."""
-        for connection in tuple(self._connections.values()):
-            self._serve(connection, ready.get(connection.number, 0))
-
-    def _serve(self, connection: _Stranger | _Link, events: int) -> None:
+    def _serve_connection(self, connection: _Stranger | _Link, events: int) -> None:
         """One connection's turn."""
         try:
             if isinstance(connection, _Link):
@@ -296,7 +232,7 @@ class ShmReceiver:
             return
         arrived = decode([frame.body])
         if isinstance(arrived, IncomingNotice):
-            self._emit(NotifyArrived(_ReplyTo(link.number), arrived.payload))
+            self._emit(NotifyArrived(ReplyTo(link.number), arrived.payload))
         elif isinstance(arrived, WriteRefused):
             self._landing.refuse(arrived)
 
