@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from engine.config_values import ModelError
 from engine.kv_memory import TORCH_DTYPES
-from engine.model import tensor_shapes
-from engine.model_config import DTYPES, ModelError, read_model_config
+from engine.model_config import DTYPES, read_model_config
+from engine.tensor_names import tensor_shapes
 from engine.weights import SINGLE_FILE
 
 NUM_BYTES: Final = 256
