@@ -79,18 +79,26 @@ def make_directory(variant: Variant, dtype: torch.dtype, out: Path) -> Path:
     generator = torch.Generator().manual_seed(len(json.dumps(settings)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                noise = 1 + 0.1 * noise
-            elif name.endswith("bias"):
-                noise = 0.3 * noise
-            elif "embed" in name and not settings.get("tie_word_embeddings"):
-                pass
-            else:
-                noise *= 0.7 / parameter.shape[-1] ** 0.5
-            parameter.copy_(noise)
+            parameter.copy_(_draw(name, parameter.shape, is_tied=config.tie_word_embeddings, generator=generator))
     model.to(dtype).save_pretrained(out, max_shard_size=variant.shard_size)
     return out
+
+
+def _draw(name: str, shape: torch.Size, is_tied: bool, generator: torch.Generator) -> torch.Tensor:
+    """Weights that compute alike in fp32 and bf16: branches are quiet beside the stream that they add to.
+
+    A tied model's last norm flips half of the signs, or every token would follow itself.
+    """
+    noise = torch.randn(shape, generator=generator)
+    stream = 64**-0.5 if is_tied else 1.0  # of the embedding, as wide as SIZES says
+    if name == "model.norm.weight" and is_tied:
+        return noise.sign()
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if "embed" in name:
+        return stream * noise
+    gain = 0.35 * stream if "o_proj" in name or "down_proj" in name else 0.9
+    return gain * noise * (0.3 if name.endswith("bias") else shape[-1] ** -0.5)
 
 
 def write_like_transformers_4(model_dir: Path) -> None:
