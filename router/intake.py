@@ -3,8 +3,9 @@
 A list of prompts becomes that many requests, each drawn for as if it had been sent alone: with the seed given, or one of its
 own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that is dropped.
 
-Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
-length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+Defaults: sampling parameters that a body leaves out are those of the model's generation_config.json, then OpenAI's. `max_tokens`
+is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that length in full as long as
+nothing can be preempted, so clients that name a max_tokens share a node with more others.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Intake:
         if body.model != self._model_name:
             message = f"this router serves {self._model_name}, not {body.model[:60]}"
             raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
+        body = self._with_sampling_defaults(body)
         if isinstance(body, ChatBody):
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]
@@ -83,6 +85,11 @@ class Intake:
             )
             asked.append(await self._with_text(body, prompt, request))
         return asked
+
+    def _with_sampling_defaults(self, body: CompletionBody | ChatBody) -> CompletionBody | ChatBody:
+        """The body, with what the model's makers recommend where it says nothing."""
+        missing = {k: v for k, v in self._text.sampling_defaults.items() if k not in body.model_fields_set}
+        return body.model_copy(update=missing) if missing else body
 
     # ---------------------------------------------------------------- prompts
 

@@ -1,4 +1,4 @@
-"""Text in and out of token ids, as the model directory says: tokenizer, chat template, stop tokens.
+"""Text in and out of token ids, as the model directory says: tokenizer, chat template, stop tokens, sampling defaults.
 
 Reads `tokenizer.json`, `tokenizer_config.json`, `config.json`, `generation_config.json` and `chat_template.jinja` once, at
 start. Templates run in jinja2's sandbox (they come with the model, from strangers), and without a clock: a template that
@@ -23,6 +23,15 @@ from router.spelling import Spelling
 
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+# Of the sampling parameters that generation_config.json can recommend: as router/openai_types.py takes them.
+_SAMPLING_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 2),
+}
 
 
 class ModelDirectoryError(ValueError):
@@ -53,6 +62,7 @@ class ModelText:
         self.spelling = Spelling(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
+        self.sampling_defaults = _sampling_defaults(directory / "generation_config.json", generation)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,7 +115,9 @@ class ModelText:
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """End-of-sequence ids: the first that says so of generation config, model config, tokenizer config."""
-        found = generation.get("eos_token_id", config.get("eos_token_id"))
+        found = generation.get("eos_token_id")
+        if found is None:
+            found = config.get("eos_token_id")
         if found is None and "eos_token" in self._special_tokens:
             found = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
         ids = found if isinstance(found, list) else [] if found is None else [found]
@@ -148,6 +160,17 @@ def _vocab_size(config: Mapping[str, Any], path: Path) -> int:
     if type(size) is not int or size <= 0:
         raise ModelDirectoryError(f"{path}: vocab_size {size}: must be a whole number above 0")
     return size
+
+
+def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float | int]:
+    """What the model's makers recommend, under the API's names and within its bounds. `do_sample` alone says nothing of these."""
+    recommended = {name: generation[name] for name in _SAMPLING_BOUNDS if generation.get(name) is not None}
+    for name, value in recommended.items():
+        low, high = _SAMPLING_BOUNDS[name]
+        is_right = type(value) is int or (type(value) is float and name != "top_k")
+        if not (is_right and low <= value <= high):
+            raise ModelDirectoryError(f"{path}: {name} {value}: must be a number between {low:g} and {high:g}")
+    return recommended
 
 
 def _spelling(token: object) -> str:

@@ -73,6 +73,21 @@ def through(cluster: Cluster, prompts: list[tuple[int, ...]]) -> list[list[int]]
         return list(threads.map(ask, prompts))
 
 
+@pytest.mark.covers("M02")
+def test_fp16_is_served_and_a_node_says_at_start_where_its_bits_do_not_hold(tmp_path: Path) -> None:
+    model_dir = tmp_path / "llama-tiny"
+    command = [sys.executable, "-m", "engine.make_model", "--dtype", "fp16", "--out", str(model_dir)]
+    subprocess.run(command, check=True, timeout=120)
+    with started_cluster(model_dir, tmp_path, "--dtype", "fp16", "--max-model-len", "512") as cluster:
+        (completion,) = through(cluster, [(1, 2, 3)])
+        states = [cluster.state(node) for node in cluster.nodes]
+        logs = [(cluster.run_dir / f"{node['node_id']}.log").read_text() for node in cluster.nodes]
+    assert len(completion) == MAX_TOKENS and len(set(completion)) > 5
+    packs = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert [state["bit_exact"] for state in states] == [packs, packs]
+    assert [" not_bit_exact " in log for log in logs] == [not packs, not packs]
+
+
 @pytest.mark.covers("D07", "M01")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cluster_gives_the_greedy_tokens_of_transformers(tmp_path: Path, family: str, fresh_seed: int) -> None:

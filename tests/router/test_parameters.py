@@ -76,6 +76,27 @@ def test_every_sampling_parameter_reaches_the_node(model: Path, path: str) -> No
     play(model, scenario)
 
 
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_a_body_leaves_out_is_what_the_models_makers_recommend(tmp_path: Path, path: str) -> None:
+    recommended = {"temperature": 0.625, "top_p": 0.75, "top_k": 20, "repetition_penalty": 1.125, "do_sample": True}
+    write_model_text(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    prompt = {"messages": HI} if path == CHAT else {}
+
+    async def scenario(router: LiveRouter) -> None:
+        await router.post(path, **prompt)
+        await router.post(path, temperature=1, top_k=0, top_p=1, repetition_penalty=1, **prompt)
+        await router.post(path, temperature=None, top_k=3, **prompt)
+        silent, explicit, partly = (dispatch.sampling for dispatch in router.pair.prefill.dispatches)
+        assert [silent.temperature, silent.top_p, silent.top_k] == [0.625, 0.75, 20]
+        assert (silent.min_p, silent.repetition_penalty) == (0, 1.125)
+        assert (explicit.temperature, explicit.top_p, explicit.top_k, explicit.repetition_penalty) == (1, 0, 0, 0)
+        assert (partly.temperature, partly.top_k, partly.top_p) == (0.625, 3, 0.75)
+
+    play(tmp_path, scenario)
+
+
 @pytest.mark.covers("A02")
 def test_what_asks_for_nothing_is_off_on_the_wire(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
