@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,10 +91,10 @@ def test_fp16_is_served_and_a_node_says_at_start_where_its_bits_do_not_hold(tmp_
 
 @pytest.mark.covers("D07", "M01")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cluster_gives_the_greedy_tokens_of_transformers(tmp_path: Path, family: str, fresh_seed: int) -> None:
-    model_dir = tmp_path / family
-    command = [sys.executable, "-m", "engine.make_model", "--like", family, "--out", str(model_dir)]
-    subprocess.run(command, check=True, timeout=120)
+def test_a_cluster_gives_the_greedy_tokens_of_transformers(
+    made_model: Callable[[str], Path], tmp_path: Path, family: str, fresh_seed: int
+) -> None:
+    model_dir = made_model(family)
     theirs = greedy_of_transformers(model_dir, random.Random(fresh_seed))
     flags = ["--dtype", "fp32", "--max-model-len", "512", "--max-num-batched-tokens", "64"]
     with started_cluster(model_dir, tmp_path, *flags) as cluster:
