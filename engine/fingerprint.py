@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.model_config import ModelError, read_model_config
+from engine.config_values import ModelError
+from engine.model_config import read_model_config
 from engine.weights import find_weight_files
 from kernels.torch_reference import TorchKernels
 
@@ -28,7 +29,7 @@ class Fingerprint:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "fp32" or "bf16"
+    dtype: str  # "fp32", "bf16" or "fp16"
     block_size: int
     weights: str  # hex SHA-256 over config.json and headers, sizes and samples of the weight files
     kernels: str  # back end
@@ -39,7 +40,7 @@ class Fingerprint:
 
 
 def fingerprint_fields(model_dir: Path, dtype: str, block_size: int) -> Fingerprint:
-    """Take the fingerprint of a model directory for dtype "fp32", "bf16" or "auto". Raises ModelError.
+    """Take the fingerprint of a model directory for dtype "fp32", "bf16", "fp16" or "auto". Raises ModelError.
 
     Reads config.json, each file's header and a megabyte of samples; a changed byte between samples goes unseen.
     """

@@ -1,7 +1,8 @@
 """A decoder-only model in plain torch over a kernel back end: tokens of one step in, logits of the rows that sample out.
 
-Llama's structure: pre-norm residual layers of attention and gated MLP, with rotary positions. All rows of a step, prefill
-and decode alike, go through the layers in one pass; what tells them apart is only in the batch's attention spans.
+Llama's structure: pre-norm residual layers of attention and gated MLP, with rotary positions. The families that share it differ
+in biases, in norms of heads, in windows of attention: where the config has none, the tensor or the window is None. All rows of
+a step, prefill and decode alike, go through the layers in one pass; what tells them apart is only in the batch's attention spans.
 Not here: KV ownership, sampling, which rows run.
 """
 
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config_values import ModelError
 from engine.kv_memory import TORCH_DTYPES
-from engine.model_config import ModelConfig, ModelError, read_model_config
+from engine.model_config import ModelConfig, read_model_config
+from engine.rope import attention_factor, inverse_frequencies
+from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.interface import Kernels, Linear, StepAttention
+from kernels.interface import Kernels, Linear
 from kernels.torch_reference import TorchKernels, can_compute
 
 
@@ -31,6 +35,8 @@ class LayerWeights:
     mlp_norm: Tensor  # [hidden_size]
     gate_up: Linear  # hidden_size to 2 * intermediate_size
     down: Linear  # intermediate_size to hidden_size
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None  # [head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Model:
     """Weights in the back end's form, and the forward pass."""
 
     config: ModelConfig
-    dtype: str  # "fp32" or "bf16"
+    dtype: str  # "fp32", "bf16" or "fp16"
     kernels: Kernels
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
@@ -53,29 +59,42 @@ class Model:
         kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype.
         """
         angles = batch.positions[:, None].float() * self.inverse_frequencies
-        cos, sin = angles.cos(), angles.sin()
+        scale = attention_factor(self.config.rope)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
         hidden = self.embedding.index_select(0, batch.token_ids)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.kernels.rms_norm(hidden, layer.attention_norm, eps)
-            hidden = hidden + layer.attention_out(self._attend(index, layer.qkv(normed), cos, sin, attention))
+            queries, keys, values = self._heads(layer, layer.qkv(normed), cos, sin)
+            attention.write(index, keys, values)
+            attended = attention.attend(index, queries.contiguous(), self.config.windows[index])
+            hidden = hidden + layer.attention_out(attended.flatten(1))
             normed = self.kernels.rms_norm(hidden, layer.mlp_norm, eps)
             hidden = hidden + layer.down(self.kernels.silu_gate(layer.gate_up(normed)))
         if not batch.logit_rows.numel():
             return hidden.new_empty((0, self.config.vocab_size))
         return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
 
-    def _attend(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+    def _heads(self, layer: LayerWeights, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [num_rows, num_heads, head_dim], keys and values [num_rows, num_kv_heads, head_dim], rotated."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.config.head_dim)
-        rotated = self.kernels.rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
-        attention.write(layer, rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :])
-        return attention.attend(layer, rotated[:, :num_heads].contiguous()).flatten(1)
+        rotating, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = rotating[:, :num_heads], rotating[:, num_heads:]
+            rotating = torch.cat((self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)), 1)
+        rotated = self.kernels.rotate(rotating, cos, sin)
+        return rotated[:, :num_heads], rotated[:, num_heads:], values
+
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Each head of [num_rows, heads, head_dim] by itself."""
+        rows = heads.reshape(-1, self.config.head_dim)
+        return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
 def load_model(model_dir: Path, dtype: str) -> Model:
-    """Load a Hugging Face directory for dtype "fp32", "bf16" or "auto".
+    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto".
 
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
@@ -89,24 +108,31 @@ def load_model(model_dir: Path, dtype: str) -> Model:
         )
     kernels = TorchKernels()
     with TensorFiles(model_dir) as files:
-        expected = tensor_shapes(config)
-        files.check(expected, _ignored_tensors(config))
+        files.check(tensor_shapes(config), ignored_tensors(config))
 
         def read(name: str) -> Tensor:
             return files.read(name, torch_dtype)
 
-        def pack(*names: str) -> Linear:
-            return kernels.pack_linear(torch.cat([read(name) for name in names]))
+        def read_if(is_there: bool, name: str) -> Tensor | None:
+            return read(name) if is_there else None
+
+        def pack(has_bias: bool, *names: str) -> Linear:
+            weight = torch.cat([read(f"{name}.weight") for name in names])
+            return kernels.pack_linear(
+                weight, torch.cat([read(f"{name}.bias") for name in names]) if has_bias else None
+            )
 
         def layer(prefix: str) -> LayerWeights:
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
             return LayerWeights(
                 attention_norm=read(f"{prefix}.input_layernorm.weight"),
-                qkv=pack(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
-                attention_out=pack(f"{attention}.o_proj.weight"),
+                qkv=pack(config.has_qkv_bias, *(f"{attention}.{part}_proj" for part in "qkv")),
+                attention_out=pack(config.has_output_bias, f"{attention}.o_proj"),
                 mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=pack(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-                down=pack(f"{mlp}.down_proj.weight"),
+                gate_up=pack(config.has_mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=pack(config.has_mlp_bias, f"{mlp}.down_proj"),
+                query_norm=read_if(config.norms_heads, f"{attention}.q_norm.weight"),
+                key_norm=read_if(config.norms_heads, f"{attention}.k_norm.weight"),
             )
 
         return Model(
@@ -117,41 +143,6 @@ def load_model(model_dir: Path, dtype: str) -> Model:
             layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
             final_norm=read("model.norm.weight"),
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=pack("model.embed_tokens.weight" if config.ties_embeddings else "lm_head.weight"),
-            inverse_frequencies=_inverse_frequencies(config),
+            head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
+            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim),
         )
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a LlamaForCausalLM checkpoint."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.self_attn.q_proj.weight": (query_width, hidden),
-            f"{prefix}.self_attn.k_proj.weight": (kv_width, hidden),
-            f"{prefix}.self_attn.v_proj.weight": (kv_width, hidden),
-            f"{prefix}.self_attn.o_proj.weight": (hidden, query_width),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.mlp.gate_proj.weight": (wide, hidden),
-            f"{prefix}.mlp.up_proj.weight": (wide, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, wide),
-        }
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.ties_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def _ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Leftovers of older exporters: frequencies follow from config.json, and a tied head is the embedding."""
-    frequencies = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
-    return frozenset(frequencies | ({"lm_head.weight"} if config.ties_embeddings else set()))
-
-
-def _inverse_frequencies(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    return 1.0 / (config.rope_theta**exponents)

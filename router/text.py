@@ -110,7 +110,9 @@ class ModelText:
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """End-of-sequence ids: the first that says so of generation config, model config, tokenizer config."""
-        found = generation.get("eos_token_id", config.get("eos_token_id"))
+        found = generation.get("eos_token_id")
+        if found is None:
+            found = config.get("eos_token_id")
         if found is None and "eos_token" in self._special_tokens:
             found = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
         ids = found if isinstance(found, list) else [] if found is None else [found]

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.make_model import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, MESSAGE_START, NUM_BYTES, SPECIAL_TOKENS
+from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, MESSAGE_START, NUM_BYTES, SPECIAL_TOKENS
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from router.seeds import branch_seed

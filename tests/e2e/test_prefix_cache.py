@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import pytest
 
+from engine.byte_tokenizer import BEGIN_OF_TEXT, MESSAGE_END, MESSAGE_START, NUM_BYTES, SPECIAL_TOKENS
 from engine.local_engine import LocalEngine
-from engine.make_model import BEGIN_OF_TEXT, MESSAGE_END, MESSAGE_START, NUM_BYTES, SPECIAL_TOKENS
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from tests.e2e.cluster import Cluster, started_cluster

@@ -124,12 +124,14 @@ def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
 
 @pytest.mark.covers("M06")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("width_in", "width_out"), [(100, 60), (128, 192), (1024, 512), (4864, 128), (8192, 256)])
 def test_a_packed_linear_gives_a_row_the_same_bits_among_any_number(
-    dtype: torch.dtype, width_in: int, width_out: int
+    dtype: torch.dtype, has_bias: bool, width_in: int, width_out: int
 ) -> None:
     generator = torch.Generator().manual_seed(width_in)
-    linear = PackedLinear(torch.randn(width_out, width_in, generator=generator).to(dtype))
+    weight = torch.randn(width_out, width_in, generator=generator).to(dtype)
+    linear = PackedLinear(weight, torch.randn(width_out, generator=generator).to(dtype) if has_bias else None)
     x = torch.randn(600, width_in, generator=generator).to(dtype)
     whole = linear(x)
     for num_threads in (1, 2):

@@ -152,6 +152,8 @@ def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_fr
     assert ModelText(directory).stop_token_ids == (EOS_ID, TURN_ID)
     (directory / "generation_config.json").unlink()
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert ModelText(directory).stop_token_ids == (EOS_ID,)
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
 
@@ -171,6 +173,9 @@ def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_fr
         ("generation_config.json", '{"temperature": "warm"}'),
         ("generation_config.json", '{"top_p": 0}'),
         ("generation_config.json", '{"top_k": NaN}'),
+        ("generation_config.json", '{"temperature": 2.5}'),
+        ("generation_config.json", '{"top_k": 1.5}'),
+        ("generation_config.json", '{"top_p": true}'),
     ],
 )
 def test_a_bad_model_directory_is_one_line_that_names_the_place(tmp_path: Path, name: str, content: str | None) -> None:
