@@ -82,12 +82,15 @@ class Scheduler:
         self._check(spec)
         self._waiting[spec.sequence_id] = spec
 
-    def adopt(self, spec: SequenceSpec, block_ids: abc.Sequence[int], num_promised: int) -> None:
+    def adopt(
+        self, spec: SequenceSpec, block_ids: abc.Sequence[int], num_promised: int, num_published: int = 0
+    ) -> None:
         """Run a sequence whose KV came from elsewhere, in a slot taken with reserve_slots().
 
         `block_ids` hold the KV of token_ids[:-1]; the first step feeds token_ids[-1]. The caller's references on them and its
         `num_promised` promises, together enough for the sequence's limit, pass to the sequence. Full blocks are published
-        now. ValueError, and nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
+        now, but for the leading `num_published`, which were offered with a sequence that shares them. ValueError, and
+        nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
         """
         self._check(spec)
         num_computed = len(spec.token_ids) - 1
@@ -101,6 +104,8 @@ class Scheduler:
         sequence = self._occupy_slot(spec, list(block_ids), num_promised)
         sequence.phase = Phase.RUNNING_DECODE
         sequence.num_planned = sequence.num_computed = num_computed
+        if num_published:
+            sequence.num_published, sequence.last_key = num_published, spec.block_keys[num_published - 1]
         self._decoding[spec.sequence_id] = sequence
         self._publish(sequence)
 
