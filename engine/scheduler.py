@@ -390,13 +390,7 @@ class Scheduler:
             self._pool.free(sequence.block_ids)
 
     def _check(self, spec: SequenceSpec) -> None:
-        sequence_id, num_tokens = spec.sequence_id, len(spec.token_ids)
+        sequence_id = spec.sequence_id
         if sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent:
             raise ValueError(f"sequence {sequence_id} is here already")
-        if num_tokens + spec.max_new_tokens > self._config.max_model_len:
-            raise ValueError(
-                f"sequence {sequence_id}: {num_tokens} tokens and {spec.max_new_tokens} more, "
-                f"longer than max_model_len = {self._config.max_model_len}"
-            )
-        if len(spec.block_keys) > num_tokens // self._pool.block_size:
-            raise ValueError(f"sequence {sequence_id}: {len(spec.block_keys)} block keys for {num_tokens} tokens")
+        spec.check_fits(self._config.max_model_len, self._pool.block_size)

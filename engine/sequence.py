@@ -55,6 +55,17 @@ class SequenceSpec:
                 f"and at most {self.max_new_tokens} more"
             )
 
+    def check_fits(self, max_model_len: int, block_size: int) -> None:
+        """Raise ValueError for what no engine of these sizes can run."""
+        num_tokens = len(self.token_ids)
+        if num_tokens + self.max_new_tokens > max_model_len:
+            raise ValueError(
+                f"sequence {self.sequence_id}: {num_tokens} tokens and {self.max_new_tokens} more, "
+                f"longer than max_model_len = {max_model_len}"
+            )
+        if len(self.block_keys) > num_tokens // block_size:
+            raise ValueError(f"sequence {self.sequence_id}: {len(self.block_keys)} block keys for {num_tokens} tokens")
+
     def num_blocks_at_limit(self, block_size: int) -> int:
         """Blocks that the sequence holds if it runs to its limit."""
         return blocks_for(len(self.token_ids) + self.max_new_tokens - 1, block_size)
