@@ -43,9 +43,8 @@ class SequenceSpec:
     stop_token_ids: frozenset[int]
     block_keys: tuple[bytes, ...]  # of the full blocks of token_ids; behind the last one given nothing is matched
     lends: bool = False  # blocks stay referenced after the end until release(): a sender reads them
-    branch_seeds: tuple[
-        int, ...
-    ] = ()  # of further branches that draw their first token, and only that, beside this one's
+    # Of further branches that draw their first token, and only that, beside this one's.
+    branch_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)

@@ -53,6 +53,7 @@ class Attempt:
     is_committed: bool = False  # Commit sent
     is_released: bool = False
     told: set[AttemptKey] = field(default_factory=set)  # whose first token the router has
+    outcomes: dict[AttemptKey, str] = field(default_factory=dict)  # of branches that the router heard the end of
     num_ended: int = 0
 
     @property
@@ -109,6 +110,9 @@ class Life:
         assert (counts.used, self.pool.num_promised, self.scheduler.num_free_slots) == (0, 0, self.num_slots)
         for attempt in self.by_lease.values():
             assert attempt.is_committed or attempt.is_released, "a lease that nobody commits or releases"
+        self.newest.clear()
+        self.dispatch()
+        assert self.attempts, "something of an attempt was not forgotten"
 
     # ------------------------------------------------------------ events: each says whether it could happen
 
@@ -336,6 +340,7 @@ class Life:
             assert attempt.router == router and key in attempt.open, f"{key} has failed, but was over"
             assert message.error.commit_unanswered <= attempt.is_committed
             attempt.open.discard(key)
+            attempt.outcomes[key] = pb.ErrorCode.Name(message.error.code)
             return
         for tokens in message.tokens.branches:
             key = attempt_key(tokens.key)
@@ -345,10 +350,12 @@ class Life:
             attempt.told.add(key)
             if tokens.finish:
                 attempt.open.discard(key)
+                attempt.outcomes[key] = "finished"
 
     def ended(self, key: AttemptKey, outcome: str) -> None:
         attempt = self.attempt_of(key)
         attempt.open.discard(key)
+        assert outcome == attempt.outcomes.get(key, "cancelled") or (outcome == "committed" and attempt.is_committed)
         self.happened[f"ended {outcome}"] += 1
         assert attempt.num_unread == 0, "blocks are dropped while a link reads them"
         attempt.num_ended += 1

@@ -172,6 +172,21 @@ def test_a_commit_of_branches_that_nobody_reserved_for_starts_nothing(choices: t
     assert decode.pool.counts().free == 16 and decode.scheduler.num_free_slots == 4
 
 
+@pytest.mark.covers("H05")
+def test_a_commit_of_several_branches_whose_kv_is_not_the_same_starts_nothing() -> None:
+    """Both lengths are right, and so are the keys of the full block; the tokens behind it differ."""
+    decode = Decode()
+    lease = reserve_all(decode, PROMPT, 4, 2).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1, 2), 256, "prefill-0"), 1.0)
+    message = pb.DataMessage.FromString(commit(KEY, lease, PROMPT[:-1], 9, 4, (1,)))
+    for started in message.commit.branches:
+        started.branch.generated_token_ids[:] = [started.branch.choice, 9]
+    actions = list(decode.core.receive(NotifyArrived("link", message.SerializeToString()), 1.0))
+    assert "share their KV" in only(actions, ev.AnswerCommit).message.answer.error.message
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    assert decode.pool.counts().free == 16 and decode.scheduler.num_free_slots == 4
+
+
 @pytest.mark.covers("H06")
 def test_the_same_attempt_twice_gets_the_same_lease_even_after_its_first_branch_was_cancelled() -> None:
     decode = Decode()

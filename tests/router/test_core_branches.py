@@ -43,13 +43,15 @@ def test_no_more_choices_go_together_than_the_decode_node_could_ever_hold(num_to
 
 
 @pytest.mark.covers("A02", "D01")
-def test_full_blocks_of_the_prompt_count_once_for_all_choices() -> None:
+@pytest.mark.parametrize(
+    ("num_full", "max_tokens", "groups"), [(8, 33, [4]), (9, 33, [3, 1]), (12, 9, [4]), (13, 9, [3, 1])]
+)
+def test_full_blocks_of_the_prompt_count_once_for_all_choices(
+    num_full: int, max_tokens: int, groups: list[int]
+) -> None:
     world = CoreWorld.with_nodes("p1", "d1")
-    world.submit("a", num_choices=4, prompt=[1] * (16 * 8), max_tokens=16 * 2 + 1)
-    assert [len(dispatch.branches) for _, dispatch in world.dispatches("a")] == [4]
-    world = CoreWorld.with_nodes("p1", "d1")
-    world.submit("b", num_choices=4, prompt=[1] * (16 * 9), max_tokens=16 * 2 + 1)
-    assert [len(dispatch.branches) for _, dispatch in world.dispatches("b")] == [3, 1]
+    world.submit("a", num_choices=4, prompt=[1] * (16 * num_full), max_tokens=max_tokens)
+    assert [len(dispatch.branches) for _, dispatch in world.dispatches("a")] == groups
 
 
 def test_the_seeds_of_choices_are_what_the_documentation_says() -> None:
