@@ -39,6 +39,10 @@ class NodeConfig:
     parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
 
     dtype: Literal["auto", "fp32", "bf16"] = knob("auto", "of weights and KV; auto: what the model's files hold")
+    kernels: Literal["cpu", "torch"] = knob(
+        "cpu",
+        "what computes; cpu: compiled by make setup, and torch where that was not possible; equal on all nodes of a cluster",
+    )
     threads: int | None = knob(
         None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
     )

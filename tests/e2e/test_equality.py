@@ -26,6 +26,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from proto.block_key import seed_key
 from tests.e2e.cluster import Cluster, started_cluster
+from tests.kernels_choice import KERNELS
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -64,9 +65,10 @@ def engine_alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[in
     config = read_model_config(model_dir)
     memory = KvMemory(config, BLOCK_SIZE, NUM_BLOCKS, dtype)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    key_seed = seed_key(fingerprint_fields(model_dir, dtype, BLOCK_SIZE).to_bytes())
+    model = load_model(model_dir, dtype, KERNELS)
+    key_seed = seed_key(fingerprint_fields(model_dir, dtype, BLOCK_SIZE, model.kernels.name).to_bytes())
     scheduler = Scheduler(SchedulerConfig(32, CHUNK_TOKENS, MAX_MODEL_LEN), pool, key_seed)
-    runner = TorchRunner(load_model(model_dir, dtype), memory, 32, MAX_MODEL_LEN)
+    runner = TorchRunner(model, memory, 32, MAX_MODEL_LEN)
     specs = [
         SequenceSpec(
             sequence_id=index,
