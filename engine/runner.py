@@ -81,7 +81,7 @@ class TorchRunner:
         """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them."""
         rows = list(row_of_slot.values())
         draws = [Draw(self._sampling[slot], int(self._next_index[slot]), self._counts[slot]) for slot in row_of_slot]
-        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], draws)
+        token_ids = sample(logits if len(rows) == len(logits) else logits[rows], draws, self._model.kernels)
         slots = np.fromiter(row_of_slot, np.int64)
         # A broken row's next one was planned already: feed it anything.
         self._last_token_id[slots] = np.maximum(token_ids, 0)

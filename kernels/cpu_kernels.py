@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu_library import (
@@ -23,6 +24,7 @@ from kernels.cpu_library import (
     NUM_PHASES,
     CBatch,
     CCache,
+    CContest,
     CLayer,
     CLinear,
     CRotation,
@@ -31,7 +33,9 @@ from kernels.cpu_library import (
     Workspace,
     reference,
 )
-from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
+from kernels.interface import AttentionBatch, Contenders, Linear, StackLayer, StepAttention
+
+MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
 
 
 class CpuLinear:
@@ -235,3 +239,17 @@ class CpuKernels:
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> CpuStack:
         """All layers of a step in one call."""
         return CpuStack(self._library, layers, num_heads, norm_eps)
+
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders:
+        """Leave few: the others' noise cannot make up for their logits."""
+        logits = logits.contiguous()
+        num_rows, vocab_size = logits.shape
+        greatest, greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+        ids, counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
+        arrays = (temperatures, streams, greatest, greatest_ids, ids, counts)
+        contest = CContest(*(array.ctypes.data for array in arrays), num_rows, vocab_size, MAX_CONTENDERS)
+        self._library.call.baton_contend(
+            reference(contest), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
+        )
+        found = [row[:count] if count <= MAX_CONTENDERS else None for row, count in zip(ids, counts, strict=True)]
+        return Contenders(greatest, greatest_ids, found)

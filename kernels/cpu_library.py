@@ -93,6 +93,22 @@ class CStack(Structure):
     ]
 
 
+class CContest(Structure):
+    """contend.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("temperatures", c_void_p),
+        ("streams", c_void_p),
+        ("greatest", c_void_p),
+        ("greatest_ids", c_void_p),
+        ("ids", c_void_p),
+        ("counts", c_void_p),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("limit", c_int32),
+    ]
+
+
 _FUNCTIONS: Final = MappingProxyType(
     {
         "baton_interface": (c_int, ()),
@@ -105,6 +121,7 @@ _FUNCTIONS: Final = MappingProxyType(
         "baton_rms_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_float, c_void_p, c_int)),
         "baton_rotate": (None, (c_void_p, POINTER(CRotation), c_void_p, c_int64, c_void_p, c_int)),
         "baton_gate": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
+        "baton_contend": (None, (POINTER(CContest), c_void_p, c_int, c_int)),
         "baton_attend": (
             None,
             (c_void_p, POINTER(CCache), POINTER(CBatch), c_void_p, c_void_p, c_int, c_int, c_int, c_int),

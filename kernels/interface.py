@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -76,6 +78,15 @@ class LayerStack(Protocol):
         """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
 
 
+class Contenders(NamedTuple):
+    """What can win the draws of a step's rows (engine/sampler.py)."""
+
+    greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
+    greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
+    # Of each row whose temperature is not 0, ascending, a superset of what can win; None: too many to tell.
+    ids: list[NDArray[np.int32] | None]
+
+
 class Kernels(Protocol):
     """A back end."""
 
@@ -112,3 +123,11 @@ class Kernels(Protocol):
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack | None:
         """The layers as one call; None: this back end runs them one primitive after the other."""
+
+    def contenders(
+        self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
+    ) -> Contenders | None:
+        """Which tokens can win argmax(logit / temperature + Gumbel noise) in each row of [num_rows, vocab_size].
+
+        streams: [num_rows], where a row's noise begins (engine/sampler.py). None: this back end leaves it to the sampler.
+        """

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
@@ -107,6 +109,9 @@ class TorchKernels:
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
         """Nothing to gain here."""
+
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
+        """The sampler looks at every token itself."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:

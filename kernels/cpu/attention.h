@@ -152,34 +152,57 @@ template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel
             for (int w = 0; w < W; w++) panel[(size_t(step) * PANEL + column + i) * W + w] = rows[i][step * W + w];
 }
 
-// Bring one KV head's tile into the form that products take. Positions from `count` on are zero.
+// Where a tile's positions are: KV head 0 of each position's keys; its values are `values` numbers behind.
+template <class T> struct TileRows {
+    const T *keys[TILE];
+    size_t values;
+    int count = 0;
+
+    TileRows(const Cache &cache, const int64_t *table, int layer, int start, int end)
+        : values(size_t(cache.block_size) * cache.num_kv_heads * cache.head_dim) {
+        const int size = cache.block_size;
+        int index = start / size, offset = start % size;
+        for (; count < TILE && start + count < end; index++, offset = 0) {
+            const T *row = cache.at<T>(layer, 0, table[index], offset);
+            for (; offset < size && count < TILE && start + count < end; offset++, row += cache.num_kv_heads * cache.head_dim)
+                keys[count++] = row;
+        }
+    }
+};
+
+// Bring one KV head's tile into the form that products take; positions that it lacks are zero. Of the tile after it, as much
+// is brought nearer: heads are taken in turn, so that memory is read as it lies, and all heads together bring all of it.
 template <class T>
-void load_tile(const Cache &cache, const int64_t *table, int layer, int head, int start, int count, int ahead_end, Scratch<T> &s) {
-    const int D = cache.head_dim, padded = cache.padded(), size = cache.block_size;
+void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *next, int head, Scratch<T> &s) {
+    const int D = cache.head_dim, padded = cache.padded(), heads = cache.num_kv_heads;
     static const T nothing[1024] = {};
     const T *rows[LANES];
+    int ahead_row = head * TILE / heads, ahead_head = head * TILE % heads;
     for (int begin = 0; begin < TILE; begin += LANES) {
         for (int i = 0; i < LANES; i++) {
-            const int position = start + begin + i;
-            if (begin + i >= count) {
+            if (begin + i >= tile.count) {
                 rows[i] = nothing;
                 continue;
             }
-            const int64_t block = table[position / size];
-            rows[i] = cache.at<T>(layer, 0, block, position % size) + head * D;
-            const T *value = cache.at<T>(layer, 1, block, position % size) + head * D;
-            for (int p = 0; p < padded; p += PANEL) {
-                float *to = s.values + (size_t(p / PANEL) * TILE + begin + i) * PANEL;
+            rows[i] = tile.keys[begin + i] + head * D;
+            const T *value = rows[i] + tile.values;
+            float *to = s.values + size_t(begin + i) * PANEL;
+            int p = 0;
+            for (; p + PANEL <= D; p += PANEL, to += TILE * PANEL) {
+                store(to, load(value + p));
+                store(to + LANES, load(value + p + LANES));
+            }
+            if (p < padded) {
                 store(to, load_some(value + p, std::min(LANES, D - p)));
                 store(to + LANES, D - p > LANES ? load_some(value + p + LANES, D - p - LANES) : Floats{});
             }
-            if (const int next = position + TILE; next < ahead_end) {
-                const char *key = reinterpret_cast<const char *>(cache.at<T>(layer, 0, table[next / size], next % size) + head * D);
-                const char *its = reinterpret_cast<const char *>(cache.at<T>(layer, 1, table[next / size], next % size) + head * D);
+            if (next && ahead_row < next->count) {
+                const char *at = reinterpret_cast<const char *>(next->keys[ahead_row] + ahead_head * D);
                 for (size_t byte = 0; byte < D * sizeof(T); byte += 64) {
-                    __builtin_prefetch(key + byte, 0, 2);
-                    __builtin_prefetch(its + byte, 0, 2);
+                    __builtin_prefetch(at + byte, 0, 2);
+                    __builtin_prefetch(at + tile.values * sizeof(T) + byte, 0, 2);
                 }
+                if (++ahead_head == heads) ahead_head = 0, ahead_row++;
             }
         }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
@@ -283,16 +306,24 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, int count, S
     }
 }
 
-// `ahead_end`: positions before it are brought nearer while the tile before them is computed.
-template <class T> void attend_part(const Rows<T> &rows, int part, int ahead_end, Scratch<T> &s, Mixed mixed) {
-    mixed.clear(rows.num_queries(), rows.cache.padded());
+// One part of some rows, for KV heads rows.head .. rows.head + num_heads - 1, each with its own `mixed_size` numbers from
+// `mixed` on. `ahead_end`: positions before it are brought nearer while the tile before them is computed.
+template <class T>
+void attend_part(Rows<T> rows, int num_heads, int part, int ahead_end, Scratch<T> &s, float *mixed, size_t mixed_size) {
+    const int first_head = rows.head, padded = rows.cache.padded();
+    for (int head = 0; head < num_heads; head++) Mixed(mixed + head * mixed_size, rows.num_queries(), padded).clear(rows.num_queries(), padded);
     const int end = std::min((part + 1) * PART, rows.last_position() + 1);
     int start = part * PART;
     while (start + TILE <= rows.low(0)) start += TILE;
     for (; start < end; start += TILE) {
-        load_tile(rows.cache, rows.table, rows.attend.layer, rows.head, start, std::min(TILE, end - start), ahead_end,
-                  s);
-        attend_tile(rows, start, std::min(TILE, end - start), s, mixed);
+        const TileRows<T> tile(rows.cache, rows.table, rows.attend.layer, start, end);
+        const TileRows<T> next(rows.cache, rows.table, rows.attend.layer, start + TILE, ahead_end);
+        for (int head = 0; head < num_heads; head++) {
+            rows.head = first_head + head;
+            load_tile(rows.cache, tile, ahead_end ? &next : nullptr, rows.head, s);
+            Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
+            attend_tile(rows, start, tile.count, s, so_far);
+        }
     }
 }
 

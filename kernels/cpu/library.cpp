@@ -1,4 +1,5 @@
 // What Python calls (kernels/cpu_library.py), by plain C rules: pointers and integers, nothing is kept but a workspace.
+#include "contend.h"
 #include "layers.h"
 
 using namespace baton;
@@ -113,6 +114,16 @@ void baton_layers(Workspace *workspace, const Stack *stack, const Cache *cache, 
                   void *hidden, int num_threads, double *seconds, int dtype) {
     in_dtype(dtype, [&](auto t) {
         workspace->run(*stack, *cache, *batch, *rotation, static_cast<decltype(t) *>(hidden), num_threads, seconds);
+    });
+}
+
+// logits: [num_rows, vocab_size].
+void baton_contend(const Contest *contest, const void *logits, int num_threads, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+        for (int row = 0; row < contest->num_rows; row++)
+            contend(static_cast<const T *>(logits) + size_t(row) * contest->vocab_size, *contest, row);
     });
 }
 

@@ -83,11 +83,9 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
     for (size_t i = first; i < last; i++) {
         const Unit &unit = plan.shared[i];
         const Span &span = batch.spans[unit.span];
-        for (int head = 0; head < cache.num_kv_heads; head++) {
-            const Rows<T> rows = rows_of(attend, cache, batch, unit, head);
-            float *memory = plan.mixed_memory + unit.mixed + head * StepPlan::mixed_size(span, cache);
-            attend_part(rows, unit.head, rows.last_position() + 1, scratch, Mixed(memory, rows.num_queries(), padded));
-        }
+        const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
+        attend_part(rows, cache.num_kv_heads, unit.head, rows.last_position() + 1, scratch, plan.mixed_memory + unit.mixed,
+                    StepPlan::mixed_size(span, cache));
     }
     for (;;) {
         const int drawn = plan.next_drawn.fetch_add(1);
@@ -97,7 +95,7 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
         const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
         Mixed(row).clear(rows.num_queries(), padded);
         for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
-            attend_part(rows, number, 0, scratch, part);
+            attend_part(rows, 1, number, 0, scratch, scratch.part, 0);
             merge(row, part, rows.num_queries(), padded);
         }
         finish(rows, row);

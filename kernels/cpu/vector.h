@@ -134,15 +134,25 @@ template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
 
 template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return from_fp16(to_fp16(x)); }
 
+// Lane i of the result is lane i + 8, 4, 2 or 1 of x.
+template <int BY> BATON_INLINE Floats shifted(Floats x) {
+    return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, 15, 15, 15, 15, 15, 15, 15, 15);
+}
+
 BATON_INLINE float sum_of(Floats x) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    x += shifted<8>(x);
+    x += shifted<4>(x);
+    x += shifted<2>(x);
+    x += shifted<1>(x);
     return x[0];
 }
 
 BATON_INLINE float largest_of(Floats x) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+    x = larger(x, shifted<8>(x));
+    x = larger(x, shifted<4>(x));
+    x = larger(x, shifted<2>(x));
+    x = larger(x, shifted<1>(x));
     return x[0];
 }
 
