@@ -24,6 +24,7 @@ namespace baton {
 
 constexpr int TILE = 2 * PANEL;    // positions
 constexpr int PART = 2 * TILE;     // positions
+constexpr int MAX_DIRECT = 4;      // queries of a unit that read values where they lie
 
 struct Span {
     int32_t first_row, num_rows, first_position;
@@ -170,11 +171,26 @@ template <class T> struct TileRows {
     }
 };
 
+// One position's values, in the panels of a tile.
+template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, float *to) {
+    int p = 0;
+    for (; p + PANEL <= head_dim; p += PANEL, to += TILE * PANEL) {
+        store(to, load(value + p));
+        store(to + LANES, load(value + p + LANES));
+    }
+    const int left = head_dim - p;
+    if (left > 0) {
+        store(to, load_some(value + p, left));
+        store(to + LANES, left > LANES ? load_some(value + p + LANES, left - LANES) : Floats{});
+    }
+}
+
 // Bring one KV head's tile into the form that products take; positions that it lacks are zero. Of the tile after it, as much
 // is brought nearer: heads are taken in turn, so that memory is read as it lies, and all heads together bring all of it.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *next, int head, Scratch<T> &s) {
-    const int D = cache.head_dim, padded = cache.padded(), heads = cache.num_kv_heads;
+void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *next, int head, bool unpacks_values,
+               Scratch<T> &s) {
+    const int D = cache.head_dim, heads = cache.num_kv_heads;
     static const T nothing[1024] = {};
     const T *rows[LANES];
     int ahead_row = head * TILE / heads, ahead_head = head * TILE % heads;
@@ -185,22 +201,12 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *n
                 continue;
             }
             rows[i] = tile.keys[begin + i] + head * D;
-            const T *value = rows[i] + tile.values;
-            float *to = s.values + size_t(begin + i) * PANEL;
-            int p = 0;
-            for (; p + PANEL <= D; p += PANEL, to += TILE * PANEL) {
-                store(to, load(value + p));
-                store(to + LANES, load(value + p + LANES));
-            }
-            if (p < padded) {
-                store(to, load_some(value + p, std::min(LANES, D - p)));
-                store(to + LANES, D - p > LANES ? load_some(value + p + LANES, D - p - LANES) : Floats{});
-            }
+            if (unpacks_values) unpack_value(rows[i] + tile.values, D, s.values + size_t(begin + i) * PANEL);
             if (next && ahead_row < next->count) {
                 const char *at = reinterpret_cast<const char *>(next->keys[ahead_row] + ahead_head * D);
                 for (size_t byte = 0; byte < D * sizeof(T); byte += 64) {
-                    __builtin_prefetch(at + byte, 0, 2);
-                    __builtin_prefetch(at + tile.values * sizeof(T) + byte, 0, 2);
+                    __builtin_prefetch(at + byte, 0, 3);
+                    __builtin_prefetch(at + tile.values * sizeof(T) + byte, 0, 3);
                 }
                 if (++ahead_head == heads) ahead_head = 0, ahead_row++;
             }
@@ -248,6 +254,7 @@ template <class T> struct Rows {
         const int row = first_row + index / cache.group(), at = head * cache.group() + index % cache.group();
         return attend.to + size_t(row) * attend.to_stride + size_t(at) * cache.head_dim;
     }
+    bool unpacks_values() const { return num_queries() > MAX_DIRECT || cache.head_dim % PANEL; }
     int last_position() const { return first_position + num_rows - 1; }
     int low(int row) const { return attend.window ? std::max(0, first_position + row - attend.window + 1) : 0; }
 };
@@ -275,7 +282,40 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
         });
 }
 
-template <class T> void attend_tile(const Rows<T> &rows, int start, int count, Scratch<T> &s, Mixed &mixed) {
+// The same for so few queries that values are read where they lie: M queries from `begin` on.
+template <class T, int M>
+void mix_where_they_lie(const Rows<T> &rows, const TileRows<T> &tile, int begin, int low, int high, const float *shrink,
+                        Scratch<T> &s, Mixed &mixed) {
+    const int D = rows.cache.head_dim;
+    const T *values = rows.head * D + tile.keys[0] + tile.values;
+    for (int column = 0; column < D; column += 2 * PANEL)
+        with_constant<2>(std::min(2, (D - column) / PANEL), [&](auto panels) {
+            constexpr int VECTORS = 2 * panels();
+            Floats sums[M][VECTORS] = {};
+            for (int i = low; i < high; i++) {
+                const T *value = values + (tile.keys[i] - tile.keys[0]) + column;
+                Floats part[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v += 2) load_pair(value + v * LANES, part[v], part[v + 1]);
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) {
+                    const Floats weight = all(s.scores[size_t(begin + m) * TILE + i]);
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) sums[m][v] = multiply_add(part[v], weight, sums[m][v]);
+                }
+            }
+            for (int m = 0; m < M; m++) {
+                for (int v = 0; v < VECTORS; v += 2) in_order<T>(sums[m][v], sums[m][v + 1]);
+                for (int v = 0; v < VECTORS; v++) {
+                    float *at = mixed.values + size_t(begin + m) * D + column + v * LANES;
+                    store(at, multiply_add(load(at), all(shrink[m]), sums[m][v]));
+                }
+            }
+        });
+}
+
+template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed) {
+    const int count = tile.count;
     const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
     auto low = [&](int row) { return std::clamp(rows.low(row) - start, 0, TILE); };
@@ -301,7 +341,11 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, int count, S
         for (int query = row * group; query < end * group; query++)
             shrink[query - row * group] = weigh(s.scores + size_t(query) * TILE, low(row), high(row), scale, mixed.greatest[query],
                                                 mixed.sums[query]);
-        mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
+        if (rows.unpacks_values()) mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
+        else
+            with_constant<MAX_DIRECT>((end - row) * group, [&](auto constant) {
+                mix_where_they_lie<T, constant()>(rows, tile, row * group, low(row), high(row), shrink, s, mixed);
+            });
         row = end;
     }
 }
@@ -320,9 +364,9 @@ void attend_part(Rows<T> rows, int num_heads, int part, int ahead_end, Scratch<T
         const TileRows<T> next(rows.cache, rows.table, rows.attend.layer, start + TILE, ahead_end);
         for (int head = 0; head < num_heads; head++) {
             rows.head = first_head + head;
-            load_tile(rows.cache, tile, ahead_end ? &next : nullptr, rows.head, s);
+            load_tile(rows.cache, tile, ahead_end ? &next : nullptr, rows.head, rows.unpacks_values(), s);
             Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
-            attend_tile(rows, start, tile.count, s, so_far);
+            attend_tile(rows, start, tile, s, so_far);
         }
     }
 }

@@ -134,6 +134,22 @@ template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
 
 template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return from_fp16(to_fp16(x)); }
 
+// 32 numbers in whatever order is cheapest; in_order puts two vectors in that order right again.
+template <class T> BATON_INLINE void load_pair(const T *from, Floats &first, Floats &second) {
+    first = load(from), second = load(from + LANES);
+}
+BATON_INLINE void load_pair(const Bf16 *from, Floats &first, Floats &second) {
+    Bits pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    first = (Floats)(pairs << 16), second = (Floats)(pairs & 0xFFFF0000u);
+}
+template <class T> BATON_INLINE void in_order(Floats &, Floats &) {}
+template <> BATON_INLINE void in_order<Bf16>(Floats &first, Floats &second) {
+    const Floats even = first, odd = second;
+    first = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    second = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
 // Lane i of the result is lane i + 8, 4, 2 or 1 of x.
 template <int BY> BATON_INLINE Floats shifted(Floats x) {
     return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, 15, 15, 15, 15, 15, 15, 15, 15);
