@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from engine.runner import TorchRunner
 from engine.sampler import Draw, sample
 from kernels.cpu_kernels import CpuStack
 from kernels.interface import AttentionBatch, Linear
+
+_GENERATION: Final = 1  # every runner is new
 
 
 class Case(NamedTuple):
@@ -103,7 +105,6 @@ class Steps:
         self._model = model
         self._memory = memory
         self._sampling = [SamplingParams(temperature, seed) for seed in range(max(1, case.batch))]
-        self._generation = 0
         self._runner = self._new_runner(model)
 
     def run(self) -> None:
@@ -141,15 +142,12 @@ class Steps:
         per_sequence = -(-(case.context + max(1, case.chunk)) // block_size)
         runner = TorchRunner(model, self._memory, max(1, case.batch), per_sequence * block_size)
         self._tables = _tables(self._memory.num_blocks, max(1, case.batch), per_sequence)
-        self._generation += 1
-        starts = tuple(
-            SlotStart(slot, self._generation, sampling, 0, 1) for slot, sampling in enumerate(self._sampling)
-        )
+        starts = tuple(SlotStart(slot, _GENERATION, sampling, 0, 1) for slot, sampling in enumerate(self._sampling))
         runner.run(self._plan(starts, self._tables))
         return runner
 
     def _plan(self, starts: Sequence[SlotStart], tables: Sequence[tuple[int, ...]] = ()) -> Plan:
-        case, generation = self.case, self._generation
+        case, generation = self.case, _GENERATION
         if case.chunk:
             ids = tuple(range(1, case.chunk + 1))
             blocks = tables[0] if tables else ()
