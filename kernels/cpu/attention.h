@@ -219,11 +219,14 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *n
 BATON_INLINE float weigh(float *scores, int low, int high, float scale, float &greatest, float &sum) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const bool sees_a_part = low > 0 || high < TILE;
     Floats score[TILE / LANES], most = hidden;
     for (int v = 0; v < TILE / LANES; v++) {
-        const Floats at = lane + float(v * LANES);
         score[v] = load(scores + v * LANES) * scale;
-        score[v] = (at >= float(low)) & (at < float(high)) ? score[v] : hidden;
+        if (sees_a_part) {
+            const Floats at = lane + float(v * LANES);
+            score[v] = (at >= float(low)) & (at < float(high)) ? score[v] : hidden;
+        }
         most = score[v] > most ? score[v] : most;
     }
     const float before = greatest;
@@ -233,7 +236,7 @@ BATON_INLINE float weigh(float *scores, int low, int high, float scale, float &g
         weights[v] = exponential(score[v] - greatest);
         store(scores + v * LANES, weights[v]);
     }
-    const float shrink = exponential(all(before - greatest))[0];
+    const float shrink = before == greatest ? 1.0f : exponential(all(before - greatest))[0];  // exp(0) is 1 to the last bit
     sum = sum * shrink + sum_of((weights[0] + weights[1]) + (weights[2] + weights[3]));
     return shrink;
 }

@@ -62,7 +62,7 @@ def tokens(sequence: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
 
 
-_alone: dict[tuple[int, int], Tensor] = {}
+_alone: dict[tuple[int, int], tuple[Model, Tensor]] = {}  # the model too: an id is unique only while it lives
 
 
 def alone(model: Model, sequence: int) -> Tensor:
@@ -72,8 +72,8 @@ def alone(model: Model, sequence: int) -> Tensor:
         torch.set_num_threads(1)
         kv = KvMemory(model.config, 16, -(-MAX_TOKENS // 16), model.dtype)
         segment = Segment(tokens(sequence), 0, range(kv.num_blocks), MAX_TOKENS)
-        _alone[key] = model.forward(build_batch([segment], 16), kv.tensor)
-    return _alone[key]
+        _alone[key] = model, model.forward(build_batch([segment], 16), kv.tensor)
+    return _alone[key][1]
 
 
 @pytest.fixture(
