@@ -11,6 +11,7 @@ TEST_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+KERNELS := kernels/cpu/built/.built
 TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
@@ -20,7 +21,7 @@ PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## fill .venv with the pinned versions; a second call does nothing
+setup: $(STAMP) $(KERNELS) ## fill .venv with the pinned versions and compile the kernels; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -37,16 +38,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'; \
 	touch $(STAMP)
 
+# Seconds, once; without a C++ compiler a line that says what that costs.
+$(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
+	@$(BIN)/python -m kernels.cpu_build
+	@mkdir -p $(@D) && touch $@
+
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
 	$(BIN)/python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
-up: $(STAMP) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
+up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-test: lint ## lint, types, then every test
+test: lint $(KERNELS) ## lint, types, then every test
 	@$(BIN)/python -m pytest $(TEST_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
@@ -67,9 +73,9 @@ tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's 
 docs: $(STAMP) ## write the tables of docs/metrics.md anew, from the registries
 	@$(BIN)/python -m tests.router.metrics_table
 
-coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+coverage-table: $(STAMP) $(KERNELS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
-	rm -rf .venv run models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv run models build kernels/cpu/built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

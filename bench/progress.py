@@ -48,3 +48,33 @@ class RunProgress:
             self._bar.update(self._task, advance=1, description=failed)
         elif self._num_ended * 10 // self._total > (self._num_ended - 1) * 10 // self._total:
             self._console.print(f"{self._num_ended} of {self._total} {self._what} ended, {self._num_failed} failed")
+
+
+class StepProgress:
+    """Counts the steps of a run whose number is known; used as a context."""
+
+    def __init__(self, console: Console, unit: str, total: int) -> None:
+        self._console = console
+        self._unit = unit
+        self._total = total
+        self._num_done = 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task(unit, total=total)
+
+    def __enter__(self) -> StepProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, what: str) -> None:
+        """One more is done, of this kind."""
+        self._num_done += 1
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, advance=1, description=what)
+        elif self._num_done * 10 // self._total > (self._num_done - 1) * 10 // self._total:
+            self._console.print(f"{self._num_done} of {self._total} {self._unit} done, last {what}")

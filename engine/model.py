@@ -8,7 +8,8 @@ Not here: KV ownership, sampling, which rows run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from engine.model_config import ModelConfig, read_model_config
 from engine.rope import attention_factor, inverse_frequencies
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.interface import Kernels, Linear
-from kernels.torch_reference import TorchKernels, can_compute
+from kernels.choice import NoKernels, choose_kernels
+from kernels.interface import Kernels, LayerStack, Linear, StackLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class LayerWeights:
     qkv: Linear  # hidden_size to (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values
     attention_out: Linear  # num_heads * head_dim to hidden_size
     mlp_norm: Tensor  # [hidden_size]
-    gate_up: Linear  # hidden_size to 2 * intermediate_size
+    gate_up: Linear  # hidden_size to intermediate_size, gated
     down: Linear  # intermediate_size to hidden_size
     query_norm: Tensor | None = None  # [head_dim]
     key_norm: Tensor | None = None  # [head_dim]
@@ -46,11 +47,19 @@ class Model:
     config: ModelConfig
     dtype: str  # "fp32", "bf16" or "fp16"
     kernels: Kernels
+    shortfall: str  # why the kernels are not those that were asked for; "" where they are
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
     head: Linear  # hidden_size to vocab_size
     inverse_frequencies: Tensor  # [head_dim / 2] fp32
+    stack: LayerStack | None  # the layers once more, where the back end runs all of them in one call
+
+    def first_layers(self, count: int) -> Model:
+        """The same model with fewer layers; weights are shared."""
+        layers = self.layers[:count]
+        config = replace(self.config, num_layers=count)
+        return replace(self, config=config, layers=layers, stack=_stack(self.kernels, config, layers))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -61,8 +70,18 @@ class Model:
         angles = batch.positions[:, None].float() * self.inverse_frequencies
         scale = attention_factor(self.config.rope)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
         hidden = self.embedding.index_select(0, batch.token_ids)
+        if self.stack is not None:
+            hidden = self.stack(hidden, cos, sin, kv, batch.attention)
+        else:
+            hidden = self._layer_by_layer(hidden, cos, sin, kv, batch)
+        if not batch.logit_rows.numel():
+            return hidden.new_empty((0, self.config.vocab_size))
+        eps = self.config.rms_norm_eps
+        return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
+
+    def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.kernels.rms_norm(hidden, layer.attention_norm, eps)
@@ -71,10 +90,8 @@ class Model:
             attended = attention.attend(index, queries.contiguous(), self.config.windows[index])
             hidden = hidden + layer.attention_out(attended.flatten(1))
             normed = self.kernels.rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + layer.down(self.kernels.silu_gate(layer.gate_up(normed)))
-        if not batch.logit_rows.numel():
-            return hidden.new_empty((0, self.config.vocab_size))
-        return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
+            hidden = hidden + layer.down(layer.gate_up(normed))
+        return hidden
 
     def _heads(self, layer: LayerWeights, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_rows, num_heads, head_dim], keys and values [num_rows, num_kv_heads, head_dim], rotated."""
@@ -93,8 +110,8 @@ class Model:
         return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
-def load_model(model_dir: Path, dtype: str) -> Model:
-    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto".
+def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu") -> Model:
+    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", and a back end of kernels/choice.py.
 
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
@@ -102,11 +119,10 @@ def load_model(model_dir: Path, dtype: str) -> Model:
     config = read_model_config(model_dir)
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
-    if not can_compute(torch_dtype):
-        raise ModelError(
-            f"this CPU does not compute packed {dtype} linears" + ("; use fp32" if dtype == "bf16" else "")
-        )
-    kernels = TorchKernels()
+    try:
+        kernels, shortfall = choose_kernels(kernels_name, torch_dtype)
+    except NoKernels as error:
+        raise ModelError(f"{error}; use fp32") from None
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 
@@ -116,11 +132,12 @@ def load_model(model_dir: Path, dtype: str) -> Model:
         def read_if(is_there: bool, name: str) -> Tensor | None:
             return read(name) if is_there else None
 
-        def pack(has_bias: bool, *names: str) -> Linear:
+        def joined(names: Sequence[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:
             weight = torch.cat([read(f"{name}.weight") for name in names])
-            return kernels.pack_linear(
-                weight, torch.cat([read(f"{name}.bias") for name in names]) if has_bias else None
-            )
+            return weight, torch.cat([read(f"{name}.bias") for name in names]) if has_bias else None
+
+        def pack(has_bias: bool, *names: str) -> Linear:
+            return kernels.pack_linear(*joined(names, has_bias))
 
         def layer(prefix: str) -> LayerWeights:
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -129,20 +146,41 @@ def load_model(model_dir: Path, dtype: str) -> Model:
                 qkv=pack(config.has_qkv_bias, *(f"{attention}.{part}_proj" for part in "qkv")),
                 attention_out=pack(config.has_output_bias, f"{attention}.o_proj"),
                 mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=pack(config.has_mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                gate_up=kernels.pack_gate_up(*joined((f"{mlp}.gate_proj", f"{mlp}.up_proj"), config.has_mlp_bias)),
                 down=pack(config.has_mlp_bias, f"{mlp}.down_proj"),
                 query_norm=read_if(config.norms_heads, f"{attention}.q_norm.weight"),
                 key_norm=read_if(config.norms_heads, f"{attention}.k_norm.weight"),
             )
 
+        layers = tuple(layer(f"model.layers.{index}") for index in range(config.num_layers))
         return Model(
             config=config,
             dtype=dtype,
             kernels=kernels,
+            shortfall=shortfall,
             embedding=read("model.embed_tokens.weight"),
-            layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+            layers=layers,
             final_norm=read("model.norm.weight"),
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
             head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim),
+            stack=_stack(kernels, config, layers),
         )
+
+
+def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...]) -> LayerStack | None:
+    stacked = [
+        StackLayer(
+            each.attention_norm,
+            each.qkv,
+            each.attention_out,
+            each.mlp_norm,
+            each.gate_up,
+            each.down,
+            each.query_norm,
+            each.key_norm,
+            window,
+        )
+        for each, window in zip(layers, config.windows[: len(layers)], strict=True)
+    ]
+    return kernels.stack(stacked, config.num_heads, config.rms_norm_eps)

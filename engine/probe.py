@@ -6,8 +6,6 @@ Then sequences recomputed after a fault may differ from the lost ones, and the n
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from engine.batch import Segment, build_batch
@@ -26,7 +24,7 @@ def probe_bit_exact(model: Model) -> bool:
     """
     if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
         return False
-    shallow = replace(model, config=replace(model.config, num_layers=1), layers=model.layers[:1])
+    shallow = model.first_layers(1)
     kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype)
     stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
     one = [index * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]

@@ -11,9 +11,12 @@ h // group_size. All tensors are on the CPU, contiguous, fp32, bf16 or fp16 ("th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -54,6 +57,36 @@ class StepAttention(Protocol):
         """
 
 
+class StackLayer(NamedTuple):
+    """One decoder layer, its linears packed by the back end that is to run it."""
+
+    attention_norm: Tensor  # [hidden_size]
+    qkv: Linear  # hidden_size to (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values
+    attention_out: Linear  # num_heads * head_dim to hidden_size
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: Linear  # hidden_size to intermediate_size, from pack_gate_up
+    down: Linear  # intermediate_size to hidden_size
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None  # [head_dim]
+    window: int | None = None  # as in StepAttention.attend
+
+
+class LayerStack(Protocol):
+    """All decoder layers of a model in one call, where a back end is faster so. Same arithmetic as layer by layer."""
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
+
+
+class Contenders(NamedTuple):
+    """What can win the draws of a step's rows (engine/sampler.py)."""
+
+    greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
+    greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
+    # Of each row whose temperature is not 0, ascending, a superset of what can win; None: too many to tell.
+    ids: list[NDArray[np.int32] | None]
+
+
 class Kernels(Protocol):
     """A back end."""
 
@@ -66,6 +99,9 @@ class Kernels(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take [out_features, in_features] and [out_features]; the caller drops its own copies."""
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take [2 * width, in_features], gate first; the product is silu_gate of the plain linear's."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Scale each row of [num_rows, width] to unit mean square, then by weight [width].
@@ -84,3 +120,14 @@ class Kernels(Protocol):
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare one step over kv [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack | None:
+        """The layers as one call; None: this back end runs them one primitive after the other."""
+
+    def contenders(
+        self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
+    ) -> Contenders | None:
+        """Which tokens can win argmax(logit / temperature + Gumbel noise) in each row of [num_rows, vocab_size].
+
+        streams: [num_rows], where a row's noise begins (engine/sampler.py). None: this back end leaves it to the sampler.
+        """

@@ -14,12 +14,15 @@ Fast kernels are another back end's business; this one must be right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, Linear, StepAttention
+from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
 
 
@@ -51,6 +54,18 @@ class PlainLinear:
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
 
+class GatedLinear:
+    """A linear whose two halves are a gate and what it lets through."""
+
+    def __init__(self, linear: Linear, kernels: TorchKernels) -> None:
+        self._linear = linear
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, then silu(gate) * up."""
+        return self._kernels.silu_gate(self._linear(x))
+
+
 class TorchKernels:
     """kernels.interface.Kernels in plain torch."""
 
@@ -65,6 +80,10 @@ class TorchKernels:
         if weight.dtype is torch.float16 and not can_pack(torch.float16):
             return PlainLinear(weight, bias)
         return PackedLinear(weight, bias)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack as any linear; the gate is applied behind it."""
+        return GatedLinear(self.pack_linear(weight, bias), self)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise in fp32 and round before the weight, as the models were trained."""
@@ -87,6 +106,12 @@ class TorchKernels:
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare the tiles of one step."""
         return TiledAttention(kv, batch, num_heads)
+
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        """Nothing to gain here."""
+
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
+        """The sampler looks at every token itself."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -41,6 +41,10 @@ class NodeConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold, and fp32 where that is fp16"
     )
+    kernels: Literal["cpu", "torch"] = knob(
+        "cpu",
+        "what computes; cpu: compiled by make setup, and torch where that was not possible; equal on all nodes of a cluster",
+    )
     threads: int | None = knob(
         None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
     )

@@ -95,7 +95,7 @@ def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subproc
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run"), *flags]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from engine.model_config import read_model_config
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from proto.block_key import seed_key
+from tests.kernels_choice import KERNELS
 
 NUM_SLOTS = 32
 
@@ -32,9 +33,10 @@ def engine_alone(
     torch.set_num_threads(1)  # as the nodes have; idle threads of a second one would take their core
     memory = KvMemory(read_model_config(model_dir), block_size, num_blocks, dtype)
     pool = BlockPool(num_blocks, block_size)
-    key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size).to_bytes())
+    model = load_model(model_dir, dtype, KERNELS)
+    key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size, model.kernels.name).to_bytes())
     scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, chunk_tokens, max_model_len), pool, key_seed)
-    return LocalEngine(scheduler, TorchRunner(load_model(model_dir, dtype), memory, NUM_SLOTS, max_model_len))
+    return LocalEngine(scheduler, TorchRunner(model, memory, NUM_SLOTS, max_model_len))
 
 
 def block_bytes(model_dir: Path, dtype: str = "fp32", block_size: int = 16) -> int:

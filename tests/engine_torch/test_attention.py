@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, RowSpan
+from kernels.interface import AttentionBatch, Kernels, RowSpan
 from kernels.torch_attention import TiledAttention
-from kernels.torch_reference import TorchKernels
+from tests.kernels.back_ends import BACK_ENDS
 
 MAX_LEN = 300
 
@@ -29,6 +29,7 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, first_positio
 
 
 @pytest.mark.covers("M04")
+@pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
 @settings(max_examples=60, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, MAX_LEN), st.sampled_from([1, 1, 2, 63, 130])), min_size=1, max_size=5),
@@ -38,7 +39,12 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, first_positio
     seed=st.integers(0, 1 << 32),
 )
 def test_paged_attention_equals_softmax_of_what_each_row_sees(
-    spans: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, window: int | None, seed: int
+    kernels: Kernels,
+    spans: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: int | None,
+    seed: int,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(seed)
@@ -67,9 +73,7 @@ def test_paged_attention_equals_softmax_of_what_each_row_sees(
         queries.append(query)
         written.append((keys[first:], values[first:]))
         expected.append(plain_attention(query, keys, values, first, window))
-    attention = TorchKernels().step_attention(
-        kv, AttentionBatch(tuple(row_spans), tables, torch.cat(writes)), num_heads
-    )
+    attention = kernels.step_attention(kv, AttentionBatch(tuple(row_spans), tables, torch.cat(writes)), num_heads)
     attention.write(layer, *(torch.cat(parts) for parts in zip(*written, strict=True)))
     out = attention.attend(layer, torch.cat(queries), window)
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
