@@ -36,6 +36,7 @@ HANDED_ON: Final = (
     "max_num_batched_tokens",
     "max_model_len",
     "dtype",
+    "kernels",
     "transport",
 )
 

@@ -171,6 +171,33 @@ template <class T> struct TileRows {
     }
 };
 
+// Brings a tile's rows nearer, all heads as they lie, a few lines whenever a loop over an earlier tile calls: a CPU has a few
+// dozen lines under way at most, so that asking for all at once would only wait.
+template <class T> class Approach {
+  public:
+    Approach(const TileRows<T> &tile, const Cache &cache)
+        : tile_(tile), row_bytes_(cache.num_kv_heads * cache.head_dim * sizeof(T)),
+          lines_a_call_(ceil_div(cache.head_dim * int(sizeof(T)), 2 * 64)) {}
+    // Two calls for each position and KV head of a tile bring all of the next.
+    BATON_INLINE void call() {
+        if (row_ >= tile_.count) return;
+        const char *at = reinterpret_cast<const char *>(tile_.keys[row_]) + byte_;
+        for (int line = 0; line < lines_a_call_; line++) {
+            __builtin_prefetch(at + line * 64, 0, 3);
+            __builtin_prefetch(at + tile_.values * sizeof(T) + line * 64, 0, 3);
+        }
+        byte_ += lines_a_call_ * 64;
+        if (byte_ >= row_bytes_) byte_ = 0, row_++;
+    }
+
+  private:
+    const TileRows<T> &tile_;
+    const size_t row_bytes_;
+    const int lines_a_call_;
+    int row_ = 0;
+    size_t byte_ = 0;
+};
+
 // One position's values, in the panels of a tile.
 template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, float *to) {
     int p = 0;
@@ -185,15 +212,13 @@ template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, 
     }
 }
 
-// Bring one KV head's tile into the form that products take; positions that it lacks are zero. Of the tile after it, as much
-// is brought nearer: heads are taken in turn, so that memory is read as it lies, and all heads together bring all of it.
+// Bring one KV head's tile into the form that products take; positions that it lacks are zero.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *next, int head, bool unpacks_values,
+void load_tile(const Cache &cache, const TileRows<T> &tile, Approach<T> &next, int head, bool unpacks_values,
                Scratch<T> &s) {
-    const int D = cache.head_dim, heads = cache.num_kv_heads;
+    const int D = cache.head_dim;
     static const T nothing[1024] = {};
     const T *rows[LANES];
-    int ahead_row = head * TILE / heads, ahead_head = head * TILE % heads;
     for (int begin = 0; begin < TILE; begin += LANES) {
         for (int i = 0; i < LANES; i++) {
             if (begin + i >= tile.count) {
@@ -202,14 +227,8 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, const TileRows<T> *n
             }
             rows[i] = tile.keys[begin + i] + head * D;
             if (unpacks_values) unpack_value(rows[i] + tile.values, D, s.values + size_t(begin + i) * PANEL);
-            if (next && ahead_row < next->count) {
-                const char *at = reinterpret_cast<const char *>(next->keys[ahead_row] + ahead_head * D);
-                for (size_t byte = 0; byte < D * sizeof(T); byte += 64) {
-                    __builtin_prefetch(at + byte, 0, 3);
-                    __builtin_prefetch(at + tile.values * sizeof(T) + byte, 0, 3);
-                }
-                if (++ahead_head == heads) ahead_head = 0, ahead_row++;
-            }
+            next.call();
+            if (unpacks_values) next.call();
         }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
@@ -288,7 +307,7 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
 // The same for so few queries that values are read where they lie: M queries from `begin` on.
 template <class T, int M>
 void mix_where_they_lie(const Rows<T> &rows, const TileRows<T> &tile, int begin, int low, int high, const float *shrink,
-                        Scratch<T> &s, Mixed &mixed) {
+                        Approach<T> &next, Scratch<T> &s, Mixed &mixed) {
     const int D = rows.cache.head_dim;
     const T *values = rows.head * D + tile.keys[0] + tile.values;
     for (int column = 0; column < D; column += 2 * PANEL)
@@ -296,6 +315,7 @@ void mix_where_they_lie(const Rows<T> &rows, const TileRows<T> &tile, int begin,
             constexpr int VECTORS = 2 * panels();
             Floats sums[M][VECTORS] = {};
             for (int i = low; i < high; i++) {
+                next.call();
                 const T *value = values + (tile.keys[i] - tile.keys[0]) + column;
                 Floats part[VECTORS];
 #pragma GCC unroll 4
@@ -317,7 +337,8 @@ void mix_where_they_lie(const Rows<T> &rows, const TileRows<T> &tile, int begin,
         });
 }
 
-template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed) {
+template <class T>
+void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Approach<T> &next, Scratch<T> &s, Mixed &mixed) {
     const int count = tile.count;
     const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
@@ -347,7 +368,7 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRo
         if (rows.unpacks_values()) mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
         else
             with_constant<MAX_DIRECT>((end - row) * group, [&](auto constant) {
-                mix_where_they_lie<T, constant()>(rows, tile, row * group, low(row), high(row), shrink, s, mixed);
+                mix_where_they_lie<T, constant()>(rows, tile, row * group, low(row), high(row), shrink, next, s, mixed);
             });
         row = end;
     }
@@ -365,11 +386,12 @@ void attend_part(Rows<T> rows, int num_heads, int part, int ahead_end, Scratch<T
     for (; start < end; start += TILE) {
         const TileRows<T> tile(rows.cache, rows.table, rows.attend.layer, start, end);
         const TileRows<T> next(rows.cache, rows.table, rows.attend.layer, start + TILE, ahead_end);
+        Approach<T> approach(next, rows.cache);
         for (int head = 0; head < num_heads; head++) {
             rows.head = first_head + head;
-            load_tile(rows.cache, tile, ahead_end ? &next : nullptr, rows.head, rows.unpacks_values(), s);
+            load_tile(rows.cache, tile, approach, rows.head, rows.unpacks_values(), s);
             Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
-            attend_tile(rows, start, tile, s, so_far);
+            attend_tile(rows, start, tile, approach, s, so_far);
         }
     }
 }

@@ -79,7 +79,9 @@ def test_fp16_is_served_and_a_node_says_at_start_where_its_bits_do_not_hold(tmp_
     model_dir = tmp_path / "llama-tiny"
     command = [sys.executable, "-m", "engine.make_model", "--dtype", "fp16", "--out", str(model_dir)]
     subprocess.run(command, check=True, timeout=120)
-    with started_cluster(model_dir, tmp_path, "--dtype", "fp16", "--max-model-len", "512") as cluster:
+    with started_cluster(
+        model_dir, tmp_path, "--dtype", "fp16", "--kernels", "torch", "--max-model-len", "512"
+    ) as cluster:
         (completion,) = through(cluster, [(1, 2, 3)])
         states = [cluster.state(node) for node in cluster.nodes]
         logs = [(cluster.run_dir / f"{node['node_id']}.log").read_text() for node in cluster.nodes]
