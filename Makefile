@@ -64,8 +64,9 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
 
-docs: $(STAMP) ## write the tables of docs/metrics.md anew, from the registries
+docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew, from the registries and the machines' tables
 	@$(BIN)/python -m tests.router.metrics_table
+	@$(BIN)/python -m tests.architecture.protocol_page
 
 coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
