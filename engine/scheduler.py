@@ -134,6 +134,10 @@ class Scheduler:
         sequence.is_lending = False
         return True
 
+    def knows(self, sequence_id: abc.Hashable) -> bool:
+        """Whether the sequence is here, be it only until a step that was launched with it is read."""
+        return sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent
+
     def block_ids(self, sequence_id: abc.Hashable) -> tuple[int, ...]:
         """The block table so far; until the blocks are dropped. KeyError: nobody knows the sequence."""
         if sequence_id in self._waiting:
@@ -386,12 +390,10 @@ class Scheduler:
 
     def _check(self, spec: SequenceSpec) -> None:
         sequence_id, num_tokens = spec.sequence_id, len(spec.token_ids)
-        if sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent:
+        if self.knows(sequence_id):
             raise ValueError(f"sequence {sequence_id} is here already")
-        if num_tokens + spec.max_new_tokens > self._config.max_model_len:
-            raise ValueError(
-                f"sequence {sequence_id}: {num_tokens} tokens and {spec.max_new_tokens} more, "
-                f"longer than max_model_len = {self._config.max_model_len}"
-            )
+        if num_tokens + spec.max_new_tokens > (most := self._config.max_model_len):
+            wanted = f"{num_tokens} tokens and {spec.max_new_tokens} more"
+            raise ValueError(f"sequence {sequence_id}: {wanted}, longer than max_model_len = {most}")
         if len(spec.block_keys) > num_tokens // self._pool.block_size:
             raise ValueError(f"sequence {sequence_id}: {len(spec.block_keys)} block keys for {num_tokens} tokens")

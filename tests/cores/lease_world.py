@@ -57,6 +57,7 @@ class LeaseWorld:
         request.router.CopyFrom(pb.PeerId(name=router.name, incarnation=router.incarnation))
         self._begin()
         num_running = len(self.model.running)
+        self.model.lingering = {key for key in keys if self.decode.scheduler.knows(key)}
         right = self.model.reserve(keys, deadline, self.now)
         room = self._room(request, len(keys))
         actions = self._feed(ev.ReserveAsked(1, request))

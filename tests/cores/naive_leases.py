@@ -67,6 +67,7 @@ class NaiveLeases:
     def __init__(self) -> None:
         self.leases: dict[int, NaiveLease] = {}
         self.running: dict[AttemptKey, tuple[RouterId, float]] = {}  # -> router, deadline
+        self.lingering: set[AttemptKey] = set()  # that the engine has not let go yet, the running ones among them
         self.floors = NaiveFloors()
         self.revoked: list[int] = []  # by this event, in order
         self.refused: list[Code] = []  # Commits of leases that this event ended
@@ -104,7 +105,7 @@ class NaiveLeases:
         if lease is not None and lease.keys == keys and lease.is_open:
             return lease
         admitted = tuple(key for key in keys if self.floors.admits(key))
-        if lease is not None or any(key in self.running for key in keys) or not admitted:
+        if lease is not None or any(key in self.lingering for key in keys) or not admitted:
             return pb.CANCELLED
         for key in admitted:
             self.floors.begin(key, deadline)

@@ -292,6 +292,20 @@ def test_a_refusal_returns_the_blocks_that_it_found_in_the_cache() -> None:
     assert (decode.pool.counts().used, decode.pool.counts().cached) == (0, 2)
 
 
+@pytest.mark.covers("H05", "D04")
+def test_an_attempt_whose_launched_step_is_unread_does_not_begin_again_though_its_floor_is_forgotten() -> None:
+    """Found by the model of leases: a runner that hangs for as long as a floor rests, and a Reserve that comes later still."""
+    decode = Decode()
+    lease = decode.ask(reserve_request(KEY, PROMPT, 4, ms_left=5_000)).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
+    decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 4)), 1.0)
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    decode.core.tick(5.0)
+    decode.core.tick(15.0)
+    assert decode.core.snapshot()["fences"] == 0
+    assert decode.reserve(KEY, PROMPT, 4, now=15.0).error.code == pb.CANCELLED
+
+
 @pytest.mark.covers("C09")
 def test_a_lost_router_takes_its_own_work_along_and_nobody_elses() -> None:
     decode = Decode()

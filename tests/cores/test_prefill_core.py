@@ -274,6 +274,17 @@ def test_the_same_dispatch_again_after_the_router_was_lost_is_refused() -> None:
     assert prefill.dispatch(KEY, PROMPT, 4) == [ev.Count("stale_refused")]
 
 
+@pytest.mark.covers("H05")
+def test_an_attempt_whose_launched_step_is_unread_does_not_begin_again_though_its_floor_is_forgotten() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4, ms_left=3_000)
+    prefill.core.tick(3.0)
+    prefill.core.receive(ev.ReserveAnswered(KEY, None), 3.0)
+    prefill.core.tick(13.0)
+    assert prefill.core.snapshot()["fences"] == 0
+    assert prefill.dispatch(KEY, PROMPT, 4, now=13.0) == [ev.Count("stale_refused")]
+
+
 @pytest.mark.covers("C09")
 def test_a_lost_router_takes_its_own_prompts_along_and_nobody_elses() -> None:
     prefill = Prefill()
