@@ -16,7 +16,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs coverage-table clean
+.PHONY: help setup up test lint format proto tree docs mutants coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -70,8 +70,12 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
 
-docs: $(STAMP) ## write the tables of docs/metrics.md anew, from the registries
+docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew, from the registries and the machines' tables
 	@$(BIN)/python -m tests.router.metrics_table
+	@$(BIN)/python -m tests.architecture.protocol_page
+
+mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
+	@$(BIN)/python -m tests.mutants $(ONLY)
 
 coverage-table: $(STAMP) $(KERNELS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md

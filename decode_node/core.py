@@ -138,7 +138,7 @@ class DecodeCore:
         lease = self._leases.of_any(keys)
         if lease is not None and lease.keys == keys and lease.state in _OPEN:
             return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
-        if lease is not None or any(each in self._running for each in keys):
+        if lease is not None or any(map(self._scheduler.knows, keys)):
             return self._refused(keys[0], pb.CANCELLED, f"attempt {keys[0].attempt} is committed already")
         admitted = tuple(filter(self._fence.admits, keys))
         if not admitted:

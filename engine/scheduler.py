@@ -139,6 +139,10 @@ class Scheduler:
         sequence.is_lending = False
         return True
 
+    def knows(self, sequence_id: abc.Hashable) -> bool:
+        """Whether the sequence is here, be it only until a step that was launched with it is read."""
+        return sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent
+
     def block_ids(self, sequence_id: abc.Hashable) -> tuple[int, ...]:
         """The block table so far; until the blocks are dropped. KeyError: nobody knows the sequence."""
         if sequence_id in self._waiting:
@@ -390,7 +394,6 @@ class Scheduler:
             self._pool.free(sequence.block_ids)
 
     def _check(self, spec: SequenceSpec) -> None:
-        sequence_id = spec.sequence_id
-        if sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent:
-            raise ValueError(f"sequence {sequence_id} is here already")
+        if self.knows(spec.sequence_id):
+            raise ValueError(f"sequence {spec.sequence_id} is here already")
         spec.check_fits(self._config.max_model_len, self._pool.block_size)

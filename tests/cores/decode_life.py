@@ -274,7 +274,8 @@ class Life:
         admitted = [key for key in keys if key.attempt >= self.floors.get(key.branch, 0)]
         num_new = sum(key.branch not in self.floors for key in admitted)
         has_fences = not num_new or len(self.floors) + num_new <= self.max_fences
-        is_known = any(key in self.leased or key in self.running for key in keys)
+        # What ended stays in the engine until the last step launched with it is read.
+        is_known = any(key in self.leased or key in self.running or self.scheduler.knows(key) for key in keys)
         held = {key: self.leased.get(key) for key in keys}
         if admitted and has_fences and not is_known:
             for key in admitted:
