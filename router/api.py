@@ -28,6 +28,7 @@ from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, Complet
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
     REQUEST_ID_PATTERN,
+    REQUEST_ID_RULE,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -129,7 +130,7 @@ class Api:
         try:
             if client_id is not None:
                 if len(client_id) > MAX_REQUEST_ID_LENGTH or not re.match(REQUEST_ID_PATTERN, client_id):
-                    raise bad_request(_REQUEST_ID, f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters")
+                    raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
