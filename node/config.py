@@ -79,8 +79,8 @@ class NodeConfig:
         if not self.router:
             raise ValueError("--router: at least one HOST:PORT is needed")
         for address in self.router:
-            if not _ADDRESS.fullmatch(address):
-                raise ValueError(f"--router {address}: must be HOST:PORT")
+            if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 1 << 16:
+                raise ValueError(f"--router {address}: must be HOST:PORT, the port between 1 and 65535")
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"--host {self.host}: must be an address that others can reach, for it is what they are told"

@@ -1,8 +1,9 @@
 """The HTTP side of the router: OpenAI's endpoints, and those that operators look at.
 
 A request is read (bounded), checked and tokenized once, into typed values (openai_types.py, intake.py); a bad one is answered
-before any node hears of it. How its answer is written: streaming.py. Every answer echoes the client's `X-Request-Id` (or
-`request_id`), which is logged and never a key; without one it carries the router's own id.
+before any node hears of it. How its answer is written: streaming.py. Every answer to one echoes the client's `X-Request-Id` (or
+`request_id`), which is logged and never a key; without one it carries the router's own id. The log has every request's end,
+that of a bad one too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, Complet
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
     REQUEST_ID_PATTERN,
+    REQUEST_ID_RULE,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -38,6 +41,7 @@ from router.openai_types import (
 from router.shell import RouterShell
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_ID: Final = "X-Request-Id"
@@ -72,11 +76,15 @@ class Api:
             schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
             described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=described)
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])  # names may have slashes
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/ready", self.ready, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        for path, answer in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),  # names may have slashes
+            ("/health", self.health),
+            ("/ready", self.ready),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, answer, methods=["GET"])
+            app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
         app.add_exception_handler(HTTPException, _answer_http_exception)
         app.add_exception_handler(Exception, _answer_bug)
         app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
@@ -129,18 +137,22 @@ class Api:
         try:
             if client_id is not None:
                 if len(client_id) > MAX_REQUEST_ID_LENGTH or not re.match(REQUEST_ID_PATTERN, client_id):
-                    raise bad_request(_REQUEST_ID, f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters")
+                    raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)
+                if body.stream and request.scope["http_version"] == "1.0":
+                    raise bad_request(
+                        "stream", "needs HTTP/1.1, not 1.0, which knows no chunks; a proxy may have made it so"
+                    )
                 if body.request_id is not None:
                     headers[_REQUEST_ID] = client_id = body.request_id
                 asked = await self._intake.asked(body, arrived_at)
         except ApiError as error:
-            return error_answer(error, headers)
+            return _refusal(error, headers)
         except TimeoutError:
-            return error_answer(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+            return _refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(_REQUEST_ID, asked[0].request.request_id)
@@ -164,6 +176,13 @@ class Api:
             if len(content) > limit:
                 raise too_large
         return bytes(content)
+
+
+def _refusal(error: ApiError, headers: dict[str, str]) -> Response:
+    """The answer to a request that no node hears of, under a name by which the log can be searched."""
+    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
+    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, error=error.message)
+    return error_answer(error, headers)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -57,6 +57,14 @@ def test_it_lists_and_retrieves_the_model_and_no_other(client: openai.OpenAI) ->
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+@pytest.mark.covers("A01", "A11")
+def test_the_clients_own_message_goes_back_for_the_next_turn(client: openai.OpenAI) -> None:
+    said = client.chat.completions.create(**DRAWN, messages=MESSAGES).choices[0].message
+    for message in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
+        turns = [*MESSAGES, message, {"role": "user", "content": "And?"}]
+        assert client.chat.completions.create(**DRAWN, messages=turns).choices[0].message.content
+
+
 @pytest.mark.covers("A01", "A02", "A07")
 def test_a_chat_has_choices_logprobs_and_usage_and_its_stream_says_the_same(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = DRAWN | {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 3}

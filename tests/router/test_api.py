@@ -328,3 +328,47 @@ def test_the_clients_request_id_is_echoed_and_never_a_key(model: Path) -> None:
         assert (await router.post(request_id="body")).headers["X-Request-Id"] == "body"
 
     play(model, scenario)
+
+
+@pytest.mark.covers("A01")
+def test_head_is_answered_where_get_is_without_a_body(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        for path in ("/health", "/ready", "/v1/models", f"/v1/models/{MODEL_NAME}", "/metrics"):
+            head, get = await router.client.head(path), await router.client.get(path)
+            assert (head.status_code, head.content, get.status_code) == (200, b"", 200)
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert (await router.client.head("/v1/completions")).status_code == 405
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_a_refused_request_has_an_id_the_clients_or_the_routers(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        bad: dict[str, Any] = {"model": MODEL_NAME, "prompt": "hi", "n": 0}
+        own, other = [(await router.post(**bad)).headers["X-Request-Id"] for _ in range(2)]
+        assert own != other and len(own) == 24
+        mine = await router.client.post("/v1/completions", json=bad, headers={"X-Request-Id": "mine"})
+        assert mine.headers["X-Request-Id"] == "mine"
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_an_http_1_0_client_gets_whole_answers_unchunked_and_no_stream(model: Path) -> None:
+    async def answer(router: LiveRouter, is_stream: bool) -> tuple[str, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        body = json.dumps({"model": MODEL_NAME, "prompt": "hi", "max_tokens": 5, "stream": is_stream})
+        writer.write(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        head, _, content = (await asyncio.wait_for(reader.read(), 10)).decode().partition("\r\n\r\n")
+        writer.close()
+        assert "transfer-encoding" not in head.lower()
+        return head.split()[1], content
+
+    async def scenario(router: LiveRouter) -> None:
+        status, content = await answer(router, is_stream=False)
+        assert (status, json.loads(content)["choices"][0]["text"]) == ("200", "hello")
+        status, content = await answer(router, is_stream=True)
+        assert (status, json.loads(content)["error"]["param"]) == ("400", "stream")
+
+    play(model, scenario)
