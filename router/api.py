@@ -142,10 +142,6 @@ class Api:
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)
-                if body.stream and request.scope["http_version"] == "1.0":
-                    raise bad_request(
-                        "stream", "needs HTTP/1.1, not 1.0, which knows no chunks; a proxy may have made it so"
-                    )
                 if body.request_id is not None:
                     headers[_REQUEST_ID] = client_id = body.request_id
                 asked = await self._intake.asked(body, arrived_at)
