@@ -21,6 +21,7 @@ from tests.e2e.fault_clients import Stream, ask, body, checked_error, tokens_of
 from tests.e2e.role_by_role import BOUND_S, RoleByRole, started_role_by_role, wait_until
 
 NUM_THREADS: Final = 8  # requests at once
+NUM_WAITING: Final = 3  # long prompts at a prefill node: the last one is not computed before a fault is found
 PAUSE_S: Final = 0.7  # well below the silence that breaks a session
 LONG: Final = 4000  # tokens: more than are generated before a fault is found
 CHUNK_TOKENS: Final = 8
@@ -302,31 +303,34 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
 
 @pytest.mark.covers("P08")
 def test_a_killed_routers_work_is_freed_on_both_nodes_which_serve_it_again_when_it_is_back(
-    cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
+    tiny_model: Path, tmp_path: Path, threads: ThreadPoolExecutor, fresh_seed: int
 ) -> None:
-    """With nothing asked of the nodes meanwhile but their state."""
-    rng = random.Random(fresh_seed)
-    streams = [Stream(cluster, threads, body(rng, 40, LONG - 40)) for _ in range(2)]
-    for stream in streams:
-        stream.take_tokens(5)
-    prompts = [threads.submit(ask, cluster, body(rng, LONG - 8, 8)) for _ in range(NUM_THREADS - 2)]
-    wait_until("a long prompt is computed", lambda: cluster.held_blocks("prefill-0") > 0)
-    assert cluster.state("decode-0")["running"] == 2
-    num_ended = len(cluster.outcomes("prefill-0"))
-    cluster.kill("router")
-    for stream in streams:
-        with pytest.raises(httpx.TransportError):
-            stream.take_all()
-        assert len(stream.token_ids) < LONG - 40
-    assert all(isinstance(prompt.exception(), httpx.TransportError) for prompt in prompts)
-    cluster.wait_until_nothing_is_held("prefill-0", "decode-0")
-    ended = cluster.outcomes("prefill-0")[num_ended:]
-    assert len(ended) == len(prompts) and ended.count("cancelled") >= len(prompts) // 2, "it computed on for nobody"
-    for stream in streams:
-        assert cluster.outcomes("decode-0", stream.request_id) == ["router lost"]
-    cluster.start("router")
-    cluster.wait_until_ready()
-    assert len(tokens_of(ask(cluster, body(rng, 40, 8)))) == 8
+    """With nothing asked of the nodes meanwhile but their state. The grace is short: in two seconds all would be computed."""
+    grace = ("--session-grace-s", "0.3")
+    flags = {"router": (), "prefill-0": (*SLOW_PREFILL, *LONG_LEASES, *grace), "decode-0": (*LONG_LEASES, *grace)}
+    with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
+        rng = random.Random(fresh_seed)
+        streams = [Stream(cluster, threads, body(rng, 40, LONG - 40)) for _ in range(2)]
+        for stream in streams:
+            stream.take_tokens(5)
+        prompts = [threads.submit(ask, cluster, body(rng, LONG - 8, 8)) for _ in range(NUM_THREADS - 2)]
+        wait_until("long prompts wait", lambda: cluster.state("prefill-0")["attempts"]["attempts"] >= NUM_WAITING)
+        assert cluster.state("decode-0")["running"] >= 2
+        num_ended = len(cluster.outcomes("prefill-0"))
+        cluster.kill("router")
+        for stream in streams:
+            with pytest.raises(httpx.TransportError):
+                stream.take_all()
+            assert len(stream.token_ids) < LONG - 40
+        assert all(isinstance(prompt.exception(), httpx.TransportError) for prompt in prompts)
+        cluster.wait_until_nothing_is_held("prefill-0", "decode-0")
+        ended = cluster.outcomes("prefill-0")[num_ended:]
+        assert len(ended) >= NUM_WAITING - 1 and "cancelled" in ended, "it computed on for nobody"
+        for stream in streams:
+            assert cluster.outcomes("decode-0", stream.request_id) == ["router lost"]
+        cluster.start("router")
+        cluster.wait_until_ready()
+        assert len(tokens_of(ask(cluster, body(rng, 40, 8)))) == 8
 
 
 @pytest.mark.covers("D01")
