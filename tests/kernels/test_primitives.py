@@ -27,10 +27,11 @@ def drawn(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, spread: float = 1.0) -> None:
+    """`spread`: about how far partial sums stray, whatever is left of them in the end."""
     assert found.dtype is expected.dtype
     assert found.shape == expected.shape
-    bound = BOUNDS[expected.dtype] * max(1.0, expected.float().abs().max().item())  # terms of about 1 may cancel
+    bound = BOUNDS[expected.dtype] * max(spread, expected.float().abs().max().item())
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=bound)
 
 
@@ -48,7 +49,7 @@ def test_linears_with_and_without_bias(
     x, weight = drawn(seed, dtype, rows, width_in), drawn(seed + 1, dtype, width_out, width_in)
     bias = 10 * drawn(seed + 2, dtype, width_out) if has_bias else None
     exact = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert_close(kernels.pack_linear(weight, bias)(x), exact.to(dtype))
+    assert_close(kernels.pack_linear(weight, bias)(x), exact.to(dtype), width_in**0.5)  # terms of about 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -62,7 +63,7 @@ def test_gated_linears(kernels: Kernels, dtype: torch.dtype, rows: int, width: i
     x, weight = drawn(seed, dtype, rows, 64), drawn(seed + 1, dtype, 2 * width, 64) / 4
     bias = drawn(seed + 2, dtype, 2 * width) if has_bias else None
     found = kernels.pack_gate_up(weight, bias)(x)
-    assert_close(found, REFERENCE.silu_gate(torch.nn.functional.linear(x, weight, bias)))
+    assert_close(found, REFERENCE.silu_gate(torch.nn.functional.linear(x, weight, bias)), 64**0.5 / 4)
     # What is fused has the bits of what is not.
     assert torch.equal(found, kernels.silu_gate(kernels.pack_linear(weight, bias)(x)))
 
