@@ -106,6 +106,10 @@ class BlockPool:
         """Whether acquiring this block would take it out of what is available (nobody references it)."""
         return self._states[block_id] is BlockState.CACHED
 
+    def num_sole(self, block_ids: Sequence[int]) -> int:
+        """How many of these used blocks have one reference: dropping it makes them available."""
+        return sum(self._num_references[block_id] == 1 for block_id in block_ids)
+
     def find(self, key: bytes) -> int | None:
         """The block, used or cached, that holds this content."""
         return self._block_of_key.get(key)

@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 
 from engine.plan import (
     NO_TOKEN,
+    PREEMPTED_TOKEN_ID,
     BranchToken,
     DecodeRow,
     Plan,
     PrefillChunk,
     SamplingParams,
+    SlotMark,
     SlotResult,
     SlotStart,
     StepResult,
@@ -76,13 +78,14 @@ class FakeRunner:
             raise FakeRunnerError(f"step {plan.step_id} where {self._next_step_id} comes next")
         self._next_step_id += 1
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
-        if len({row.slot for row in rows}) != len(rows):
-            raise FakeRunnerError(f"step {plan.step_id} has two rows for one slot")
+        if len({row.slot for row in (*rows, *plan.marks)}) != len(rows) + len(plan.marks):
+            raise FakeRunnerError(f"step {plan.step_id} has two rows or marks for one slot")
         for start in plan.starts:
             self._start(start)
         decoded = [self._decode(row) for row in plan.decodes]
         prefilled = [self._prefill(chunk) for chunk in plan.chunks]
-        return StepResult(plan.step_id, tuple(decoded + prefilled))
+        marked = [self._leave(mark) for mark in plan.marks]
+        return StepResult(plan.step_id, tuple(decoded + prefilled + marked))
 
     def _start(self, start: SlotStart) -> None:
         previous = self._slots[start.slot]
@@ -99,6 +102,12 @@ class FakeRunner:
             num_computed=None,
             branch_seeds=start.branch_seeds,
         )
+
+    def _leave(self, mark: SlotMark) -> SlotResult:
+        """Nothing of its owner is under way here: steps run one after the other."""
+        self._slot_of(mark)
+        self._slots[mark.slot] = None
+        return SlotResult(mark.slot, mark.generation, PREEMPTED_TOKEN_ID)
 
     def _decode(self, row: DecodeRow) -> SlotResult:
         slot = self._slot_of(row)
@@ -126,7 +135,7 @@ class FakeRunner:
             return None
         return expected_logprobs(token_id, position, num_top, self._vocab_size)
 
-    def _slot_of(self, row: DecodeRow | PrefillChunk) -> _Slot:
+    def _slot_of(self, row: DecodeRow | PrefillChunk | SlotMark) -> _Slot:
         slot = self._slots[row.slot]
         if slot is None or slot.generation != row.generation:
             raise FakeRunnerError(f"slot {row.slot} is not in generation {row.generation}")

@@ -3,6 +3,9 @@
 A plan names slots, never sequences: a slot is a row of the runner's persistent batch and belongs to one sequence at a time,
 told apart by its generation number. Plans are executed strictly in order. A plan never carries the token that a decode row
 starts from, because that token may not be known yet (steps overlap): the runner keeps each slot's last token itself.
+
+For the same reason a scheduler that takes a slot away does not know its last token yet. It marks the slot; the runner answers
+the mark in order, behind the answers of all earlier rows, and then the sequence's length is final.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Final, NamedTuple, Protocol
 # What a slot's row can answer besides a token id (>= 0; 0 is a token like any other).
 NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
 BROKEN_ROW: Final = -2  # no logit is a number: the KV behind the row, or the model on this prompt, is broken
+# What a slot's mark answers: its owner is out, and everything that it generated has been delivered before this.
+PREEMPTED_TOKEN_ID: Final = -9
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,22 @@ class DecodeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotMark:
+    """The slot is taken away from its owner: no row of this generation follows."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. At most one row per slot."""
+    """One step. At most one row or mark per slot; one with marks alone is run and answered like any other."""
 
     step_id: int
     starts: tuple[SlotStart, ...]
     decodes: tuple[DecodeRow, ...]
     chunks: tuple[PrefillChunk, ...]
+    marks: tuple[SlotMark, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -112,11 +126,11 @@ class BranchToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
-    """What one row of the plan gave."""
+    """What one row or mark of the plan gave."""
 
     slot: int
     generation: int
-    token_id: int  # >= 0, NO_TOKEN or BROKEN_ROW
+    token_id: int  # of a row: >= 0, NO_TOKEN or BROKEN_ROW; of a mark: PREEMPTED_TOKEN_ID
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     # Where asked for, of the prompt's tokens behind the chunk's positions: start + 1, start + 2, … up to the prompt's last.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -125,7 +139,7 @@ class SlotResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One answer per row of the plan with the same step_id: the decodes, then the chunks, in the plan's order."""
+    """One answer per row and mark of the plan with the same step_id: decodes, chunks, marks, each in the plan's order."""
 
     step_id: int
     slots: tuple[SlotResult, ...]

@@ -24,11 +24,13 @@ from engine.model import Model
 from engine.plan import (
     BROKEN_ROW,
     NO_TOKEN,
+    PREEMPTED_TOKEN_ID,
     BranchToken,
     DecodeRow,
     Plan,
     PrefillChunk,
     SamplingParams,
+    SlotMark,
     SlotResult,
     SlotStart,
     StepResult,
@@ -69,7 +71,7 @@ class TorchRunner:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
-            return StepResult(plan.step_id, ())
+            return StepResult(plan.step_id, tuple(map(self._leave, plan.marks)))
         segments = [self._segment(row) for row in rows]
         logits = self._model.forward(build_batch(segments, self._block_size), self._kv)
         ends = list(accumulate(segment.num_logits for segment in segments))
@@ -79,7 +81,18 @@ class TorchRunner:
             self._result(row, logits[end - segment.num_logits : end], sampled.get(row.slot, [NO_TOKEN]))
             for row, segment, end in zip(rows, segments, ends, strict=True)
         ]
-        return StepResult(plan.step_id, tuple(results))
+        return StepResult(plan.step_id, (*results, *map(self._leave, plan.marks)))
+
+    def _leave(self, mark: SlotMark) -> SlotResult:
+        """Its owner's last row ran in an earlier step, or this one's answers would lack it: nothing is under way."""
+        self._check_generation(mark)
+        self._num_table_blocks[mark.slot] = 0
+        self._counts[mark.slot] = None
+        return SlotResult(mark.slot, mark.generation, PREEMPTED_TOKEN_ID)
+
+    def _check_generation(self, row: DecodeRow | PrefillChunk | SlotMark) -> None:
+        if row.generation != (generation := self._generation[row.slot]):
+            raise PlanError(f"slot {row.slot} is at generation {generation}, the plan means {row.generation}")
 
     def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
         """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them.
@@ -144,8 +157,7 @@ class TorchRunner:
     def _segment(self, row: DecodeRow | PrefillChunk) -> Segment:
         """Take a row's new blocks into its slot's table and lay the row out."""
         slot = row.slot
-        if row.generation != self._generation[slot]:
-            raise PlanError(f"slot {slot} is at generation {self._generation[slot]}, the plan means {row.generation}")
+        self._check_generation(row)
         if not all(0 <= block_id < self._num_blocks for block_id in row.new_block_ids):
             raise PlanError(f"slot {slot}: block ids {row.new_block_ids} are not all in a pool of {self._num_blocks}")
         begin = int(self._num_table_blocks[slot])

@@ -13,11 +13,11 @@ token sampled is never fed: a sequence at its limit has KV for one position less
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
-from proto.block_key import next_key
+from proto.block_key import block_keys, next_key
 
 NEVER = -1  # step id of a sequence that no step was launched with
 
@@ -28,6 +28,7 @@ class Phase(Enum):
     WAITING = "waiting"  # holds nothing
     RUNNING_PREFILL = "running_prefill"
     RUNNING_DECODE = "running_decode"  # every token known at the start is planned; each further row feeds a sampled one
+    PREEMPTING = "preempting"  # its slot is marked: no further row, and its length is final when the mark is answered
     FINISHED = "finished"  # no further row; slot and blocks go when the last step launched with it was read
 
 
@@ -77,7 +78,7 @@ class Progress:
     sequence_id: Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
-    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken": no token; None: it goes on
+    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken", "preempted": no token; None: it goes on
     finish: str | None
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
@@ -96,6 +97,7 @@ class Sequence:
     num_promised: int  # blocks that the pool still keeps for its growth
     is_lending: bool  # its blocks are only dropped after release()
     last_key: bytes  # key of the last published block; the seed before the first
+    arrival: int = 0  # who came later is younger; a preempted sequence keeps its own
     num_published: int = 0  # leading full blocks that were offered to the prefix cache
     phase: Phase = Phase.RUNNING_PREFILL
     num_computed: int = 0
@@ -109,6 +111,21 @@ class Sequence:
     def num_sampled(self) -> int:
         """Tokens sampled here and read."""
         return len(self.token_ids) - len(self.spec.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Completion tokens known, those of earlier attempts included."""
+        return self.spec.num_generated + self.num_sampled
+
+    @property
+    def num_limit(self) -> int:
+        """Completion tokens that it ends with at the latest."""
+        return self.spec.num_generated + self.spec.max_new_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Completion tokens that may still come."""
+        return self.spec.max_new_tokens - self.num_sampled
 
     @property
     def num_prompt_unplanned(self) -> int:
@@ -142,6 +159,18 @@ class Sequence:
             return self.spec.block_keys[self.num_published]
         start = self.num_published * block_size
         return next_key(self.last_key, self.token_ids[start : start + block_size])
+
+    def resumed(self, key_seed: bytes, block_size: int) -> SequenceSpec:
+        """What is asked for once more: to go on behind all tokens known. Its first token, and its prompt's logprobs, are told."""
+        return replace(
+            self.spec,
+            token_ids=tuple(self.token_ids),
+            num_generated=self.num_generated,
+            sampling=replace(self.spec.sampling, prompt_logprobs=False) if self.num_sampled else self.spec.sampling,
+            max_new_tokens=self.num_remaining,
+            block_keys=tuple(block_keys(key_seed, self.token_ids, block_size)),
+            branch_seeds=() if self.num_sampled else self.spec.branch_seeds,
+        )
 
     def finish_reason(self) -> str | None:
         """Why the last read token ends the sequence, if it does."""

@@ -12,13 +12,22 @@ from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import FakeRunner, expected_tokens
 from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams
 from engine.prefix_cache import PrefixCache
+from engine.reserve import ReserveConfig, ReservePolicy
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Phase, Progress, SequenceSpec
 from proto.block_key import block_keys, seed_key
 
 KEY_SEED = seed_key(b"checked node")
 Owner = tuple[int, int]  # slot, generation
-ORDER = list(Phase)
+P = Phase
+NEXT_PHASES = {  # as far as two looks apart can tell
+    P.WAITING: set(P) - {P.PREEMPTING},
+    P.RUNNING_PREFILL: {P.RUNNING_PREFILL, P.RUNNING_DECODE, P.FINISHED},
+    P.RUNNING_DECODE: {P.RUNNING_DECODE, P.FINISHED},
+    P.PREEMPTING: {P.PREEMPTING, P.WAITING, P.FINISHED},
+    P.FINISHED: {P.FINISHED},
+}
+BACK = {(P.RUNNING_DECODE, P.PREEMPTING)}  # under pressure
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class Sizes:
     max_model_len: int = 64
     vocab_size: int = 7
     cache_generated: bool = True
+    policy: ReservePolicy = "full"
+    resumes: bool = True
 
 
 def make_spec(
@@ -73,7 +84,14 @@ class CheckedNode:
         self.memory = np.zeros((sizes.num_blocks, 4 * sizes.block_size + 5), dtype=np.uint8)
         self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
         self.cache = PrefixCache(self.pool)
-        config = SchedulerConfig(sizes.num_slots, sizes.max_batched_tokens, sizes.max_model_len, sizes.cache_generated)
+        config = SchedulerConfig(
+            num_slots=sizes.num_slots,
+            max_batched_tokens=sizes.max_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            cache_generated=sizes.cache_generated,
+            reserve=ReserveConfig(sizes.policy),
+            resumes_preempted=sizes.resumes,
+        )
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.runner = FakeRunner(self.memory, sizes.block_size, sizes.vocab_size, sizes.num_slots)
         self.unread: deque[Plan] = deque()
@@ -85,6 +103,7 @@ class CheckedNode:
         self.tables: dict[Owner, list[int]] = {}
         self.generations: dict[int, int] = {}
         self.positions: dict[Owner, int] = {}  # the next position of each owner
+        self.marked: set[Owner] = set()
         self.block_of_key: dict[bytes, list[int]] = {}  # token ids of every block that may ever be published
 
     # What a caller does
@@ -149,8 +168,9 @@ class CheckedNode:
             assert key is None or self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
         phases = self.scheduler.snapshot()["phases"]
         assert isinstance(phases, dict)
-        for sequence_id, phase in phases.items():  # nothing is ever preempted: nobody goes back
-            assert ORDER.index(phase) >= ORDER.index(self.phases.get(sequence_id, Phase.WAITING))
+        for sequence_id, phase in phases.items():
+            before = self.phases.get(sequence_id, Phase.WAITING)
+            assert phase in NEXT_PHASES[before] or (self.sizes.policy != "full" and (before, phase) in BACK)
             self.phases[sequence_id] = phase
 
     def blocks_in_flight(self, but: Owner | None = None) -> set[int]:
@@ -171,8 +191,11 @@ class CheckedNode:
         return is_pool_idle and self.scheduler.num_free_slots == self.sizes.num_slots
 
     def _check_plan(self, plan: Plan) -> None:
-        assert 0 < plan.num_tokens <= self.sizes.max_batched_tokens
-        assert len({row.slot for row in rows_of(plan)}) == len(rows_of(plan))
+        assert 0 < plan.num_tokens <= self.sizes.max_batched_tokens or (plan.marks and plan.num_tokens == 0)
+        owners = [(row.slot, row.generation) for row in (*rows_of(plan), *plan.marks)]
+        assert len({slot for slot, _ in owners}) == len(owners)
+        assert not self.marked & {*owners}, "nothing follows a mark"
+        self.marked |= {(mark.slot, mark.generation) for mark in plan.marks}
         for start in plan.starts:
             assert start.generation > self.generations.get(start.slot, 0)
             assert start.slot not in {row.slot for unread in self.unread for row in rows_of(unread)}
@@ -202,7 +225,9 @@ class CheckedNode:
         right = right_answer(spec, self.sizes.vocab_size)
         got = self.token_ids[sequence_id]
         assert got == right[: len(got)]
-        if item.finish is not None:
+        if item.finish == "preempted":
+            assert not self.sizes.resumes and len(got) < len(right)
+        elif item.finish is not None:
             assert got == right
             assert item.finish == ("stop" if got[-1] in spec.stop_token_ids else "length")
         else:

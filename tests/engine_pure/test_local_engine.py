@@ -109,7 +109,7 @@ START = SlotStart(slot=0, generation=1, sampling=SamplingParams(0.0, 0), next_in
         (Plan(0, (START,), (DecodeRow(0, 2, 0, (0,)),), ()), "not in generation 2"),
         (Plan(0, (START, START), (), ()), "from generation 1 to 1"),
         (Plan(0, (START,), (DecodeRow(0, 1, 4, (0,)),), ()), "positions 4..5 in 1 blocks"),
-        (Plan(0, (START,), (DecodeRow(0, 1, 0, (0,)), DecodeRow(0, 1, 1, ())), ()), "two rows for one slot"),
+        (Plan(0, (START,), (DecodeRow(0, 1, 0, (0,)), DecodeRow(0, 1, 1, ())), ()), "two rows or marks for one slot"),
     ],
 )
 def test_the_fake_runner_refuses_a_plan_that_breaks_the_rules(plan: Plan, why: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from engine.block_pool import BlockState
+from engine.reserve import ReservePolicy
 from engine.sequence import Phase, blocks_for
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec
 
@@ -27,6 +28,7 @@ EVENTS = {
     "lease": 1,
     "end_lease": 2,
 }
+POLICIES: tuple[ReservePolicy, ...] = ("full", "ratio", "fixed", "none")
 MAX_UNREAD = 3
 NUM_EVENTS = 250
 
@@ -45,6 +47,8 @@ class Life:
             max_model_len=32,
             vocab_size=5,
             cache_generated=self.random.random() < 0.7,
+            policy=self.random.choice(POLICIES),
+            resumes=self.random.random() < 0.7,
         )
         self.node = CheckedNode(self.sizes)
         self.happened: Counter[str] = Counter()
@@ -158,8 +162,12 @@ class Life:
         num_full = len(sent.token_ids) // self.sizes.block_size
         held = self.node.cache.acquire_match(spec.block_keys, num_full if self.random.random() < 0.5 else 0)
         num_leased = blocks_for(len(spec.token_ids), self.sizes.block_size) - len(held)
-        num_promised = spec.num_blocks_at_limit(self.sizes.block_size) - num_leased - len(held)
-        if not pool.can_allocate(num_leased + num_promised) or not self.node.scheduler.reserve_slots(1):
+        is_promised = self.node.scheduler.promises_growth
+        num_at_limit = spec.num_blocks_at_limit(self.sizes.block_size)
+        num_promised = num_at_limit - num_leased - len(held) if is_promised else 0
+        remaining = () if is_promised else (spec.max_new_tokens,)
+        is_there_room = self.node.scheduler.admits(num_leased + num_promised, remaining)
+        if not is_there_room or not self.node.scheduler.reserve_slots(1):
             pool.free(held)
             return False
         leased = pool.lease(num_leased)
@@ -255,4 +263,5 @@ def test_everything_does_happen() -> None:
         life = Life(Random(seed))
         life.live()
         happened += life.happened
-    assert set(happened) == set(EVENTS)
+        happened["preempted"] += life.node.scheduler.num_preempted
+    assert set(happened) == {*EVENTS, "preempted"}
