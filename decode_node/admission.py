@@ -1,12 +1,13 @@
 """Whether an attempt can be taken: it fits this node's model, and there is room, exactly at the boundary, all or nothing (D01).
 
-With the full reserve policy a sequence is admitted only if it can grow to its limit, so that nothing ever has to be preempted:
-what it does not take at once is promised (BlockPool.promise), and a promise counts as taken for everybody else.
+Under the reserve policy "full" a sequence is admitted only if it can grow to its limit, so that nothing ever has to be preempted:
+what it does not take at once is promised (BlockPool.promise), and a promise counts as taken for everybody else. Under the others
+growth takes what is there, and admission leaves some room for it (engine/reserve.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -22,6 +23,11 @@ class BlockNeed:
     num_full: int  # full blocks of the tokens whose KV will be written: shared by all branches
     num_branches: int  # each has one more block of its own, in which it begins
     num_growth: int  # of each branch, up to the limit; the last sampled token's KV is never written
+
+    @property
+    def num_now(self) -> int:
+        """Before anything grows."""
+        return self.num_full + self.num_branches
 
     @property
     def num_total(self) -> int:
@@ -65,17 +71,27 @@ class LeasedBlocks:
 
 
 def take_blocks(
-    pool: BlockPool, cache: PrefixCache, need: BlockNeed, block_keys: Sequence[bytes]
+    pool: BlockPool,
+    cache: PrefixCache,
+    need: BlockNeed,
+    block_keys: Sequence[bytes],
+    is_promised: bool,
+    has_room: Callable[[int], bool],
 ) -> LeasedBlocks | None:
-    """Lease what the need asks for, leading blocks from the prefix cache; None, and no change, if there is no room."""
+    """Lease what the need asks for, leading blocks from the prefix cache; None, and no change, if there is no room.
+
+    `is_promised`: growth is promised as well. `has_room` says whether so many blocks may be taken, promised ones included.
+    """
     held = cache.acquire_match(block_keys, len(block_keys))
-    if need.num_total - len(held) > pool.num_available:
+    num_wanted = (need.num_total if is_promised else need.num_now) - len(held)
+    if not has_room(num_wanted):
         pool.free(held)
         return None
-    leased = pool.lease(need.num_full + need.num_branches - len(held))
-    pool.promise(need.num_branches * need.num_growth)
+    leased = pool.lease(need.num_now - len(held))
+    num_growth = need.num_growth if is_promised else 0
+    pool.promise(need.num_branches * num_growth)
     num_full = need.num_full - len(held)
-    return LeasedBlocks((*held, *leased[:num_full]), tuple(leased[num_full:]), len(held), need.num_growth)
+    return LeasedBlocks((*held, *leased[:num_full]), tuple(leased[num_full:]), len(held), num_growth)
 
 
 def return_blocks(pool: BlockPool, blocks: LeasedBlocks) -> None:

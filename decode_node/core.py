@@ -3,7 +3,7 @@
 Pure: events and times in, actions out (node/events.py). The legal order of a handoff is connector/handoff.py; room is
 decode_node/admission.py; which rows a step computes is engine/scheduler.py.
 
-    Reserve -> lease (blocks leased, a slot reserved, growth promised)
+    Reserve -> lease (blocks leased, a slot reserved), at once or from the line (decode_node/door.py)
     every block landed, Commit -> writes revoked -> quiet -> sequence; its first batch repeats the sender's token at once
     each step -> one batch per router
 
@@ -22,10 +22,10 @@ from connector.fence import FenceFloor
 from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step_receiver
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
 from decode_node import admission
-from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, keys_of, lease_of, starting_branches
+from decode_node.door import OPEN, Door
+from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, keys_of, router_of, starting_branches
 from decode_node.leases import Leases
 from engine.block_pool import BlockPool
-from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler
 from engine.sequence import Progress
 from node import events as ev
@@ -39,7 +39,11 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
 _Keys = tuple[AttemptKey, ...]
-_OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
+# How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; others needed its blocks.
+_ENDS: Final[Mapping[str | None, tuple[pb.ErrorCode.ValueType, str]]] = {
+    "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),
+    "preempted": (pb.PREEMPTED, "its blocks were needed by older sequences"),
+}
 
 
 class DecodeCore:
@@ -59,13 +63,12 @@ class DecodeCore:
         self._limits = limits
         self._scheduler = scheduler
         self._pool = pool
-        self._cache = PrefixCache(pool)
         self._fingerprint = fingerprint
         self._key_seed = key_seed
-        self._draw = draw
         self._leases = Leases()
         self._running: dict[AttemptKey, RunningBranch] = {}
         self._fence = FenceFloor(limits.max_fences)
+        self._door = Door(identity, limits, scheduler, pool, self._fence, self._leases, draw)
         self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
         self._out: list[ev.Action] = []
 
@@ -75,7 +78,7 @@ class DecodeCore:
         """Take one event; see NodeCore."""
         match event:
             case ev.ReserveAsked(call_id, request):
-                self._out.append(ev.AnswerReserve(call_id, self._reserve(request, now)))
+                self._reserve(call_id, request, now)
             case ev.RenewAsked(call_id, request):
                 self._out.append(ev.AnswerRenew(call_id, self._renew(request, now)))
             case ev.ReleaseAsked(request):
@@ -96,7 +99,7 @@ class DecodeCore:
                 self._router_lost(router, now)
             case _:
                 self._out.append(ev.Count("unexpected_events"))
-        return self._finish_turn()
+        return self._finish_turn(now)
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
@@ -106,11 +109,14 @@ class DecodeCore:
                 self._lease_due(self._leases[timer], now)
             else:
                 self._give_up(self._running[timer], pb.DEADLINE, "the request's deadline has passed", now)
-        return self._finish_turn()
+        for waiting in [each for each in self._door.line if each.until <= now]:
+            self._door.expire(waiting, now)
+        return self._finish_turn(now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        return min((t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None), default=None)
+        times = (self._timers.next(), self._fence.next_expiry(), self._door.next_expiry())
+        return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
@@ -119,70 +125,39 @@ class DecodeCore:
             "leases_by_state": self._leases.states(),
             "blocks_of_leases": self._leases.num_blocks(),
             "branches": len(self._running),
+            "waiting_reserves": len(self._door.line),
             "fences": len(self._fence),
             "scheduler": self._scheduler.snapshot(),
         }
 
     def load(self) -> pb.LoadReport:
         """See NodeCore."""
-        return load_report(self._scheduler, self._pool)
+        return load_report(self._scheduler, self._pool, len(self._door.line))
 
     # ------------------------------------------------------------ Reserve, Renew, Release
 
-    def _reserve(self, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
+    def _reserve(self, call_id: int, request: pb.ReserveRequest, now: float) -> None:
         keys = keys_of(request)
         flaw = admission.fingerprint_difference(self._fingerprint, request.fingerprint)
         flaw = flaw or admission.request_flaw(request, self._pool.block_size, self._limits)
-        if flaw is not None:
-            return self._refused(keys[0], pb.INCOMPATIBLE, flaw)
-        lease = self._leases.of_any(keys)
-        if lease is not None and lease.keys == keys and lease.state in _OPEN:
-            return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
-        if lease is not None or any(map(self._scheduler.knows, keys)):
-            return self._refused(keys[0], pb.CANCELLED, f"attempt {keys[0].attempt} is committed already")
+        if self._door.turn_away(call_id, keys, flaw):
+            return
         admitted = tuple(filter(self._fence.admits, keys))
-        if not admitted:
-            self._out.append(ev.Count("stale_refused"))
-            return self._refused(keys[0], pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor")
-        if not self._fence.has_room(*(each.branch for each in admitted)):
-            return self._refused(keys[0], pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
         for each in admitted:
             self._fence.begin(each, now + request.ms_left / 1000)
         self._end_below(admitted, now)
-        reply = self._grant(keys, admitted, request, now)
-        if reply.WhichOneof("result") == "error":
-            for each in admitted:
-                self._fence.end(each, now + request.ms_left / 1000, now)
-        return reply
+        lease = self._door.enter(call_id, request, keys, now)
+        if lease is not None:
+            self._begin(lease, now)
 
-    def _grant(self, keys: _Keys, admitted: _Keys, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
-        if not self._scheduler.reserve_slots(len(keys)):
-            return self._refused(keys[0], pb.BUSY, f"{self._scheduler.num_free_slots} of {len(keys)} slots are free")
-        block_size = self._pool.block_size
-        need = admission.block_need(request.num_tokens, request.max_total_tokens, block_size, len(keys))
-        blocks = admission.take_blocks(self._pool, self._cache, need, request.block_keys)
-        if blocks is None:
-            self._scheduler.unreserve_slots(len(keys))
-            reason = f"{need.num_total} blocks are needed, {self._pool.num_available} available"
-            return self._refused(keys[0], pb.NO_BLOCKS, reason)
-        lease = lease_of(request, keys, blocks, block_size, self._draw(), self._limits.lease_life_s, now)
-        lease.open &= set(admitted)
-        self._leases.add(lease)
+    def _begin(self, lease: Lease, now: float) -> None:
         self._timers.set(lease.lease_id, lease.next_timer())
-        self._out.append(ev.AdmitLease(lease.lease_id, lease.secret, lease.writable()))
         if not lease.missing:
             self._step(lease, ReceiverEvent.LAST_BLOCK, now)
-        return pb.ReserveReply(lease=lease.to_message())
-
-    def _refused(self, key: AttemptKey, code: pb.ErrorCode.ValueType, reason: str) -> pb.ReserveReply:
-        self._out.append(ev.Count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}"))
-        retry_after_ms = 50 if code in (pb.NO_BLOCKS, pb.BUSY) else 0
-        error = pd_error(code, reason, key, self._identity.name, retry_after_ms=retry_after_ms)
-        return pb.ReserveReply(error=error)
 
     def _renew(self, request: pb.RenewRequest, now: float) -> pb.RenewReply:
         lease = self._leases.get(request.lease_id)
-        if lease is None or lease.secret != request.secret or lease.state not in _OPEN:
+        if lease is None or lease.secret != request.secret or lease.state not in OPEN:
             self._out.append(ev.Count("stale_refused"))
             return pb.RenewReply(life_ms=0)
         self._prolong(lease, now)
@@ -197,7 +172,9 @@ class DecodeCore:
         for key in keys:
             self._fence.end(key, now + request.ms_left / 1000, now)
             lease = self._leases.of_any((key,))
-            if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
+            if (waiting := self._door.line.find(key)) is not None:
+                self._door.close(waiting, key, now)
+            if lease is not None and lease.state in OPEN:  # only a broken peer releases what it committed
                 lease.outcome = "released"
                 self._step(lease, ReceiverEvent.RELEASE, now)
         self._end_below(keys, now)
@@ -212,6 +189,8 @@ class DecodeCore:
     def _end_below(self, keys: _Keys, now: float) -> None:
         """End every attempt that is older than one of these of its branch, leased or running."""
         floors = {key.branch: key.attempt for key in keys}
+        for waiting, older in self._door.line.older(floors):
+            self._door.close(waiting, older, now)
         for lease, older in self._leases.older(floors):
             self._close(lease, older, "cancelled", now)
         for older in [k for k in self._running if k.attempt < floors.get(k.branch, 0)]:
@@ -231,6 +210,9 @@ class DecodeCore:
         self._out.append(ev.Ended(key, outcome))
 
     def _router_lost(self, router: ev.RouterId, now: float) -> None:
+        for waiting in [w for w in self._door.line if router_of(w.request) == router]:
+            for key in list(waiting.open):
+                self._door.close(waiting, key, now)
         for lease in self._leases.of_router(router):
             self._step(lease, ReceiverEvent.CANCEL, now)
         for key in [b.key for b in self._running.values() if b.router == router]:
@@ -262,7 +244,7 @@ class DecodeCore:
         self._out.append(ev.Count(f"writes_refused_{pb.ErrorCode.Name(code).lower()}"))
         lease = self._leases.get(lease_id)
         if lease is not None:
-            if lease.state in _OPEN:
+            if lease.state in OPEN:
                 lease.refusal, lease.outcome = code, pb.ErrorCode.Name(code)
             self._step(lease, ReceiverEvent.BAD_WRITE, now)
 
@@ -287,7 +269,7 @@ class DecodeCore:
             lease.refusal, lease.outcome = pb.TRANSFER_FAILED, "TRANSFER_FAILED"
         if lease.state is not ReceiverState.COMMITTED:
             lease.commit, lease.reply_to = commit, reply_to
-            if lease.state in _OPEN:
+            if lease.state in OPEN:
                 self._close_all_but({started.branch.choice for started in commit.branches}, lease, now)
         self._step(lease, ReceiverEvent.COMMIT, now)
 
@@ -366,8 +348,8 @@ class DecodeCore:
             branch = self._running.get(cast(AttemptKey, item.sequence_id))
             if branch is None:
                 continue
-            if item.token_id is None:  # "broken": its KV, or what the model makes of it, is no number
-                self._give_up(branch, pb.INTERNAL, "the model gives no numbers for this sequence", now)
+            if item.token_id is None:
+                self._give_up(branch, *_ENDS[item.finish], now)
                 continue
             index = len(branch.token_ids)
             batches.add(branch.router, branch.key, index, [item.token_id], item.finish, item.logprobs)
@@ -377,7 +359,7 @@ class DecodeCore:
         self._out += batches.to_actions()
 
     def _lease_due(self, lease: Lease, now: float) -> None:
-        if lease.state in _OPEN:
+        if lease.state in OPEN:
             expired = now >= lease.expires_at
             lease.outcome = "expired" if expired else "DEADLINE"
             if expired:
@@ -393,8 +375,11 @@ class DecodeCore:
         self._out.append(ev.ToRouter(branch.router, pb.NodeMessage(error=error)))
         self._stop(branch.key, pb.ErrorCode.Name(code), now)
 
-    def _finish_turn(self) -> list[ev.Action]:
-        """Plan what can be planned, hand out the turn's actions."""
+    def _finish_turn(self, now: float) -> list[ev.Action]:
+        """Plan what can be planned, let in who waits and fits, hand out the turn's actions."""
         self._out += plan_ahead(self._scheduler)
-        out, self._out = self._out, []
+        for lease in self._door.serve(now):
+            self._begin(lease, now)
+        out, self._out = self._out + self._door.out, []
+        self._door.out = []
         return out

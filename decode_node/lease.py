@@ -86,6 +86,11 @@ def keys_of(request: pb.ReserveRequest | pb.ReleaseRequest) -> tuple[AttemptKey,
     return (lead, *(lead._replace(choice=choice) for choice in request.more_choices))
 
 
+def router_of(request: pb.ReserveRequest) -> RouterId:
+    """Whose attempt it is."""
+    return RouterId(request.router.name, request.router.incarnation)
+
+
 def lease_of(
     request: pb.ReserveRequest,
     keys: tuple[AttemptKey, ...],
@@ -93,6 +98,7 @@ def lease_of(
     block_size: int,
     drawn: tuple[int, bytes],
     life_s: float,
+    deadline: float,
     now: float,
 ) -> Lease:
     """A new lease for these branches. `drawn`: its id and secret."""
@@ -100,14 +106,14 @@ def lease_of(
         lease_id=drawn[0],
         secret=drawn[1],
         keys=keys,
-        router=RouterId(request.router.name, request.router.incarnation),
+        router=router_of(request),
         blocks=blocks,
         num_tokens=request.num_tokens,
         max_total_tokens=request.max_total_tokens,
         block_keys=tuple(request.block_keys),
         life_s=life_s,
         expires_at=now + life_s,
-        deadline=now + request.ms_left / 1000,
+        deadline=deadline,
         missing=_blocks_to_write(blocks, request.num_tokens, block_size),
         open=set(keys),
     )

@@ -55,6 +55,10 @@ class Leases:
         """Nothing asks for this id any more."""
         del self._by_id[lease.lease_id]
 
+    def remaining_tokens(self) -> list[int]:
+        """How many tokens each branch that is open in a lease may still say."""
+        return [lease.max_total_tokens - lease.num_tokens - 1 for lease in self._holders.values()]
+
     def states(self) -> dict[str, int]:
         """How many there are by state."""
         return dict(Counter(lease.state.name for lease in self._by_id.values()))

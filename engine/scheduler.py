@@ -189,6 +189,11 @@ class Scheduler:
     # Numbers
 
     @property
+    def num_slots(self) -> int:
+        """All there are."""
+        return self._config.num_slots
+
+    @property
     def num_free_slots(self) -> int:
         """Slots neither occupied nor reserved."""
         return self._all.slots.num_free

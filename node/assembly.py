@@ -16,6 +16,7 @@ from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.model import load_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.probe import probe_bit_exact
+from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from node.config import NodeConfig
@@ -69,10 +70,29 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
     memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
-    scheduler_config = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len)
+    scheduler_config = SchedulerConfig(
+        num_slots=config.max_num_seqs,
+        max_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        reserve=ReserveConfig(
+            policy=config.reserve_policy,
+            init_ratio=config.new_token_ratio_init,
+            min_ratio=config.new_token_ratio_min,
+            decay_steps=config.new_token_ratio_decay_steps,
+            clip_max_new_tokens=config.clip_max_new_tokens,
+        ),
+        resumes_preempted=False,  # on another node, or here behind another prefill: the router decides
+    )
     parts = CoreParts(
         identity=identity,
-        limits=NodeLimits(sizes.max_model_len, model_config.vocab_size, lease_life_s=config.lease_life_s),
+        limits=NodeLimits(
+            max_model_len=sizes.max_model_len,
+            vocab_size=model_config.vocab_size,
+            lease_life_s=config.lease_life_s,
+            reserve_wait_s=config.reserve_wait_s,
+            max_waiting_reserves=config.max_waiting_reserves,
+            reserves_for_running=config.decode_reserve == "on",
+        ),
         scheduler=Scheduler(scheduler_config, pool, key_seed),
         pool=pool,
         fingerprint=pb.Fingerprint(**asdict(fields)),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from engine.reserve import ReservePolicy
 from runtime.config import knob
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
@@ -65,6 +66,34 @@ class NodeConfig:
         high=1 << 24,
     )
 
+    reserve_policy: ReservePolicy = knob(
+        "ratio",
+        "room that admission leaves to what runs; ratio: a share of what it may still say, which follows what is said; fixed: "
+        "some blocks each, for a while after a preemption; full: all it may ever need, nothing is preempted; none: nothing",
+    )
+    new_token_ratio_init: float = knob(
+        0.7, "ratio: the share at start, and the most that a preemption brings back", low=0, high=1
+    )
+    new_token_ratio_min: float = knob(
+        0.098, "ratio: the share that it falls to while nothing is preempted", low=0, high=1
+    )
+    new_token_ratio_decay_steps: int = knob(600, "ratio: steps from the first share to the least", low=1, high=1 << 30)
+    clip_max_new_tokens: int = knob(
+        4096, "ratio: tokens that a sequence may still say count as no more than this", low=1, high=1 << 30
+    )
+    decode_reserve: Literal["on", "off"] = knob(
+        "on", "whether a decode node leaves that room when it answers Reserve; off admits more, and preempts more"
+    )
+    reserve_wait_s: float = knob(
+        5.0,
+        "seconds that a prefill node lets its Reserve wait at a full decode node; 0: refused at once",
+        low=0,
+        high=3600,
+    )
+    max_waiting_reserves: int = knob(
+        64, "Reserve calls that wait for room at a decode node; more are refused at once", low=0, high=1 << 20
+    )
+
     transport: Literal["auto", "shm", "zmq"] = knob(
         "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
     )
@@ -87,6 +116,11 @@ class NodeConfig:
             )
         if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
             raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")
+        if self.new_token_ratio_min > self.new_token_ratio_init:
+            raise ValueError(
+                f"--new-token-ratio-min {self.new_token_ratio_min}: must not be above new_token_ratio_init "
+                f"{self.new_token_ratio_init}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least max_num_seqs "

@@ -29,3 +29,6 @@ class NodeLimits:
     max_fences: int = 65_536  # branches whose fence floor is remembered; above it BUSY
     lease_life_s: float = 10.0  # of a lease that nobody renews
     rpc_timeout_s: float = 2.0  # of one Reserve or Renew, never longer than the deadline
+    reserve_wait_s: float = 5.0  # how long a Reserve may wait for room, as its sender asks
+    max_waiting_reserves: int = 64  # that wait at one node; above it NO_BLOCKS or BUSY at once
+    reserves_for_running: bool = True  # whether room is left to those that decode when a Reserve is answered

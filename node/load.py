@@ -7,11 +7,11 @@ from engine.scheduler import Scheduler
 from proto import baton_pb2 as pb
 
 
-def load_report(scheduler: Scheduler, pool: BlockPool) -> pb.LoadReport:
-    """Counts as they are now."""
+def load_report(scheduler: Scheduler, pool: BlockPool, num_reserves: int = 0) -> pb.LoadReport:
+    """Counts as they are now; `num_reserves` wait for a lease."""
     blocks = pool.counts()
     return pb.LoadReport(
-        waiting=scheduler.num_waiting,
+        waiting=scheduler.num_waiting + num_reserves,
         running=scheduler.num_running,
         blocks_free=blocks.free,
         blocks_cached=blocks.cached,

@@ -341,10 +341,10 @@ class PrefillCore:
         match action:
             case SenderAction.SEND_RESERVE:
                 self._asked[work.key] = task
-                request = messages.reserve_request(work, self._identity, self._fingerprint, now)
-                self._out.append(
-                    ev.SendReserve(work.key, work.target.grpc_address, request, self._patience_s(work, now))
-                )
+                wait_s = min(self._limits.reserve_wait_s, max(work.deadline - now, 0))
+                request = messages.reserve_request(work, self._identity, self._fingerprint, wait_s, now)
+                patience_s = wait_s + self._patience_s(work, now)
+                self._out.append(ev.SendReserve(work.key, work.target.grpc_address, request, patience_s))
             case SenderAction.START_WRITING:
                 self._write_computed(task, now)
             case SenderAction.SEND_COMMIT:

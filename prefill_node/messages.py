@@ -14,7 +14,9 @@ def ms_left(work: Work, now: float) -> int:
     return max(1, int((work.deadline - now) * 1000))
 
 
-def reserve_request(work: Work, sender: NodeIdentity, fingerprint: pb.Fingerprint, now: float) -> pb.ReserveRequest:
+def reserve_request(
+    work: Work, sender: NodeIdentity, fingerprint: pb.Fingerprint, wait_s: float, now: float
+) -> pb.ReserveRequest:
     """Asks for blocks for the KV of prompt and generated tokens, and for growth up to max_tokens."""
     return pb.ReserveRequest(
         key=work.key.to_proto(),
@@ -27,6 +29,7 @@ def reserve_request(work: Work, sender: NodeIdentity, fingerprint: pb.Fingerprin
         fingerprint=fingerprint,
         ms_left=ms_left(work, now),
         more_choices=work.more_choices,
+        wait_ms=int(wait_s * 1000),
     )
 
 

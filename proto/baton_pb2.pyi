@@ -848,12 +848,15 @@ class ReserveRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
     MORE_CHOICES_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
     """prompt + generated before this attempt: their KV will be written"""
     max_total_tokens: _builtins.int
     """prompt + max_tokens: how far the sequence may grow"""
     ms_left: _builtins.int
+    wait_ms: _builtins.int
+    """how long the answer may wait for room; 0: answer at once"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -885,10 +888,11 @@ class ReserveRequest(_message.Message):
         fingerprint: Global___Fingerprint | None = ...,
         ms_left: _builtins.int = ...,
         more_choices: _abc.Iterable[_builtins.int] | None = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

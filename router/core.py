@@ -24,7 +24,7 @@ from router.ownership import Owner, Verdict, Word, judge, word_of
 from router.placement import Pair, Placement
 from router.requests import (
     BROKEN_HANDOFFS,
-    REFUSALS,
+    NO_ROOM,
     STATUS,
     AwaitingPrompt,
     CommitUnknown,
@@ -254,13 +254,13 @@ class RouterCore:
             self._fail(branch, error.code, error.message, now)
 
     def _retry_or_fail(self, branch: LiveBranch, pair: Pair, error: pb.PDError, now: float) -> None:
-        """Decide on an attempt that ended before its Commit."""
+        """Decide on an attempt that ended without a finish: before its Commit, or because its blocks were needed."""
         if branch.is_complete:  # its last token was on the way in the error
             self._cancel(branch, now)
             self._finish_when_scored(branch, "stop" if branch.ended_by_stop_token else "length", now)
             return
         wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
-        if error.retryable and error.code in REFUSALS:
+        if error.retryable and error.code in NO_ROOM:
             self._requeue(branch, pair, error, now + branch.refused(wait_s, self._config), now)
         elif error.retryable and error.code in BROKEN_HANDOFFS and branch.retries_left > 0:
             branch.retries_left -= 1
@@ -271,7 +271,7 @@ class RouterCore:
 
     def _requeue(self, branch: LiveBranch, pair: Pair, error: pb.PDError, retry_at: float, now: float) -> None:
         """End the attempt on both nodes and put the request back to its old place in the queue."""
-        is_prefill_busy = error.code in REFUSALS and error.node_id == pair.prefill.name
+        is_prefill_busy = error.code in NO_ROOM and error.node_id == pair.prefill.name
         branch.held_off[pair.prefill if is_prefill_busy else pair.decode] = retry_at
         self._cancel(branch, now)
         self._nodes.vacate(branch.key, pair)

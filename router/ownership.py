@@ -67,7 +67,7 @@ TABLE: Final[Mapping[tuple[Owner, Word], tuple[Owner, Verdict]]] = {
     (_O.RECEIVER, _W.SENDER_TOKENS): (_O.RECEIVER, _V.TAKE),  # late, and a repeat: the log drops it
     **{(owner, _W.RECEIVER_TOKENS): (_O.RECEIVER, _V.TAKE) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
     **{(owner, _W.RECEIVER_FINISH): (_O.NOBODY, _V.FINISH) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
-    **{(owner, _W.RECEIVER_ERROR): (_O.NOBODY, _V.FAIL) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+    **{(owner, _W.RECEIVER_ERROR): (_O.NOBODY, _V.RETRY) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
     **{(owner, _W.RECEIVER_LOST): (_O.NOBODY, _V.FAIL) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
 }
 

@@ -203,8 +203,8 @@ def _sampling_message(sampling: Sampling, awaits_prompt_logprobs: bool) -> pb.Sa
     )
 
 
-# Before Commit: no room there now. The branch waits for capacity; no retry is used.
-REFUSALS: Final = frozenset({pb.NO_BLOCKS, pb.BUSY})
+# There is no room now, or none any more. The branch waits for capacity; no retry is used.
+NO_ROOM: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.PREEMPTED})
 
 # Before Commit: the attempt broke. One retry each.
 BROKEN_HANDOFFS: Final = frozenset({pb.CHECKSUM, pb.TRANSFER_FAILED, pb.LEASE_EXPIRED})

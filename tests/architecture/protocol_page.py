@@ -16,7 +16,7 @@ from connector import handoff
 from node.pd_error import NOT_RETRYABLE
 from proto import baton_pb2 as pb
 from router import ownership
-from router.requests import BROKEN_HANDOFFS, REFUSALS, STATUS
+from router.requests import BROKEN_HANDOFFS, NO_ROOM, STATUS
 from runtime import session
 from tests.architecture.source_tree import ROOT
 
@@ -102,7 +102,7 @@ def _errors() -> str:
         if code == pb.ERROR_UNSPECIFIED:
             continue
         does = (
-            "waits for capacity" if code in REFUSALS else "retries" if code in BROKEN_HANDOFFS else "fails the request"
+            "waits for capacity" if code in NO_ROOM else "retries" if code in BROKEN_HANDOFFS else "fails the request"
         )
         is_retryable = "no" if code in NOT_RETRYABLE else "yes"
         lines.append(f"| {pb.ErrorCode.Name(code)} | {is_retryable} | {does} | {STATUS.get(code, 500)} |")
