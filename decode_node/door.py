@@ -65,10 +65,6 @@ class Door:
         lease, waiting = self._leases.of_any(keys), self.line.find(keys[0])
         if flaw is not None:
             self._refuse([call_id], keys[0], (pb.INCOMPATIBLE, flaw))
-        elif len(keys) > self._scheduler.num_slots:
-            self._refuse(
-                [call_id], keys[0], (pb.BUSY, f"{len(keys)} branches, there are {self._scheduler.num_slots} slots")
-            )
         elif lease is not None and lease.keys == keys and lease.state in OPEN:
             # The same attempt twice gives the same lease (H06).
             self.out.append(ev.AnswerReserve(call_id, pb.ReserveReply(lease=lease.to_message())))
@@ -81,6 +77,10 @@ class Door:
         elif not any(map(self._fence.admits, keys)):
             self.out.append(ev.Count("stale_refused"))
             self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor"))
+        elif len(keys) > self._scheduler.num_slots:
+            self._refuse(
+                [call_id], keys[0], (pb.BUSY, f"{len(keys)} branches, there are {self._scheduler.num_slots} slots")
+            )
         elif not self._fence.has_room(*(key.branch for key in keys if self._fence.admits(key))):
             self._refuse([call_id], keys[0], (pb.BUSY, f"{len(self._fence)} fences are the most that it keeps"))
         else:
@@ -158,7 +158,7 @@ class Door:
             scheduler.unreserve_slots(len(keys))
             return pb.NO_BLOCKS, f"{need.num_now} blocks are needed now, {self._pool.num_available} available"
         block_size, drawn = self._pool.block_size, self._draw()
-        lease = lease_of(asked.request, keys, blocks, block_size, drawn, self._limits.lease_life_s, asked.deadline, now)
+        lease = lease_of(asked.request, blocks, block_size, drawn, self._limits.lease_life_s, asked.deadline, now)
         lease.open &= asked.open.keys()
         self._leases.add(lease)
         self.out.append(ev.AdmitLease(lease.lease_id, lease.secret, lease.writable()))

@@ -93,7 +93,6 @@ def router_of(request: pb.ReserveRequest) -> RouterId:
 
 def lease_of(
     request: pb.ReserveRequest,
-    keys: tuple[AttemptKey, ...],
     blocks: LeasedBlocks,
     block_size: int,
     drawn: tuple[int, bytes],
@@ -101,7 +100,8 @@ def lease_of(
     deadline: float,
     now: float,
 ) -> Lease:
-    """A new lease for these branches. `drawn`: its id and secret."""
+    """A new lease for what was asked. `drawn`: its id and secret."""
+    keys = keys_of(request)
     return Lease(
         lease_id=drawn[0],
         secret=drawn[1],

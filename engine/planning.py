@@ -19,30 +19,20 @@ class Planner:
         self._room = room
         self._max_batched_tokens = max_batched_tokens
         self._next_step_id = 0
-        self._to_mark: list[Sequence] = []
         self._starts: list[SlotStart] = []  # of the plan being made
+        self._to_mark: list[Sequence] = []  # in it
         self.is_short = False  # somebody who runs found no blocks in the last plan
         self.num_preempted = 0  # so far
-
-    def mark_aborted(self, sequence: Sequence) -> None:
-        """Have the runner say when it is done with a finished sequence that it was given rows of."""
-        self._to_mark.append(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """It has retired: nothing is left to be said of it."""
-        if sequence in self._to_mark:
-            self._to_mark.remove(sequence)
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to do."""
         self.is_short = False
-        self._starts = []
+        self._starts, self._to_mark = [], []
         decodes = self._plan_decodes()
         chunks = self._plan_chunks(self._max_batched_tokens - len(decodes))
         if not (decodes or chunks or self._to_mark):
             return None
         marks = tuple(map(self._mark, self._to_mark))
-        self._to_mark = []
         if decodes or chunks:
             self._room.reserve.stepped()
         self._next_step_id += 1

@@ -20,8 +20,8 @@ Who owns a sequence's blocks and slot, and until when:
     waiting      nothing
     admitted     slot; matched and allocated blocks, one reference each; promises, where room.py gives any
     preempting   the same, until the mark is answered
-    finished     the same without promises, until the results of the last step launched with it (an aborted one's mark, if it was
-                 planned before) were read: until then that step may still write into them
+    finished     the same without promises, until the results of the last step launched with it (its mark's, if it was giving
+                 way) were read: until then that step may still write into them
     then         the slot is free for the next generation; the blocks' references are dropped, or, where the sequence lends
                  (a sender still reads them), kept until release()
 
@@ -113,7 +113,7 @@ class Scheduler:
     def abort(self, sequence_id: abc.Hashable) -> bool:
         """End a sequence wherever it is, without further progress; False if nobody knows it. A finished one stays as it is.
 
-        One with an unread row is marked like one that gives way, unless that row is read before the next plan.
+        It needs no mark: what it generates does not matter any more, and that its rows are done is said by their results.
         """
         if self._all.waiting.pop(sequence_id, None) is not None:
             return True
@@ -121,12 +121,9 @@ class Scheduler:
         if sequence is None:
             return sequence_id in self._all.lent
         if sequence.phase is not Phase.FINISHED:
-            is_marked = sequence.phase is Phase.PREEMPTING
             self._all.finish(sequence)
             if not has_unread_rows(sequence, self._last_read_step_id):
                 self._all.retire(sequence)
-            elif not is_marked:
-                self._planner.mark_aborted(sequence)
         return True
 
     def release(self, sequence_id: abc.Hashable) -> bool:
@@ -265,7 +262,6 @@ class Scheduler:
                 elif isinstance(row, PrefillChunk) and not sequence.is_broken:
                     self._keep_computed(sequence, row, answer)
             if sequence.phase is Phase.FINISHED and sequence.last_step_id == plan.step_id:
-                self._planner.forget(sequence)
                 self._all.retire(sequence)
         return progress
 

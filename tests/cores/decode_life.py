@@ -15,6 +15,7 @@ from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner
 from engine.plan import Plan
+from engine.reserve import ReserveConfig
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.identity import NodeLimits
@@ -67,7 +68,9 @@ class Life:
         self.num_slots = self.random.randint(2, 20)
         num_blocks = self.random.randint(16, 120)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN), self.pool, SEED)
+        reserve = ReserveConfig("full")
+        config = SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN, reserve=reserve, resumes_preempted=False)
+        self.scheduler = Scheduler(config, self.pool, SEED)
         memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         self.runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, self.num_slots)
         limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, max_fences=self.random.choice((8, 64, 64, 64)), lease_life_s=1.0)
@@ -274,6 +277,7 @@ class Life:
         admitted = [key for key in keys if key.attempt >= self.floors.get(key.branch, 0)]
         num_new = sum(key.branch not in self.floors for key in admitted)
         has_fences = not num_new or len(self.floors) + num_new <= self.max_fences
+        has_fences &= len(keys) <= self.num_slots  # more branches than slots are refused before anything is remembered
         # What ended stays in the engine until the last step launched with it is read.
         is_known = any(key in self.leased or key in self.running or self.scheduler.knows(key) for key in keys)
         held = {key: self.leased.get(key) for key in keys}

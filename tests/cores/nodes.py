@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
+from engine.reserve import ReserveConfig, ReservePolicy
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
@@ -44,15 +45,25 @@ class Decode:
 
     num_blocks: int = 16
     num_slots: int = 4
+    policy: ReservePolicy = "full"
+    max_waiting_reserves: int = 64
+    reserves_for_running: bool = True
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: DecodeCore = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN), self.pool, SEED)
+        reserve = ReserveConfig(self.policy)
+        config = SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN, reserve=reserve, resumes_preempted=False)
+        self.scheduler = Scheduler(config, self.pool, SEED)
         serial = count(1)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
+        limits = NodeLimits(
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            max_waiting_reserves=self.max_waiting_reserves,
+            reserves_for_running=self.reserves_for_running,
+        )
         self.core = DecodeCore(
             DECODE, limits, self.scheduler, self.pool, FINGERPRINT, SEED, lambda: (next(serial), bytes(16))
         )

@@ -8,12 +8,10 @@ from random import Random
 
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.plan import NO_TOKEN, PREEMPTED_TOKEN_ID, Plan, SlotResult, StepResult
-from engine.reserve import ReserveConfig, ReservePolicy
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.reserve import ReservePolicy
 from engine.sequence import Phase
-from tests.engine_pure.checked_node import KEY_SEED, CheckedNode, Sizes, make_spec, phase_of, right_answer
+from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, phase_of, right_answer
 
 # 16 blocks of 4: one sequence at its limit of 64 tokens fills the pool.
 TIGHT = Sizes(num_blocks=16, num_slots=4, max_batched_tokens=64, policy="none")
@@ -182,47 +180,28 @@ def test_a_storm_of_no_token_requeues_nothing() -> None:
 
 
 @pytest.mark.covers("Q01", "Q06")
-@pytest.mark.parametrize(("of_row", "of_mark"), [(PREEMPTED_TOKEN_ID, NO_TOKEN), (3, NO_TOKEN), (3, 4)])
-def test_an_answer_that_does_not_belong_is_refused(of_row: int, of_mark: int) -> None:
-    pool = BlockPool(16, 4)
-    scheduler = Scheduler(SchedulerConfig(2, 16, 64, reserve=ReserveConfig("none")), pool, KEY_SEED)
-    scheduler.submit(make_spec("a", [1], 9, TIGHT))
-    first = scheduler.plan()
-    assert first is not None
-    scheduler.abort("a")
-    second = scheduler.plan()
-    assert second is not None and second.marks
-    with pytest.raises(ValueError, match="answered"):
-        scheduler.complete(StepResult(0, (SlotResult(0, 1, of_row),)))
-        scheduler.complete(StepResult(1, (SlotResult(0, 1, of_mark),)))
-
-
-@pytest.mark.covers("Q06")
-def test_a_result_without_the_mark_is_refused_at_once_so_no_slot_waits_for_it() -> None:
-    pool = BlockPool(16, 4)
-    scheduler = Scheduler(SchedulerConfig(2, 16, 64), pool, KEY_SEED)
-    scheduler.submit(make_spec("a", [1], 9, TIGHT))
-    scheduler.plan()
-    scheduler.abort("a")
-    assert scheduler.plan() is not None
-    scheduler.complete(StepResult(0, (SlotResult(0, 1, 5),)))
-    with pytest.raises(ValueError, match="not those of its rows and marks"):
-        scheduler.complete(StepResult(1, ()))
-
-
-@pytest.mark.covers("Q06", "Q08")
-def test_an_abort_goes_the_same_way_and_frees_the_slot_when_its_mark_is_answered() -> None:
-    node = node_with((5,))
+@pytest.mark.parametrize(("of_row", "of_mark"), [(PREEMPTED_TOKEN_ID, NO_TOKEN), (3, NO_TOKEN), (3, 4), (3, None)])
+def test_an_answer_that_does_not_belong_is_refused_at_once_so_no_slot_waits_for_one_that_was_lost(
+    of_row: int, of_mark: int | None
+) -> None:
+    node = node_with((20,))
     node.plan()
-    node.plan()
-    node.abort("a")
-    plan = node.plan()
-    assert plan is not None and [owner_of(node, mark.slot) for mark in plan.marks] == ["a"]
-    for _ in range(2):
-        node.complete()
-        assert node.scheduler.num_free_slots == TIGHT.num_slots - 1
     node.complete()
-    assert node.is_idle()
+    held = node.pool.lease(node.pool.num_available)
+    plan = node.plan()
+    while plan is not None and not plan.marks:
+        result = StepResult(plan.step_id, (SlotResult(0, 1, of_row),))
+        if of_row == PREEMPTED_TOKEN_ID:
+            with pytest.raises(ValueError, match="a mark that it was not given"):
+                node.scheduler.complete(result)
+            return
+        node.scheduler.complete(result)
+        plan = node.scheduler.plan()
+    assert plan is not None
+    answers = () if of_mark is None else (SlotResult(0, 1, of_mark),)
+    with pytest.raises(ValueError, match=r"answered|not those of its rows and marks"):
+        node.scheduler.complete(StepResult(plan.step_id, answers))
+    node.pool.release_lease(held)
 
 
 @pytest.mark.covers("Q06")

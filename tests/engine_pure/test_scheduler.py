@@ -175,13 +175,9 @@ def test_blocks_and_slot_are_free_only_when_the_last_step_launched_with_the_sequ
     node.submit(spec)
     for _ in range(3):
         node.plan()  # the prompt, then two rows that a stop makes surplus
-    num_more = 2
     if how == "abort":
         node.abort("a")
-        plan = node.plan()
-        assert plan is not None and not plan.num_tokens and [mark.slot for mark in plan.marks] == [0]
-        num_more = 3
-    for _ in range(num_more):
+    for _ in range(2):
         progress = node.complete()
         assert [item.finish for item in progress] in ([], ["stop"])
         assert phase_of(node, "a") is Phase.FINISHED

@@ -100,7 +100,9 @@ def hear(w: World, word: Word) -> World:
     """The router's side of it."""
     HEARD.add((w.owner, word))
     owner, verdict = judge(w.owner, word)
-    if verdict is Verdict.RETRY:
+    if verdict is Verdict.RETRY and word is W.RECEIVER_ERROR:
+        assert not w.is_running, "the receiver has given an attempt up that it runs"
+    elif verdict is Verdict.RETRY:
         assert not w.has_run, "retried an attempt that runs"
         assert w.receiver is not R.COMMITTED and not w.is_commit_in_flight, "retried an attempt that may still run"
     if w.owner is Owner.RECEIVER and owner is not Owner.RECEIVER:

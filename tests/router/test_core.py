@@ -287,11 +287,26 @@ def test_after_commit_an_error_or_the_loss_of_the_receiver_ends_the_request() ->
     for name in "ab":
         world.submit(name)
         world.tokens_from("d1", name, 0, [7])
-    world.error_from("d1", "a", pb.NO_BLOCKS)
-    assert world.failure("a").code == "NO_BLOCKS"
+    world.error_from("d1", "a", pb.INTERNAL)
+    assert world.failure("a").code == "INTERNAL"
     world.feed(SessionLost(ref("d1")))
     assert (world.failure("b").code, world.failure("b").status) == ("NODE_LOST", 503)
     world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("R05", "Q02")
+def test_a_preempted_branch_goes_on_in_a_new_attempt_with_all_that_it_said() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "d2")
+    world.submit("a", max_tokens=9)
+    holder = world.dispatches("a")[0][1].target.node.name
+    world.tokens_from(holder, "a", 0, [7, 8])
+    world.error_from(holder, "a", pb.PREEMPTED, completion_token_ids=[7, 8, 9], retry_after_ms=50)
+    second = world.dispatches("a")[1][1]
+    assert second.attempt == 1 and list(second.branches[0].generated_token_ids) == [7, 8, 9]
+    assert second.target.node.name != holder, "the other one may have room"
+    world.tokens_from(second.target.node.name, "a", 3, [4], pb.FINISH_STOP, attempt=1)
+    end = world.ends["a"]
+    assert isinstance(end, Finished) and end.token_ids == (7, 8, 9, 4)
 
 
 def test_a_lost_prefill_node_ends_what_it_had_not_handed_over() -> None:
