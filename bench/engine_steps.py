@@ -78,9 +78,9 @@ class _TimedLinear:
         self.seconds = 0.0
         self.result = torch.empty(0)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         begin = time.perf_counter()
-        self.result = self._linear(x)
+        self.result = self._linear(x, out)
         self.seconds += time.perf_counter() - begin
         return self.result
 

@@ -20,6 +20,7 @@ from engine.config_values import ModelError
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
 from engine.rope import attention_factor, inverse_frequencies
+from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import NoKernels, choose_kernels
@@ -62,23 +63,41 @@ class Model:
         return replace(self, config=config, layers=layers, stack=_stack(self.kernels, config, layers))
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv: Tensor, memory: StepTensors | None = None) -> Tensor:
         """Compute one step: writes the rows' KV, returns logits [num_logits, vocab_size] in the model's dtype.
 
-        kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype.
+        kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype. memory: where what the step
+        makes may lie, the logits included; they are good until the next step with the same memory. None: in fresh memory.
         """
-        angles = batch.positions[:, None].float() * self.inverse_frequencies
-        scale = attention_factor(self.config.rope)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        hidden = self.embedding.index_select(0, batch.token_ids)
+        memory = StepTensors() if memory is None else memory
+        num_rows = len(batch.token_ids)
+        cos, sin = self._angles(batch.positions, memory)
+        hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
+        torch.index_select(self.embedding, 0, batch.token_ids, out=hidden)
         if self.stack is not None:
             hidden = self.stack(hidden, cos, sin, kv, batch.attention)
         else:
             hidden = self._layer_by_layer(hidden, cos, sin, kv, batch)
-        if not batch.logit_rows.numel():
+        num_logits = len(batch.logit_rows)
+        if not num_logits:
             return hidden.new_empty((0, self.config.vocab_size))
-        eps = self.config.rms_norm_eps
-        return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
+        shape = (num_logits, self.config.hidden_size)
+        last = memory.take("last", shape, hidden)
+        torch.index_select(hidden, 0, batch.logit_rows, out=last)
+        normed = self.kernels.rms_norm(
+            last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
+        )
+        if num_logits > memory.max_logits:
+            return self.head(normed)
+        return self.head(normed, memory.take("logits", (num_logits, self.config.vocab_size), hidden))
+
+    def _angles(self, positions: Tensor, memory: StepTensors) -> tuple[Tensor, Tensor]:
+        """cos and sin of each row's rotations, each [num_rows, head_dim / 2] fp32."""
+        shape = (len(positions), len(self.inverse_frequencies))
+        turns, cos, sin = (memory.take(name, shape, self.inverse_frequencies) for name in ("turns", "cos", "sin"))
+        scale = attention_factor(self.config.rope)
+        torch.mul(turns.copy_(positions[:, None]), self.inverse_frequencies, out=turns)
+        return torch.cos(turns, out=cos).mul_(scale), torch.sin(turns, out=sin).mul_(scale)
 
     def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)

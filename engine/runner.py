@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 
-from engine.batch import Segment, build_batch
+from engine.batch import BatchBuffers, Chunk, DecodeRows, SlotTables
 from engine.kv_memory import KvMemory
 from engine.logprobs import LogitsError, token_logprobs
 from engine.model import Model
@@ -37,6 +37,7 @@ from engine.plan import (
     TokenLogprobs,
 )
 from engine.sampler import Draw, sample
+from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
@@ -52,11 +53,11 @@ class TorchRunner:
     def __init__(self, model: Model, kv_memory: KvMemory, num_slots: int, max_model_len: int) -> None:
         self._model = model
         self._kv = kv_memory.tensor
-        self._block_size = kv_memory.block_size
         self._num_blocks = kv_memory.num_blocks
         max_blocks = -(-max_model_len // kv_memory.block_size)
-        self._block_table = np.zeros((num_slots, max_blocks), np.int64)
-        self._num_table_blocks = np.zeros(num_slots, np.int64)
+        self._tables = SlotTables(np.zeros((num_slots, max_blocks), np.int64), np.zeros(num_slots, np.int64))
+        self._buffers = BatchBuffers(kv_memory.block_size)
+        self._memory = StepTensors(max_logits=num_slots)
         self._generation = np.full(num_slots, _NO_GENERATION, np.int64)
         self._last_token_id = np.zeros(num_slots, np.int64)
         self._next_index = np.zeros(num_slots, np.int64)  # of the token sampled next, in its completion
@@ -72,55 +73,64 @@ class TorchRunner:
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
             return StepResult(plan.step_id, tuple(map(self._leave, plan.marks)))
-        segments = [self._segment(row) for row in rows]
-        logits = self._model.forward(build_batch(segments, self._block_size), self._kv)
-        ends = list(accumulate(segment.num_logits for segment in segments))
+        self._take_blocks(rows)
+        chunks = [self._chunk(row) for row in plan.chunks]
+        batch = self._buffers.lay_out(self._tables, self._decode_rows(plan.decodes), chunks)
+        logits = self._model.forward(batch, self._kv, self._memory)
+        nums_logits = [1] * len(plan.decodes) + [chunk.num_logits for chunk in chunks]
+        ends = list(accumulate(nums_logits))
         last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
         sampled = self._sample(logits, last_rows)
         results = [
-            self._result(row, logits[end - segment.num_logits : end], sampled.get(row.slot, [NO_TOKEN]))
-            for row, segment, end in zip(rows, segments, ends, strict=True)
+            self._result(row, logits, (end - num_logits, end), sampled.get(row.slot, [NO_TOKEN]))
+            for row, num_logits, end in zip(rows, nums_logits, ends, strict=True)
         ]
         return StepResult(plan.step_id, (*results, *map(self._leave, plan.marks)))
 
     def _leave(self, mark: SlotMark) -> SlotResult:
-        """Its owner's last row ran in an earlier step, or this one's answers would lack it: nothing is under way."""
-        self._check_generation(mark)
-        self._num_table_blocks[mark.slot] = 0
-        self._counts[mark.slot] = None
-        return SlotResult(mark.slot, mark.generation, PREEMPTED_TOKEN_ID)
-
-    def _check_generation(self, row: DecodeRow | PrefillChunk | SlotMark) -> None:
-        if row.generation != (generation := self._generation[row.slot]):
-            raise PlanError(f"slot {row.slot} is at generation {generation}, the plan means {row.generation}")
+        """Its owner's last row ran in an earlier step: nothing is under way."""
+        slot = mark.slot
+        if mark.generation != (held := self._generation[slot]):
+            raise PlanError(f"slot {slot} is at generation {held}, the plan marks {mark.generation}")
+        self._tables.num_blocks[slot] = 0
+        self._counts[slot] = None
+        return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
     def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
         """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them.
 
         Behind a slot's own token come those of its further branches, whose seeds are used up by this.
         """
-        rows: list[int] = []
-        draws: list[Draw] = []
-        for slot, row in row_of_slot.items():
-            draw = Draw(self._sampling[slot], int(self._next_index[slot]), self._counts[slot])
-            draws.append(draw)
-            draws += [draw._replace(sampling=replace(draw.sampling, seed=seed)) for seed in self._branch_seeds[slot]]
-            rows += [row] * (len(draws) - len(rows))
-        drawn = iter(sample(logits if rows == list(range(len(logits))) else logits[rows], draws, self._model.kernels))
-        token_ids = {slot: list(islice(drawn, 1 + len(self._branch_seeds[slot]))) for slot in row_of_slot}
-        for slot, (token_id, *_) in token_ids.items():
-            # A broken row's next one was planned already: feed it anything.
-            self._last_token_id[slot] = max(token_id, 0)
-            self._next_index[slot] += 1
-            self._branch_seeds[slot] = ()
-            counts = self._counts[slot]
-            if counts is not None and token_id != BROKEN_ROW:
-                counts.add(token_id)
+        slots = [*row_of_slot]
+        counts = [self._counts[slot] for slot in slots]
+        indices = self._next_index[slots].tolist()
+        draws = list(map(Draw, [self._sampling[slot] for slot in slots], indices, counts))
+        rows = [*row_of_slot.values()]
+        branches = [(at, seed) for at, slot in enumerate(slots) for seed in self._branch_seeds[slot]]
+        for at, seed in branches:
+            draws.append(draws[at]._replace(sampling=replace(draws[at].sampling, seed=seed)))
+            rows.append(rows[at])
+        drawn = sample(logits if rows == [*range(len(logits))] else logits[rows], draws, self._model.kernels)
+        token_ids = {slot: [token_id] for slot, token_id in zip(slots, drawn, strict=False)}
+        for (at, _), token_id in zip(branches, drawn[len(slots) :], strict=True):
+            token_ids[slots[at]].append(token_id)
+            self._branch_seeds[slots[at]] = ()
+        # A broken row's next one was planned already: feed it anything.
+        self._last_token_id[slots] = np.maximum(drawn[: len(slots)], 0)
+        self._next_index[slots] += 1
+        for own, token_id in zip(counts, drawn, strict=False):
+            if own is not None and token_id != BROKEN_ROW:
+                own.add(token_id)
         return token_ids
 
-    def _result(self, row: DecodeRow | PrefillChunk, logits: Tensor, token_ids: list[int]) -> SlotResult:
-        """What a row answers. `logits`: [num_logits, vocab_size], those that its segment asked for."""
+    def _result(
+        self, row: DecodeRow | PrefillChunk, step_logits: Tensor, span: tuple[int, int], token_ids: list[int]
+    ) -> SlotResult:
+        """What a row answers. `span`: which of the step's logits, [num_logits, vocab_size], are its own."""
         num_logprobs, token_id = self._sampling[row.slot].num_logprobs, token_ids[0]
+        if num_logprobs is None and not self._prompt[row.slot] and len(token_ids) == 1:
+            return SlotResult(row.slot, row.generation, token_id)
+        logits = step_logits[span[0] : span[1]]
         logprobs: Sequence[TokenLogprobs | None] = [None] * len(token_ids)
         try:
             of_prompt = self._prompt_logprobs(row, logits)
@@ -144,7 +154,7 @@ class TorchRunner:
         if start.generation <= self._generation[slot]:
             raise PlanError(f"slot {slot}: generation {start.generation} does not follow {self._generation[slot]}")
         self._generation[slot] = start.generation
-        self._num_table_blocks[slot] = 0
+        self._tables.num_blocks[slot] = 0
         self._last_token_id[slot] = start.last_token_id
         self._next_index[slot] = start.next_index
         self._sampling[slot] = start.sampling
@@ -154,24 +164,37 @@ class TorchRunner:
         self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
         self._branch_seeds[slot] = start.branch_seeds
 
-    def _segment(self, row: DecodeRow | PrefillChunk) -> Segment:
-        """Take a row's new blocks into its slot's table and lay the row out."""
-        slot = row.slot
-        self._check_generation(row)
-        if not all(0 <= block_id < self._num_blocks for block_id in row.new_block_ids):
-            raise PlanError(f"slot {slot}: block ids {row.new_block_ids} are not all in a pool of {self._num_blocks}")
-        begin = int(self._num_table_blocks[slot])
-        end = begin + len(row.new_block_ids)
-        if end > self._block_table.shape[1]:
+    def _take_blocks(self, rows: Sequence[DecodeRow | PrefillChunk]) -> None:
+        """Take the rows' new blocks into their slots' tables."""
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        generations = np.fromiter((row.generation for row in rows), np.int64, len(rows))
+        if (wrong := np.flatnonzero(self._generation[slots] != generations)).size:
+            row = rows[wrong[0]]
+            held = self._generation[row.slot]
+            raise PlanError(f"slot {row.slot} is at generation {held}, the plan means {row.generation}")
+        for row in rows:
+            if row.new_block_ids:
+                self._append_blocks(row.slot, row.new_block_ids)
+
+    def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
+            raise PlanError(f"slot {slot}: block ids {block_ids} are not all in a pool of {self._num_blocks}")
+        begin = int(self._tables.num_blocks[slot])
+        end = begin + len(block_ids)
+        if end > self._tables.block_ids.shape[1]:
             raise PlanError(f"slot {slot}: {end} blocks are more than max_model_len has")
-        self._block_table[slot, begin:end] = row.new_block_ids
-        self._num_table_blocks[slot] = end
-        table = self._block_table[slot, :end]
-        if isinstance(row, DecodeRow):
-            return Segment((int(self._last_token_id[slot]),), row.position, table, 1)
+        self._tables.block_ids[slot, begin:end] = block_ids
+        self._tables.num_blocks[slot] = end
+
+    def _decode_rows(self, rows: Sequence[DecodeRow]) -> DecodeRows:
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        positions = np.fromiter((row.position for row in rows), np.int64, len(rows))
+        return DecodeRows(slots, positions, self._last_token_id[slots])
+
+    def _chunk(self, row: PrefillChunk) -> Chunk:
         # Of a prompt whose logprobs are wanted every row has a next token to tell of, but for the tokens of earlier attempts.
-        is_told = row.start + 1 < len(self._prompt[slot])
-        return Segment(row.token_ids, row.start, table, len(row.token_ids) if is_told else int(row.samples))
+        is_told = row.start + 1 < len(self._prompt[row.slot])
+        return Chunk(row.slot, row.start, row.token_ids, len(row.token_ids) if is_told else int(row.samples))
 
 
 def _samples(row: DecodeRow | PrefillChunk) -> bool:

@@ -56,10 +56,11 @@ class CpuLinear:
         if self._bias is not None:
             self.c.bias = self._bias.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]; gated ones give silu(gate) * up."""
         x = x.contiguous()
-        out = x.new_empty((x.shape[0], self.c.out_features))
+        if out is None:
+            out = x.new_empty((x.shape[0], self.c.out_features))
         arguments = x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads(), self._dtype_code
         self._library.call.baton_linear(reference(self.c), *arguments)
         return out
@@ -79,7 +80,7 @@ class _CStep:
     def __init__(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> None:
         _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
         self._kept = (kv, batch.block_tables, batch.write_positions)
-        self._spans = np.array(batch.spans, np.int32)
+        self._spans = np.ascontiguousarray(batch.spans, np.int32)
         self.cache: Final = CCache(kv.data_ptr(), num_layers, block_size, num_kv_heads, head_dim, num_heads)
         self.batch: Final = CBatch(
             self._spans.ctypes.data,
@@ -199,10 +200,11 @@ class CpuKernels:
         """Lay gate and up out side by side, so that their product is taken in registers."""
         return CpuLinear(self._library, weight, bias, is_gated=True)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalise in fp32 and round before the weight."""
         x = x.contiguous()
-        out = torch.empty_like(x)
+        if out is None:
+            out = torch.empty_like(x)
         rows, width = x.shape
         self._library.call.baton_rms_norm(
             x.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), DTYPE_CODES[x.dtype]

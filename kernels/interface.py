@@ -31,7 +31,7 @@ class RowSpan(NamedTuple):
 class AttentionBatch(NamedTuple):
     """Which KV the rows of one step write and see. A block belongs to one writing sequence at most."""
 
-    spans: tuple[RowSpan, ...]  # every row in exactly one, in row order
+    spans: NDArray[np.int32]  # [num_spans, 3]: RowSpans; every row in exactly one, in row order
     block_tables: Tensor  # [num_spans, max_blocks] int64; columns past a span's last position are never looked at
     write_positions: Tensor  # [num_rows] int64: block id * block_size + offset in the block
 
@@ -39,8 +39,11 @@ class AttentionBatch(NamedTuple):
 class Linear(Protocol):
     """A weight matrix, and its bias if it has one, in the form that the back end likes best."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply [num_rows, in_features] into [num_rows, out_features], same dtype; the bias is added before rounding."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features], same dtype; the bias is added before rounding.
+
+        out: memory that the product may go to; what is returned counts, whether it lies there or not.
+        """
 
 
 class StepAttention(Protocol):
@@ -103,8 +106,8 @@ class Kernels(Protocol):
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take [2 * width, in_features], gate first; the product is silu_gate of the plain linear's."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Scale each row of [num_rows, width] to unit mean square, then by weight [width].
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """Scale each row of [num_rows, width] to unit mean square, then by weight [width]. `out` as in Linear.
 
         The width is hidden_size, or head_dim where a model norms each head of its queries and keys (Qwen3).
         """

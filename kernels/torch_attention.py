@@ -60,6 +60,7 @@ class TiledAttention:
         block, offset = batch.write_positions // self._block_size, batch.write_positions % self._block_size
         self._write_base = block * (2 * self._num_layers * self._block_size) + offset
         self._batch = batch
+        self._spans = [RowSpan(*span) for span in batch.spans.tolist()]
         self._gather_bytes = gather_bytes
         self._group_size = num_heads // self._num_kv_heads
         self._groups: dict[int | None, list[_Group]] = {}  # by window; a model has one or two
@@ -106,9 +107,9 @@ class TiledAttention:
 
     def _plan(self, window: int | None) -> list[_Group]:
         """Cut the step into groups within the memory bound. How it is cut changes no bit."""
-        singles = [(span.first_position, index) for index, span in enumerate(self._batch.spans) if span.num_rows == 1]
+        singles = [(span.first_position, index) for index, span in enumerate(self._spans) if span.num_rows == 1]
         groups = self._plan_singles(sorted(singles), window)
-        for index, span in enumerate(self._batch.spans):
+        for index, span in enumerate(self._spans):
             if span.num_rows > 1:
                 groups += self._plan_run(index, span, window)
         return groups
@@ -126,7 +127,7 @@ class TiledAttention:
                     continue
             members = singles[start:end]
             spans = [index for _, index in members]
-            rows = [self._batch.spans[index].first_row for index in spans]
+            rows = [self._spans[index].first_row for index in spans]
             group = self._group(rows, spans, np.array([position for position, _ in members]), window)
             tiles = tuple(_each_head(tile, self._num_kv_heads) for tile in group.tiles)
             groups.append(group._replace(tiles=tiles, has_own_kv=True))

@@ -9,7 +9,7 @@ Which operations keep that law was measured (torch 2.13, fp32 and bf16, 1 to 16 
 
 So single rows are doubled before a matrix product, and silu is composed from exp. Attention is in torch_attention.py.
 Where bf16 is rounded follows transformers, whose logits are the oracle.
-Fast kernels are another back end's business; this one must be right.
+Fast kernels are another back end's business; this one must be right. It takes fresh memory for every result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PackedLinear:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]."""
         num_rows = x.shape[0]
         if num_rows == 1:
@@ -49,7 +49,7 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]."""
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
@@ -61,7 +61,7 @@ class GatedLinear:
         self._linear = linear
         self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply, then silu(gate) * up."""
         return self._kernels.silu_gate(self._linear(x))
 
@@ -85,7 +85,7 @@ class TorchKernels:
         """Pack as any linear; the gate is applied behind it."""
         return GatedLinear(self.pack_linear(weight, bias), self)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalise in fp32 and round before the weight, as the models were trained."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

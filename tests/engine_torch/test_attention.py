@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,7 +74,9 @@ def test_paged_attention_equals_softmax_of_what_each_row_sees(
         queries.append(query)
         written.append((keys[first:], values[first:]))
         expected.append(plain_attention(query, keys, values, first, window))
-    attention = kernels.step_attention(kv, AttentionBatch(tuple(row_spans), tables, torch.cat(writes)), num_heads)
+    attention = kernels.step_attention(
+        kv, AttentionBatch(np.array(row_spans, np.int32), tables, torch.cat(writes)), num_heads
+    )
     attention.write(layer, *(torch.cat(parts) for parts in zip(*written, strict=True)))
     out = attention.attend(layer, torch.cat(queries), window)
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
@@ -92,7 +95,7 @@ def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int, window: 
         spans.append(RowSpan(num_rows, count, start))
         num_rows += count
     tables = torch.randint(0, 60, (len(spans), 15), generator=generator)
-    batch = AttentionBatch(tuple(spans), tables, torch.zeros(num_rows, dtype=torch.int64))
+    batch = AttentionBatch(np.array(spans, np.int32), tables, torch.zeros(num_rows, dtype=torch.int64))
     queries = torch.randn(num_rows, 8, 32, generator=generator)
     whole = TiledAttention(kv, batch, num_heads=8).attend(0, queries, window)
     assert torch.equal(TiledAttention(kv, batch, 8, gather_bytes).attend(0, queries, window), whole)

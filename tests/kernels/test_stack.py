@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ class Sequences:
             positions.append(at)
             row += count
         tables = self.tables[[sequence for sequence, _, _ in step]]
-        return AttentionBatch(tuple(spans), tables, torch.cat(writes)), torch.cat(positions)
+        return AttentionBatch(np.array(spans, np.int32), tables, torch.cat(writes)), torch.cat(positions)
 
 
 def angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
