@@ -38,6 +38,8 @@ HANDED_ON: Final = (
     "max_model_len",
     "dtype",
     "kernels",
+    "reserve_policy",
+    "decode_reserve",
     "transport",
 )
 

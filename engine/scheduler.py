@@ -215,18 +215,18 @@ class Scheduler:
         return self._planner.num_preempted
 
     @property
-    def reserve_value(self) -> float:
-        """The reserve policy's own number (engine/reserve.py)."""
-        return self._room.reserve.value
-
-    @property
     def steps_in_flight(self) -> int:
         """Plans whose results were not read yet."""
         return len(self._unread)
 
     def snapshot(self) -> dict[str, object]:
         """Every sequence with its phase, and who holds the slots."""
-        return {**self._all.snapshot(), "num_preempted": self.num_preempted, "steps_in_flight": len(self._unread)}
+        return {
+            **self._all.snapshot(),
+            "num_preempted": self.num_preempted,
+            "reserve": self._room.reserve.value,
+            "steps_in_flight": len(self._unread),
+        }
 
     # Steps
 

@@ -6,6 +6,7 @@ Not here: HTTP (node/http.py). There is no second copy of any state, so nothing 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.sequence import Phase
 from node.events import NodeCore
 from node.identity import NodeIdentity
 from node.measures import Measures
@@ -78,7 +80,8 @@ class NodeView(Collector):
             "blocks": blocks_by_state(load),
             "running": load.running,
             "waiting": load.waiting,
-            "leases": _num_leases(snapshot),
+            "leases": _number(snapshot, "leases"),
+            "scheduler": _scheduler_state(cast(Mapping[str, object], snapshot.get("scheduler", {}))),
             "attempts": {name: value for name, value in snapshot.items() if name not in ("leases", "scheduler")},
             "kv_bytes_sent": transport["kv_bytes_sent"],
             "kv_bytes_received": transport["kv_bytes_received"],
@@ -103,8 +106,11 @@ class NodeView(Collector):
         yield blocks
         yield GaugeMetricFamily("baton_node_sequences_running", "Sequences that hold a slot", value=load.running)
         yield GaugeMetricFamily("baton_node_sequences_waiting", "Sequences that hold nothing yet", value=load.waiting)
-        leases = _num_leases(sources.core.snapshot())
+        snapshot = sources.core.snapshot()
+        leases, waiting = _number(snapshot, "leases"), _number(snapshot, "waiting_reserves")
         yield GaugeMetricFamily("baton_node_leases", "Reservations for other nodes that stand", value=leases)
+        yield GaugeMetricFamily("baton_node_reserves_waiting", "Reserve calls that wait for room", value=waiting)
+        yield from _scheduler_families(cast(Mapping[str, object], snapshot.get("scheduler", {})))
         counts, by_code = sources.counters.counts(), sources.counters.counts_by_code()
         for name, help_text in PLAIN_COUNTERS.items():
             yield CounterMetricFamily(f"baton_node_{name}", help_text, value=counts[name])
@@ -121,9 +127,40 @@ class NodeView(Collector):
         yield moved
 
 
-def _num_leases(snapshot: Mapping[str, object]) -> int:
-    leases = snapshot.get("leases")
-    return leases if isinstance(leases, int) else 0  # a role that reserves for nobody has no such entry
+def _scheduler_state(scheduler: Mapping[str, object]) -> dict[str, object]:
+    """Numbers only: a sequence's id is an attempt's, and there may be thousands."""
+    phases = Counter(phase.value for phase in cast(Mapping[object, Phase], scheduler.get("phases", {})).values())
+    return {
+        "sequences": {phase.value: phases[phase.value] for phase in Phase},
+        "preemptions": _number(scheduler, "num_preempted"),
+        "reserve": scheduler.get("reserve", 0.0),
+    }
+
+
+def _number(snapshot: Mapping[str, object], name: str) -> int:
+    number = snapshot.get(name)
+    return number if isinstance(number, int) else 0  # a role that reserves for nobody has no such entry
+
+
+def _scheduler_families(scheduler: Mapping[str, object]) -> Iterator[Metric]:
+    """What the engine's scheduler says of itself (engine/scheduler.py, snapshot)."""
+    sequences = GaugeMetricFamily(
+        "baton_node_sequences", "Sequences by phase; finished ones still hold a slot or lend blocks", labels=["phase"]
+    )
+    phases = Counter(cast(Mapping[object, Phase], scheduler.get("phases", {})).values())
+    for phase in Phase:
+        sequences.add_metric([phase.value], phases[phase])
+    yield sequences
+    yield CounterMetricFamily(
+        "baton_node_preemptions",
+        "Sequences that gave way because blocks were short",
+        value=_number(scheduler, "num_preempted"),
+    )
+    yield GaugeMetricFamily(
+        "baton_node_reserve",
+        "The reserve policy's number: the share of what may still be said (ratio), or blocks per sequence (fixed)",
+        value=cast(float, scheduler.get("reserve", 0.0)),
+    )
 
 
 def blocks_by_state(load: pb.LoadReport) -> dict[str, int]:

@@ -230,7 +230,7 @@ def test_a_prompt_that_is_still_in_chunks_counts_in_the_reserve() -> None:
     node.submit(make_spec("a", [1] * 30, 34, sizes))
     node.plan()
     # 32 blocks; a holds 2 of its 8 and will say 34 tokens: ceil(34 * 0.7 / 4) = 6. A newcomer of 20 tokens adds 4.
-    assert node.scheduler.reserve_value == pytest.approx(0.7, abs=0.002)
+    assert node.scheduler.snapshot()["reserve"] == pytest.approx(0.7, abs=0.002)
     assert node.scheduler.admits(32 - 8 - 6 - 4, (20,)) and not node.scheduler.admits(32 - 8 - 6 - 4 + 1, (20,))
     assert node.scheduler.admits(32 - 2, (20,), reserves=False)
     assert not node.scheduler.admits(32 - 2 + 1, (20,), reserves=False)

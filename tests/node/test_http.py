@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.sequence import Phase
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.measures import Measures
@@ -34,7 +35,13 @@ class LoadedCore(ScriptedCore):
         )
 
     def snapshot(self) -> Mapping[str, object]:
-        return {"leases": 8, "branches": 9, "scheduler": {"phases": {("not", "json-able"): object()}}}
+        phases = [Phase.WAITING, Phase.RUNNING_DECODE, Phase.RUNNING_DECODE, Phase.PREEMPTING]
+        scheduler = {
+            "phases": {("not", "json-able", number): phase for number, phase in enumerate(phases)},
+            "num_preempted": 11,
+            "reserve": 0.5,
+        }
+        return {"leases": 8, "branches": 9, "waiting_reserves": 3, "scheduler": scheduler}
 
 
 def transport() -> Mapping[str, object]:
@@ -78,10 +85,18 @@ def test_state_shows_blocks_queues_bytes_and_who_it_is() -> None:
     assert (state["kv_bytes_sent"], state["kv_bytes_received"]) == ({"decode-0": 4096}, {"prefill-0": 512})
     assert state["fingerprint"] == {"dtype": "fp32", "block_size": 16}
     assert state["counters"]["stale_refused"] == 3
-    assert state["attempts"] == {"branches": 9}
+    assert state["attempts"] == {"branches": 9, "waiting_reserves": 3}
+    assert state["scheduler"]["sequences"] == {
+        "waiting": 1,
+        "running_prefill": 0,
+        "running_decode": 2,
+        "preempting": 1,
+        "finished": 0,
+    }
+    assert (state["scheduler"]["preemptions"], state["scheduler"]["reserve"]) == (11, 0.5)
 
 
-@pytest.mark.covers("D03", "O01")
+@pytest.mark.covers("D03", "O01", "S15")
 def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     counters = Counters()
     counters.count("reserve_refused_busy", 2)
@@ -97,6 +112,11 @@ def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     assert samples["baton_node_blocks", "leased"] == 6  # not free
     assert samples["baton_node_blocks", "free"] == 3
     assert samples["baton_node_leases",] == 8
+    assert samples["baton_node_reserves_waiting",] == 3
+    assert samples["baton_node_sequences", "running_decode"] == 2
+    assert samples["baton_node_sequences", "waiting"] == 1
+    assert samples["baton_node_preemptions_total",] == 11
+    assert samples["baton_node_reserve",] == 0.5
     assert samples["baton_node_sequences_waiting",] == 1
     assert samples["baton_node_reserve_refused_total", "BUSY"] == 2
     assert samples["baton_node_transfer_bytes_total", "sent", "decode-0"] == 4096
