@@ -38,6 +38,7 @@ HANDED_ON: Final = (
     "max_model_len",
     "dtype",
     "kernels",
+    "device",
     "transport",
 )
 

@@ -210,7 +210,7 @@ class Scheduler:
         chunks = self._plan_chunks(starts, self._config.max_batched_tokens - len(decodes))
         if not decodes and not chunks:
             return None
-        plan = Plan(self._next_step_id, tuple(starts), tuple(decodes), tuple(chunks))
+        plan = Plan(self._next_step_id, tuple(starts), tuple(decodes), tuple(chunks), self._pool.take_arrived())
         self._next_step_id += 1
         self._unread.append(plan)
         return plan
