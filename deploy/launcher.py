@@ -40,6 +40,7 @@ HANDED_ON: Final = (
     "kernels",
     "reserve_policy",
     "decode_reserve",
+    "device",
     "transport",
 )
 

@@ -37,6 +37,7 @@ class UpConfig:
         "room that admission leaves to what runs", low=None
     )
     decode_reserve: Literal["on", "off"] | None = _of_nodes("whether decode nodes leave that room", low=None)
+    device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
     config: Path | None = (

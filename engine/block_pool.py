@@ -76,6 +76,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first, the warmest next
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_leased = 0
+        self._arrived: dict[int, None] = {}  # of committed leases, not taken yet; in order
         self._num_quarantined = 0
         self._num_promised = 0
 
@@ -193,7 +194,14 @@ class BlockPool:
         for block_id in block_ids:
             self._states[block_id] = BlockState.USED
             self._num_references[block_id] = 1
+            self._arrived[block_id] = None
         self._num_leased -= len(block_ids)
+
+    def take_arrived(self) -> tuple[int, ...]:
+        """Blocks that a transfer filled and nobody asked about yet, whoever has them now: the next step's runner is told."""
+        block_ids = tuple(self._arrived)
+        self._arrived.clear()
+        return block_ids
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """The lease ended while something may still write into its blocks: keep them from everybody."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config_values import ModelError
+from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
 from engine.rope import attention_factor, inverse_frequencies
@@ -70,10 +71,10 @@ class Model:
         makes may lie, the logits included; they are good until the next step with the same memory. None: in fresh memory.
         """
         memory = StepTensors() if memory is None else memory
-        num_rows = len(batch.token_ids)
-        cos, sin = self._angles(batch.positions, memory)
+        num_rows, device = len(batch.token_ids), self.embedding.device
+        cos, sin = self._angles(batch.positions.to(device), memory)
         hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
-        torch.index_select(self.embedding, 0, batch.token_ids, out=hidden)
+        torch.index_select(self.embedding, 0, batch.token_ids.to(device), out=hidden)
         if self.stack is not None:
             hidden = self.stack(hidden, cos, sin, kv, batch.attention)
         else:
@@ -83,7 +84,7 @@ class Model:
             return hidden.new_empty((0, self.config.vocab_size))
         shape = (num_logits, self.config.hidden_size)
         last = memory.take("last", shape, hidden)
-        torch.index_select(hidden, 0, batch.logit_rows, out=last)
+        torch.index_select(hidden, 0, batch.logit_rows.to(device), out=last)
         normed = self.kernels.rms_norm(
             last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
@@ -129,8 +130,8 @@ class Model:
         return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
-def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu") -> Model:
-    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", and a back end of kernels/choice.py.
+def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: torch.device = CPU) -> Model:
+    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", a back end of kernels/choice.py, and a device.
 
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
@@ -139,14 +140,14 @@ def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu") -> Model:
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
     try:
-        kernels, shortfall = choose_kernels(kernels_name, torch_dtype)
+        kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type)
     except NoKernels as error:
         raise ModelError(f"{error}; use fp32") from None
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 
         def read(name: str) -> Tensor:
-            return files.read(name, torch_dtype)
+            return files.read(name, torch_dtype).to(device)
 
         def read_if(is_there: bool, name: str) -> Tensor | None:
             return read(name) if is_there else None
@@ -182,7 +183,7 @@ def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu") -> Model:
             final_norm=read("model.norm.weight"),
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
             head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
-            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim),
+            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
             stack=_stack(kernels, config, layers),
         )
 

@@ -110,6 +110,9 @@ class Plan:
     decodes: tuple[DecodeRow, ...]
     chunks: tuple[PrefillChunk, ...]
     marks: tuple[SlotMark, ...] = ()
+    # Blocks whose KV came over the wire and that no earlier plan told of: a runner whose device has memory of its own copies
+    # them there before the rows run.
+    arrived_block_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

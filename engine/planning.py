@@ -36,7 +36,9 @@ class Planner:
         if decodes or chunks:
             self._room.reserve.stepped()
         self._next_step_id += 1
-        return Plan(self._next_step_id - 1, tuple(self._starts), tuple(decodes), tuple(chunks), marks)
+        return Plan(
+            self._next_step_id - 1, tuple(self._starts), tuple(decodes), tuple(chunks), marks, self._room.take_arrived()
+        )
 
     # Rows that run
 

@@ -25,7 +25,7 @@ def probe_bit_exact(model: Model) -> bool:
     if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
         return False
     shallow = model.first_layers(1)
-    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype)
+    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype, model.embedding.device)
     stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
     one = [index * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]
     two = [(index + _NUM_TOKENS) * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]

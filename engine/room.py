@@ -87,6 +87,10 @@ class Room:
         """Blocks that become available when these retire."""
         return sum(self._pool.num_sole(sequence.block_ids) for sequence in leaving if not sequence.is_lending)
 
+    def take_arrived(self) -> tuple[int, ...]:
+        """Blocks that a transfer filled and that no plan told of."""
+        return self._pool.take_arrived()
+
     def num_positions(self, sequence: Admitted) -> int:
         """That its blocks hold."""
         return len(sequence.block_ids) * self._block_size

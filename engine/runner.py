@@ -52,7 +52,7 @@ class TorchRunner:
 
     def __init__(self, model: Model, kv_memory: KvMemory, num_slots: int, max_model_len: int) -> None:
         self._model = model
-        self._kv = kv_memory.tensor
+        self._kv = kv_memory
         self._num_blocks = kv_memory.num_blocks
         max_blocks = -(-max_model_len // kv_memory.block_size)
         self._tables = SlotTables(np.zeros((num_slots, max_blocks), np.int64), np.zeros(num_slots, np.int64))
@@ -68,6 +68,8 @@ class TorchRunner:
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
+        if plan.arrived_block_ids:
+            self._kv.to_device(plan.arrived_block_ids)
         for start in plan.starts:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
@@ -76,7 +78,9 @@ class TorchRunner:
         self._take_blocks(rows)
         chunks = [self._chunk(row) for row in plan.chunks]
         batch = self._buffers.lay_out(self._tables, self._decode_rows(plan.decodes), chunks)
-        logits = self._model.forward(batch, self._kv, self._memory)
+        logits = self._model.forward(batch, self._kv.tensor, self._memory).cpu()  # the sampler's side; on a CPU no copy
+        if self._kv.is_mirrored and chunks:
+            self._kv.to_host(self._blocks_of(chunks))  # before the result says that a sender may read them
         nums_logits = [1] * len(plan.decodes) + [chunk.num_logits for chunk in chunks]
         ends = list(accumulate(nums_logits))
         last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
@@ -185,6 +189,15 @@ class TorchRunner:
             raise PlanError(f"slot {slot}: {end} blocks are more than max_model_len has")
         self._tables.block_ids[slot, begin:end] = block_ids
         self._tables.num_blocks[slot] = end
+
+    def _blocks_of(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The blocks that chunks wrote into."""
+        block_size, block_ids = self._kv.block_size, list[int]()
+        for chunk in chunks:
+            last_position = chunk.first_position + len(chunk.token_ids) - 1
+            blocks = slice(chunk.first_position // block_size, last_position // block_size + 1)
+            block_ids += self._tables.block_ids[chunk.slot, blocks].tolist()
+        return block_ids
 
     def _decode_rows(self, rows: Sequence[DecodeRow]) -> DecodeRows:
         slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))

@@ -29,11 +29,13 @@ class NoKernels(ValueError):
     """No back end here computes this; the message is one sentence."""
 
 
-def choose_kernels(name: str, dtype: torch.dtype) -> Choice:
-    """Take "cpu", which falls back to torch where nothing was compiled for this CPU, or "torch".
+def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> Choice:
+    """Take "cpu", which falls back to torch where nothing was compiled for this CPU, or "torch"; torch alone has other devices.
 
     Raises NoKernels where neither computes the dtype.
     """
+    if device_type != "cpu":
+        return Choice(TorchKernels(device_type), "")
     shortfall = ""
     if name == "cpu":
         for variant in usable_variants():

@@ -6,7 +6,8 @@ Not here: any arithmetic. Every back end keeps one law, and the whole cluster le
     chunks, not on prefill or decode, not on the number of threads.
 
 Shapes: a *row* is one token position of one sequence. `num_heads = num_kv_heads * group_size`; query head h reads KV head
-h // group_size. All tensors are on the CPU, contiguous, fp32, bf16 or fp16 ("the dtype").
+h // group_size. All tensors are on the back end's device, contiguous, fp32, bf16 or fp16 ("the dtype"); a step's AttentionBatch
+is in host memory.
 """
 
 from __future__ import annotations

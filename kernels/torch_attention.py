@@ -58,7 +58,7 @@ class TiledAttention:
         self._block_rows = kv.view(-1, self._block_size * self._num_kv_heads * self._head_dim)
         self._position_rows = kv.view(-1, self._num_kv_heads * self._head_dim)
         block, offset = batch.write_positions // self._block_size, batch.write_positions % self._block_size
-        self._write_base = block * (2 * self._num_layers * self._block_size) + offset
+        self._write_base = (block * (2 * self._num_layers * self._block_size) + offset).to(kv.device)
         self._batch = batch
         self._spans = [RowSpan(*span) for span in batch.spans.tolist()]
         self._gather_bytes = gather_bytes
@@ -155,7 +155,12 @@ class TiledAttention:
         tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
         lengths = tuple((positions[-len(spans) :] + 1).tolist())  # of a run: up to its last row
         tiles = tuple(_tile(positions, index * TILE, window) for index in range(num_tiles))
-        return _Group(torch.tensor(list(rows)), tables.flatten(), lengths, has_own_kv=False, tiles=tiles)
+        if self._kv.device.type != "cpu":
+            tiles = tuple(
+                tile._replace(mask=None if tile.mask is None else tile.mask.to(self._kv.device)) for tile in tiles
+            )
+        index, block_ids = torch.tensor(list(rows)).to(self._kv.device), tables.flatten().to(self._kv.device)
+        return _Group(index, block_ids, lengths, has_own_kv=False, tiles=tiles)
 
 
 def _tile(positions: np.ndarray, start: int, window: int | None) -> _Tile:

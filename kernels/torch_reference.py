@@ -67,17 +67,19 @@ class GatedLinear:
 
 
 class TorchKernels:
-    """kernels.interface.Kernels in plain torch."""
+    """kernels.interface.Kernels in plain torch, on a CPU or on a device that torch knows."""
 
-    name: Final = "torch"
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._is_on_cpu = device_type == "cpu"
+        self.name: Final = "torch" if self._is_on_cpu else f"torch-{device_type}"
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        """As measured, wherever oneDNN packs."""
-        return can_pack(dtype)
+        """As measured, wherever oneDNN packs; other devices' libraries choose their products by the number of rows."""
+        return self._is_on_cpu and can_pack(dtype)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack [out_features, in_features] for oneDNN; fp16, which few CPUs pack, stays plain where it must."""
-        if weight.dtype is torch.float16 and not can_pack(torch.float16):
+        if not self._is_on_cpu or (weight.dtype is torch.float16 and not can_pack(torch.float16)):
             return PlainLinear(weight, bias)
         return PackedLinear(weight, bias)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
+from engine.device import choose_device, free_device_bytes
 from engine.fingerprint import fingerprint_fields
 from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.model import load_model
@@ -57,17 +58,18 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
     torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
     model_config = read_model_config(config.model)
     dtype = model_config.resolve_dtype(config.dtype)
     block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
-    free_bytes = free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
+    free_bytes = free_device_bytes(device, free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii")))
     sizes = engine_sizes(config, model_config.max_position_embeddings, block_bytes, free_bytes)
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
         raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
-    model = load_model(config.model, dtype, config.kernels)
+    model = load_model(config.model, dtype, config.kernels, device)
     fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
-    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype)
+    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
     scheduler_config = SchedulerConfig(

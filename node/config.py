@@ -46,6 +46,10 @@ class NodeConfig:
         "cpu",
         "what computes; cpu: compiled by make setup, and torch where that was not possible; equal on all nodes of a cluster",
     )
+    device: Literal["auto", "cpu", "cuda"] = knob(
+        "auto",
+        "where weights and KV lie and what computes; auto: CUDA where there is one (torch computes there), else the CPU",
+    )
     threads: int | None = knob(
         None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
     )

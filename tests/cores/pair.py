@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import ReceiverEvent, SenderEvent
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner
-from engine.plan import Plan
+from engine.plan import Plan, Runner
 from node import events as ev
 from proto import baton_pb2 as pb
 from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, VOCAB_SIZE, Decode, Prefill
+
+# Of so many blocks and slots: the memory that a transport sees, and the runner.
+NewMachine = Callable[[int, int], tuple[NDArray[np.uint8], Runner]]
+
+
+def fake_machine(num_blocks: int, num_slots: int) -> tuple[NDArray[np.uint8], Runner]:
+    """What computes where the model does not matter."""
+    memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+    return memory, FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, num_slots)
 
 
 class Node:
     """One core, its runner and its transport."""
 
-    def __init__(self, name: str, parts: Prefill | Decode, hub: MemoryHub) -> None:
+    def __init__(self, name: str, parts: Prefill | Decode, hub: MemoryHub, new_machine: NewMachine) -> None:
         self.core = parts.core
         self.pool = parts.pool
-        memory = np.zeros((parts.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
-        self.runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, parts.num_slots)
+        memory, self.runner = new_machine(parts.num_blocks, parts.num_slots)
         self.inbox: deque[SenderEvent | ReceiverEvent] = deque()
         self.transport = MemoryTransport(memory, name, hub, self.inbox.append)
         self.plans: deque[Plan] = deque()
@@ -60,10 +69,10 @@ class Heard:
 class Pair:
     """Both nodes; nothing is ever lost or late."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_machine: NewMachine = fake_machine) -> None:
         self.hub = MemoryHub()
-        self.prefill = Node("prefill-0", Prefill(num_blocks=32), self.hub)
-        self.decode = Node("decode-0", Decode(num_blocks=32), self.hub)
+        self.prefill = Node("prefill-0", Prefill(num_blocks=32), self.hub, new_machine)
+        self.decode = Node("decode-0", Decode(num_blocks=32), self.hub, new_machine)
 
     def complete(self, dispatch: pb.Dispatch) -> Heard:
         """Run one attempt to its end."""

@@ -99,6 +99,20 @@ def test_an_adopted_sequence_goes_on_where_its_sender_stopped_and_is_in_the_pref
     assert receiver.is_idle()
 
 
+def test_the_next_plan_of_all_tells_of_blocks_that_arrived_even_if_their_sequence_never_ran() -> None:
+    """Their full blocks are in the prefix cache by then: whoever finds them there must find them on the device."""
+    node = CheckedNode(SIZES)
+    spec = make_spec("gone", list(range(1, 10)), 4, SIZES, num_generated=1)
+    assert node.scheduler.reserve_slots(1)
+    arrived = node.pool.lease(2)
+    node.pool.commit_lease(arrived)
+    node.adopt(spec, arrived, promise(node, 1))
+    assert node.scheduler.abort("gone")
+    node.scheduler.submit(make_spec("next", [*range(1, 9), 77], 2, SIZES))
+    plans = [node.scheduler.plan(), node.scheduler.plan()]
+    assert [plan and plan.arrived_block_ids for plan in plans] == [tuple(arrived), ()]
+
+
 def test_an_adoption_that_does_not_cover_the_limit_is_refused_and_takes_nothing() -> None:
     node = CheckedNode(SIZES)
     assert node.scheduler.reserve_slots(1)

@@ -1,0 +1,116 @@
+"""KV memory with a device's side of its own, on the CPU: what a GPU would do, but for the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.block_pool import BlockPool
+from engine.kv_memory import KvMemory
+from engine.local_engine import LocalEngine
+from engine.model import Model, load_model
+from engine.plan import Plan, PrefillChunk, Runner, SamplingParams, SlotStart
+from engine.runner import TorchRunner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import SequenceSpec
+from proto import baton_pb2 as pb
+from tests.cores import nodes
+from tests.cores.nodes import BLOCK_SIZE, MAX_MODEL_LEN
+from tests.cores.pair import Pair
+from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
+from tests.kernels_choice import KERNELS
+
+SEEDS = (11, 12, 13)
+
+
+@pytest.fixture(scope="module")
+def model(model_dirs: ModelDirs) -> Model:
+    return load_model(model_dirs("group1", "fp32"), "auto", KERNELS)
+
+
+class MirroredPair(Pair):
+    """Both production cores over TorchRunners whose blocks lie on two sides."""
+
+    def __init__(self, model: Model) -> None:
+        self.memories: list[KvMemory] = []
+
+        def machine(num_blocks: int, num_slots: int) -> tuple[NDArray[np.uint8], Runner]:
+            memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=True)
+            self.memories.append(memory)
+            return memory.bytes, TorchRunner(model, memory, num_slots, MAX_MODEL_LEN)
+
+        super().__init__(machine)
+
+    def tokens(self, name: str, prompt: list[int], num_tokens: int, num_branches: int) -> list[list[int]]:
+        """Of each branch, through prefill, handoff and decode."""
+        heard = self.complete(
+            pb.Dispatch(
+                request_id=name,
+                branches=[pb.Branch(choice=choice, seed=SEEDS[choice]) for choice in range(num_branches)],
+                prompt_token_ids=prompt,
+                sampling=pb.Sampling(temperature=0.9, max_tokens=num_tokens),
+            )
+        )
+        assert not heard.errors
+        found = [heard.of_choice(choice).by_index() for choice in range(num_branches)]
+        return [[tokens[index][0] for index in range(num_tokens)] for tokens in found]
+
+
+def alone(model: Model, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+    memory = KvMemory(model.config, BLOCK_SIZE, 32, model.dtype)
+    scheduler = Scheduler(SchedulerConfig(1, 32, MAX_MODEL_LEN), BlockPool(32, BLOCK_SIZE), b"key")
+    runner = TorchRunner(model, memory, 1, MAX_MODEL_LEN)
+    spec = SequenceSpec("s", tuple(prompt), 0, SamplingParams(0.9, seed), num_tokens, frozenset(), ())
+    return LocalEngine(scheduler, runner).generate([spec])["s"]
+
+
+@pytest.mark.parametrize("num_tokens_of_prompt", [1, 7, 16, 21])  # a block is 4, a chunk 8
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_a_handoff_between_devices_gives_the_tokens_of_one_engine(
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_tokens_of_prompt: int, num_branches: int
+) -> None:
+    monkeypatch.setattr(nodes, "VOCAB_SIZE", VOCAB_SIZE)
+    pair = MirroredPair(model)
+    prompt = list(range(40, 40 + num_tokens_of_prompt))
+    expected = [alone(model, prompt, 9, seed) for seed in SEEDS[:num_branches]]
+    assert pair.tokens("first", prompt, 9, num_branches) == expected
+    # Now both nodes hold the prompt's full blocks on their devices. What the decode node's transport had for them, or what
+    # anything wrote there since, must not come back; and what the prefill node computed is still there to be sent.
+    pair.memories[1].bytes[:] = 255  # NaN
+    assert pair.tokens("again", prompt, 9, num_branches) == expected
+    longer = [*prompt, *range(90, 97)]
+    assert pair.tokens("longer", longer, 9, 1) == [alone(model, longer, 9, SEEDS[0])]
+
+
+def test_a_result_is_told_when_the_chunks_blocks_are_in_host_memory_wherever_the_chunk_was_cut(model: Model) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=True)
+    runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN)
+    start = SlotStart(0, 1, SamplingParams(0.0, 0), 0, 0)
+    for first, end, block_ids in ((0, 6, (5, 2)), (6, 7, ()), (7, 15, (7, 0))):
+        chunk = PrefillChunk(0, 1, first, tuple(range(first, end)), block_ids, samples=False)
+        runner.run(Plan(0, (start,) if first == 0 else (), (), (chunk,)))
+        on_device = memory.tensor.view(torch.uint8).reshape(memory.bytes.shape).numpy()
+        assert np.array_equal(memory.bytes, on_device)
+    assert memory.bytes[[5, 2, 7, 0]].any(-1).all()
+
+
+def test_only_the_named_blocks_are_copied(model: Model) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, 6, model.dtype, mirror=True)
+    assert memory.is_mirrored
+    memory.tensor.fill_(1.0)
+    assert not memory.bytes.any()
+    memory.to_host([4, 1])
+    assert [bool(block.any()) for block in memory.bytes] == [False, True, False, False, True, False]
+    memory.bytes[:] = 0
+    memory.to_device([4, 0])
+    assert [bool(block.any()) for block in memory.tensor] == [False, True, True, True, False, True]
+    memory.to_host([])
+
+
+def test_on_a_cpu_both_sides_are_one(model: Model) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, 2, model.dtype)
+    memory.tensor[1] = 1.0
+    memory.to_device([1])
+    assert not memory.is_mirrored and memory.bytes[1].any() and torch.all(memory.tensor[1] == 1)
