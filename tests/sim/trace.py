@@ -1,0 +1,53 @@
+"""The log of a run, for people: one line an event, who did what and why, oldest first.
+
+Nothing in a line depends on the machine: two runs of a seed give the same bytes. A line has the world's time in seconds, the process
+(host and how many processes that host has had), what happened, and what to know about it.
+"""
+
+from __future__ import annotations
+
+from proto import baton_pb2 as pb
+
+
+class Trace:
+    """Lines in order. Callers build a line only if there is a trace: most runs have none."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, now: float, who: str, what: str, why: str = "") -> None:
+        """One event."""
+        self.lines.append(f"{now:12.6f}  {who:<12} {what:<18} {why}".rstrip())
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def name_of(key: pb.AttemptKey) -> str:
+    """An attempt: request/choice#attempt."""
+    return f"{key.request_id}/{key.choice}#{key.attempt}"
+
+
+def describe_to_node(message: pb.RouterMessage) -> str:
+    """What a router says, in a few words."""
+    if message.WhichOneof("kind") == "cancel":
+        return f"Cancel {name_of(message.cancel.key)}"
+    dispatch = message.dispatch
+    choices = ",".join(str(branch.choice) for branch in dispatch.branches)
+    generated = sum(len(branch.generated_token_ids) for branch in dispatch.branches)
+    known = f" behind {generated} tokens" if generated else ""
+    return f"Dispatch {dispatch.request_id}/{choices}#{dispatch.attempt}{known} for {dispatch.target.node.name}"
+
+
+def describe_to_router(message: pb.NodeMessage) -> str:
+    """What a node says, in a few words."""
+    if message.WhichOneof("kind") == "error":
+        error = message.error
+        unsure = " (Commit unanswered)" if error.commit_unanswered else ""
+        return f"PD Error {pb.ErrorCode.Name(error.code)} {name_of(error.key)}{unsure}: {error.message}"
+    parts = []
+    for tokens in message.tokens.branches:
+        end = tokens.first_index + len(tokens.token_ids)
+        finish = f" {pb.FinishReason.Name(tokens.finish)}" if tokens.finish else ""
+        parts.append(f"{name_of(tokens.key)}[{tokens.first_index}:{end}]{finish}")
+    return f"tokens as {'receiver' if message.tokens.from_receiver else 'sender'} {' '.join(parts)}"
