@@ -7,7 +7,7 @@ up; a call to a closed port fails at once, or, if the caller waits for readiness
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -91,7 +91,8 @@ class Calls:
         if not self._is_lost(pair):
             self._network.send(call.caller.host, call.host, lambda: self._arrive(call, listening))
         if self._repeating_until.get(pair, 0.0) > self._kernel.now and self._rng.random() < _P_REPEATED:
-            self._network.send(call.caller.host, call.host, lambda: self._arrive(call, listening))
+            again = replace(call, on_outcome=_ignore)  # its answer reaches nobody: the call has one stream
+            self._network.send(call.caller.host, call.host, lambda: self._arrive(again, listening))
 
     def _is_lost(self, pair: frozenset[str]) -> bool:
         return self._lossy_until.get(pair, 0.0) > self._kernel.now and self._rng.random() < _P_LOST
@@ -123,6 +124,10 @@ class Calls:
         if not call.is_done:
             call.is_done = True
             call.on_outcome(reply)
+
+
+def _ignore(reply: object) -> None:
+    """The answer to a repetition."""
 
 
 class _Once:

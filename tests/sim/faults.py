@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WAITS_FOR_MOMENT_S: Final = 2.0
 AFTERMATH_S: Final = 15.0  # a lease life, a session's grace, and some more
 # Error codes that no fault excuses: they say that somebody did not understand somebody.
-NEVER: Final = frozenset({"INCOMPATIBLE", "CANCELLED", "context_length_exceeded"})
+NEVER: Final = frozenset({"INCOMPATIBLE", "context_length_exceeded"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,13 @@ class Faults:
 
     # ---------------------------------------------------------------- excuses
 
-    def excuses(self, hosts: frozenset[str], begins: float, ends: float) -> bool:
-        """Whether something struck hosts that are all among these, and was felt between these instants."""
+    def excuses(self, end: str, hosts: frozenset[str], begins: float, ends: float) -> bool:
+        """Whether something struck hosts that are all among these, and was felt between these instants.
+
+        A repetition excuses CANCELLED and nothing else does: a Reserve that was refused and comes again is below its fence.
+        """
         return any(
             blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
             for blame in self.blames
-            if blame.kind != "repeat calls"  # harms nobody
+            if (blame.kind == "repeat calls") == (end == "CANCELLED")
         )

@@ -88,7 +88,7 @@ def check_timer(process: Process, deadline: float | None, must_be_set: bool) -> 
     """Whatever waits has a timer, and none is overdue."""
     now = process.clock()
     assert deadline is not None or not must_be_set, f"{process.label}: work without a timer"
-    if deadline is not None:
+    if deadline is not None and process.kernel.now > process.paused_until:  # else it is just about to look at its timers
         assert deadline > now - _LATE_S, f"{process.label}: a timer is {now - deadline:.3f} s late"
         assert deadline < now + _MAX_NEXT_S, f"{process.label}: a timer is set for {deadline - now:.3f} s from now"
 

@@ -67,8 +67,7 @@ class SimRouter(Process):
     # ---------------------------------------------------------------- clients
 
     def submit(self, client: Client) -> None:
-        """A request arrives."""
-        self.clients[client.plan.name] = client
+        """A request that is in `clients` arrives."""
         self._feed(rev.Submitted(request_of(client.plan, self.clock() + client.plan.timeout_s)))
 
     def abort(self, client: Client) -> None:

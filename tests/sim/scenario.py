@@ -159,7 +159,7 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         max_batched_tokens=max(num_slots, rng.choice((4, 8, 16, 64))),
         max_model_len=max_model_len,
         max_attempts=rng.choice((1, 2, 4)) if is_tight else 256,
-        max_fences=rng.choice((8, 64)) if is_tight and rng.random() < 0.5 else NO_LIMIT,
+        max_fences=64 if is_tight and rng.random() < 0.5 else NO_LIMIT,
         max_queue=rng.choice((1, 4)) if is_tight and rng.random() < 0.5 else 1024,
         max_inflight_prefills=rng.choice((1, 2, 32)),
         retries=rng.choice((0, 1, 3, 3)),
