@@ -11,16 +11,17 @@ TEST_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+KERNELS := kernels/cpu/built/.built
 TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs coverage-table clean
+.PHONY: help setup up test lint format proto tree docs mutants coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## fill .venv with the pinned versions; a second call does nothing
+setup: $(STAMP) $(KERNELS) ## fill .venv with the pinned versions and compile the kernels; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -37,16 +38,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'; \
 	touch $(STAMP)
 
+# Seconds, once; without a C++ compiler a line that says what that costs.
+$(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
+	@$(BIN)/python -m kernels.cpu_build
+	@mkdir -p $(@D) && touch $@
+
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
 	$(BIN)/python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
-up: $(STAMP) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
+up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-test: lint ## lint, types, then every test
+test: lint $(KERNELS) ## lint, types, then every test
 	@$(BIN)/python -m pytest $(TEST_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
@@ -64,12 +70,16 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
 
-docs: $(STAMP) ## write the tables of docs/metrics.md anew, from the registries
+docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew, from the registries and the machines' tables
 	@$(BIN)/python -m tests.router.metrics_table
+	@$(BIN)/python -m tests.architecture.protocol_page
 
-coverage-table: $(STAMP) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
+	@$(BIN)/python -m tests.mutants $(ONLY)
+
+coverage-table: $(STAMP) $(KERNELS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
-	rm -rf .venv run models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv run models build kernels/cpu/built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

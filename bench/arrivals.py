@@ -26,6 +26,8 @@ class Lengths:
         if not found:
             raise ValueError(f"{text}: must be MEAN or MEAN:SPREAD, whole numbers of tokens")
         lengths = Lengths(int(found[1]), int(found[2] or 0))
+        if lengths.mean == 0:
+            raise ValueError(f"{text}: must be at least one token")
         if lengths.spread >= lengths.mean:
             raise ValueError(f"{text}: the spread must be below the mean, or a request could have no token")
         return lengths

@@ -2,6 +2,7 @@
 
     receiver's lease names its endpoints, best first        [shm, zmq]
     sender opens a link with the first that it has and reaches    same host: shm, else zmq; forced by giving a node one only
+    a way that failed before it carried anything                  comes last for a while: the peer may never let us in that way
 
 Which way a write comes in, it lands in the same leases of the same memory: the transports share one landing, so a block is written
 once, and a lease becomes quiet once, over all of them. A link that fails does not turn to another way by itself: the handoff
@@ -10,6 +11,8 @@ decides what its failure means, and the next link is chosen anew. Not here: any 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +24,8 @@ from typing import Final, Literal, Protocol, cast
 from connector.landing import Landing
 from connector.shm_transport import ShmTransport
 from connector.transport import (
+    Answered,
+    BlocksTaken,
     Emit,
     LeaseRef,
     LinkClosed,
@@ -35,7 +40,10 @@ from proto import baton_pb2 as pb
 
 TransportChoice = Literal["auto", "shm", "zmq"]
 
+_LOG = logging.getLogger(__name__)
+
 _MAX_ENDPOINTS: Final = 8  # of a peer that are looked at
+_AVOID_S: Final = 10.0  # a way that led nowhere, if there is another one
 
 
 class Wire(Transport, Protocol):
@@ -60,6 +68,15 @@ class _ReplyTo:
     reply_to: object
 
 
+@dataclass(slots=True)
+class _Way:
+    """How a link goes, until LinkClosed."""
+
+    transport: str
+    address: str
+    is_proven: bool = False  # something came back over it, or this node itself closed it
+
+
 class ChoosingTransport:
     """Drives one or several transports over one landing; the methods are those of transport.Transport, but for endpoints.
 
@@ -67,11 +84,13 @@ class ChoosingTransport:
     """
 
     def __init__(self, memory: Bytes, emit: Emit) -> None:
+        self.avoid_s = _AVOID_S
         self._landing = Landing(memory, emit)
         self._emit = emit
         self._wires: dict[str, Wire] = {}  # by name, best first
         self._lock = Lock()
-        self._transport_of: dict[str, str] = {}  # link id -> transport, until LinkClosed
+        self._ways: dict[str, _Way] = {}  # by link id
+        self._avoided: dict[str, float] = {}  # address -> until when, in monotonic seconds
 
     def add(self, name: str, make: Callable[[Landing, Emit], Wire]) -> None:
         """Add the next best transport, made over this landing."""
@@ -84,11 +103,16 @@ class ChoosingTransport:
 
     def open(self, link_id: str, endpoints: Sequence[pb.Endpoint]) -> None:
         """Open a link to one of a receiver's endpoints, best first. Failure, also to find one, arrives as LinkClosed."""
-        for endpoint in endpoints[:_MAX_ENDPOINTS]:
-            wire = self._wires.get(endpoint.transport)
-            if wire is not None and wire.reaches(endpoint):
+        known = [each for each in endpoints[:_MAX_ENDPOINTS] if each.transport in self._wires]
+        now = time.monotonic()
+        with self._lock:
+            self._avoided = {address: until for address, until in self._avoided.items() if until > now}
+            known.sort(key=lambda each: each.address in self._avoided)
+        for endpoint in known:
+            wire = self._wires[endpoint.transport]
+            if wire.reaches(endpoint):
                 with self._lock:
-                    self._transport_of[link_id] = endpoint.transport
+                    self._ways[link_id] = _Way(endpoint.transport, endpoint.address)
                 wire.open(link_id, endpoint)
                 return
         offered = ", ".join(endpoint.transport[:16] for endpoint in endpoints[:_MAX_ENDPOINTS]) or "nothing"
@@ -108,6 +132,9 @@ class ChoosingTransport:
 
     def close(self, link_id: str) -> None:
         """As Sender.close."""
+        with self._lock:
+            if (way := self._ways.get(link_id)) is not None:
+                way.is_proven = True
         if (wire := self._find_wire(link_id)) is not None:
             wire.close(link_id)
 
@@ -146,7 +173,7 @@ class ChoosingTransport:
             sent_over[name] = sum(by_peer.values())
             refused[name] = cast(int, counts["links_refused"])
         with self._lock:
-            links = dict(self._transport_of)
+            links = {link_id: way.transport for link_id, way in self._ways.items()}
         return {
             "kv_bytes_sent": dict(sorted(sent.items())),
             **self._landing.snapshot(),
@@ -158,8 +185,8 @@ class ChoosingTransport:
 
     def _find_wire(self, link_id: str) -> Wire | None:
         with self._lock:
-            name = self._transport_of.get(link_id)
-        return None if name is None else self._wires[name]
+            way = self._ways.get(link_id)
+        return None if way is None else self._wires[way.transport]
 
     def _pass_on(self, name: str, event: SenderEvent | ReceiverEvent) -> None:
         """On a transport's thread."""
@@ -167,21 +194,35 @@ class ChoosingTransport:
             event = replace(event, reply_to=_ReplyTo(name, event.reply_to))
         elif isinstance(event, LinkClosed):
             with self._lock:
-                self._transport_of.pop(event.link_id, None)
+                way = self._ways.pop(event.link_id, None)
+                if way is not None and not way.is_proven:
+                    self._avoided[way.address] = time.monotonic() + self.avoid_s
+        elif isinstance(event, BlocksTaken | Answered):
+            with self._lock:
+                if (way := self._ways.get(event.link_id)) is not None:
+                    way.is_proven = True
         self._emit(event)
 
 
 def choose_transports(
     choice: TransportChoice, memory: Bytes, descriptor: int, node_id: str, incarnation: int, emit: Emit, host: str
 ) -> ChoosingTransport:
-    """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise."""
+    """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise.
+
+    A host without abstract unix sockets (a sandbox may forbid them) is no error for "auto".
+    """
     with ExitStack() as undo:
         chosen = ChoosingTransport(memory, emit)
         undo.callback(chosen.stop)
         if choice != "zmq":
-            chosen.add(
-                "shm", lambda landing, tell: ShmTransport(memory, descriptor, node_id, incarnation, tell, landing)
-            )
+            try:
+                chosen.add(
+                    "shm", lambda landing, tell: ShmTransport(memory, descriptor, node_id, incarnation, tell, landing)
+                )
+            except OSError as fault:
+                if choice == "shm":
+                    raise
+                _LOG.warning("event=transport_left_out transport=shm reason=%s", fault.strerror)
         if choice != "shm":
             chosen.add("zmq", lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing))
         undo.pop_all()

@@ -41,12 +41,13 @@ class FenceFloor:
         return not num_new or len(self._floors) + num_new <= self._max_branches
 
     def begin(self, key: AttemptKey, deadline: float) -> bool:
-        """An attempt begins here: refuse older ones, at least until its deadline. False: the table is full."""
+        """An attempt begins here: refuse older ones until it ends, soon after its deadline at the latest. False: no room."""
         branch = key.branch
         if not self.has_room(branch):
             return False
         self._floors[branch] = max(key.attempt, self._floors.get(branch, 0))
-        self._keep(branch, max(deadline, self._until.get(branch, deadline)))
+        # One that is being committed, or drained, at its deadline still lives a moment later.
+        self._keep(branch, max(deadline + MIN_REST_S, self._until.get(branch, 0.0)))
         return True
 
     def end(self, key: AttemptKey, deadline: float, now: float) -> bool:

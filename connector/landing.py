@@ -6,13 +6,13 @@ and `revoke`. Transports of one node share one landing: it is the node's memory 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.admissions import Admissions, Grant
 from connector.tally import Tally
 from connector.transport import MAX_PAYLOAD_BYTES, BlocksLanded, Emit, RevokeDone, WriteRefused
-from connector.writes import Bytes, IncomingWrite, checked_memory, copy_in, find_corrupt
+from connector.writes import Bytes, IncomingWrite, checked_memory, copy_in
 from proto import baton_pb2 as pb
 
 
@@ -53,14 +53,21 @@ class Landing:
             return None
         return RunningWrite(write, grant, peer)
 
-    def finish(self, running: RunningWrite) -> None:
-        """Copy, verify over the destination, and report what that completed."""
-        copy_in(self._memory, running.grant, running.write.sources)
-        corrupt = find_corrupt(self._memory, running.grant, running.write.checksums)
-        ended = self._admissions.end(running.grant, is_intact=corrupt is None)
+    def finish(self, running: RunningWrite, was_lent: Callable[[], bool] | None = None) -> None:
+        """Copy, verify over the destination, and report what that completed.
+
+        `was_lent`: no checksums; asked behind the copy instead, whether the source was there for it until now.
+        """
         lease_id = running.grant.lease_id
+        corrupt = copy_in(self._memory, running.grant, running.write, checksums=was_lent is None)
+        refused: WriteRefused | None = None
         if corrupt is not None:
-            self.refuse(WriteRefused(lease_id, pb.CHECKSUM, f"{corrupt}: other bytes than those that were sent"))
+            refused = WriteRefused(lease_id, pb.CHECKSUM, f"{corrupt}: other bytes than those that were sent")
+        elif was_lent is not None and not was_lent():
+            refused = WriteRefused(lease_id, pb.TRANSFER_FAILED, "its link was closed before it was copied")
+        ended = self._admissions.end(running.grant, is_intact=refused is None)
+        if refused is not None:
+            self.refuse(refused)
         else:
             self._bytes_from.add(running.peer, running.write.num_bytes)
         if ended.landed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from enum import IntEnum
@@ -51,6 +52,10 @@ class ChannelBroken(Exception):
     """Nothing more will arrive; the message says why."""
 
 
+class ChannelEnded(ChannelBroken):
+    """The peer has closed its end."""
+
+
 class Channel:
     """One end of a link's socket, owned from here on."""
 
@@ -74,11 +79,15 @@ class Channel:
 
         A peer that reads no more is no error: what it sent before can still be received.
         """
+        self.keep(kind, body)
+        self.flush()
+
+    def keep(self, kind: FrameKind, body: bytes = b"") -> None:
+        """As `send`, but only keep it for the next `send` or `flush`: waking the peer costs more than most frames."""
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             raise ChannelBroken("the peer does not read")
         self._unsent += _HEADER.pack(kind, len(body))
         self._unsent += body
-        self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes."""
@@ -89,6 +98,8 @@ class Channel:
                 return
             except (BrokenPipeError, ConnectionResetError):
                 self._is_deaf = True
+            except OSError as fault:  # such as a kernel without memory for it
+                raise ChannelBroken(f"cannot send: {fault.strerror}") from None
             else:
                 del self._unsent[:num_sent]
         self._unsent.clear()
@@ -102,14 +113,14 @@ class Channel:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         self._unsent += frame[num_sent:]
 
-    def receive_hello(self) -> tuple[list[Frame], int | None]:
-        """As `receive`, with the descriptor that came along, if one did; the caller closes it."""
+    def receive_hello(self) -> tuple[list[Frame], int | None] | None:
+        """As `receive`, with the descriptor that came along, if one did; the caller closes it. None: nothing has come yet."""
         descriptors: list[int] = []
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             frames = self._cut(data, MAX_HELLO_BYTES)
         except BlockingIOError:
-            return [], None
+            return None
         except OSError as fault:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         except ChannelBroken:
@@ -128,14 +139,22 @@ class Channel:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
         return self._cut(data, MAX_FRAME_BYTES)
 
+    def is_open_at_peer(self) -> bool:
+        """Whether the peer has not closed its end until now, whatever of what it sent is still to be read."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
+
     def close(self) -> None:
-        """Release the socket; what is unsent is lost."""
+        """Release the socket; what is unsent is lost. The peer can see it before this returns (`is_open_at_peer`)."""
         with contextlib.suppress(OSError):  # as after a peer's reset
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone says nothing while a forked child has it too
+        with contextlib.suppress(OSError):
             self._socket.close()
 
     def _cut(self, data: bytes, max_bytes: int) -> list[Frame]:
         if not data:
-            raise ChannelBroken("connection lost")
+            raise ChannelEnded("connection lost")
         self._received += data
         frames: list[Frame] = []
         begin = 0

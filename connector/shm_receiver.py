@@ -19,19 +19,15 @@ import os
 import secrets
 import selectors
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from threading import Thread
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from connector.landing import Landing
 from connector.link_names import is_name, node_name
-from connector.mailbox import Mailbox
 from connector.peer_memory import PeerMemory
-from connector.shm_channel import Channel, ChannelBroken, Frame, FrameKind
+from connector.receiver_thread import ReceiverThread, Reply, ReplyTo
+from connector.shm_channel import Channel, ChannelBroken, ChannelEnded, Frame, FrameKind
 from connector.shm_socket import is_same_user, listen
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import IncomingNotice, decode, decode_described
@@ -40,24 +36,9 @@ from proto import baton_pb2 as pb
 _LOG = logging.getLogger(__name__)
 
 _HELLO_S: Final = 1.0  # from connect to HELLO
-_MAX_STRANGERS: Final = 64  # connections without HELLO
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplyTo:
-    """Which connection a notification came from; no later one gets its number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    reply_to: _ReplyTo
-    payload: bytes
-
-
-class _Stop:
-    """Ends the thread."""
+_MAX_STRANGERS: Final = 64  # connections that have not said HELLO yet
+_ACCEPTS_PER_TURN: Final = 64
+_ACCEPT_AGAIN_S: Final = 0.1  # while the process has no descriptor left
 
 
 class _Stranger:
@@ -83,112 +64,95 @@ class _Link:
         self.memory = memory
 
 
-class ShmReceiver:
-    """Implements transport.Receiver on a socket of its own; `start` it once. The landing may be shared with other receivers."""
+class ShmReceiver(ReceiverThread):
+    """Implements transport.Receiver on a socket of its own; `start` it once."""
 
-    def __init__(self, landing: Landing, emit: Emit) -> None:
+    def __init__(self, landing: Landing, emit: Emit, checksums: bool = True) -> None:
         """Raise OSError where there are no abstract unix sockets."""
-        self._emit = emit
-        self._landing = landing
-        self._link_secret = secrets.token_bytes(16)
         self._listener, self._address = listen()
+        super().__init__("shm-receiver", landing, emit)  # has descriptors of its own: behind what may fail
+        self._has_checksums = checksums
+        self._link_secret = secrets.token_bytes(16)
         self._connections: dict[int, _Stranger | _Link] = {}
         self._num_accepted = 0
         self._num_refused = 0
+        self._accept_again_at: float | None = None  # monotonic seconds; until then nobody is listened to
         self._selector = selectors.DefaultSelector()
-        self._mailbox: Mailbox[_Answer | _Stop] = Mailbox()
-        self.ended: Future[None] = Future()  # resolved when the thread has ended, whyever
-        self._thread = Thread(target=self._run, name="shm-receiver", daemon=True)
-
-    def start(self) -> None:
-        """Begin to serve senders."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Close the sockets and end the thread; False if it did not end in time."""
-        self._mailbox.put(_Stop())
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        self._mailbox.close()
-        return True
 
     def endpoint(self) -> pb.Endpoint:
         """As Receiver.endpoint."""
         return pb.Endpoint(transport="shm", address=self._address, link_secret=self._link_secret)
 
-    def admit(self, lease_id: int, secret: bytes, block_ids: Sequence[int]) -> None:
-        """As Receiver.admit."""
-        self._landing.admit(lease_id, secret, block_ids)
+    @property
+    def num_refused(self) -> int:
+        """Handshakes refused."""
+        return self._num_refused
 
-    def revoke(self, lease_id: int) -> None:
-        """As Receiver.revoke; RevokeDone may be emitted before this returns."""
-        self._landing.revoke(lease_id)
-
-    def answer(self, reply_to: object, payload: bytes) -> None:
-        """As Receiver.answer; nothing happens if the link is gone."""
-        if not isinstance(reply_to, _ReplyTo):
-            raise TypeError(f"{reply_to!r} is no reply_to of this transport")
-        self._mailbox.put(_Answer(reply_to, payload))
-
-    def snapshot(self) -> Mapping[str, object]:
-        """As Landing.snapshot, and handshakes refused."""
-        return {"links_refused": self._num_refused, **self._landing.snapshot()}
-
-    # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        try:
-            self._selector.register(self._mailbox, selectors.EVENT_READ)
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            is_running = True
-            while is_running:
-                ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
-                for command in self._mailbox.drain():
-                    if isinstance(command, _Stop):
-                        is_running = False
-                    else:
-                        self._answer(command)
+    def _serve(self) -> None:
+        self._selector.register(self._mailbox, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._is_running:
+            ready = {key.data: events for key, events in self._selector.select(self._timeout_s())}
+            if None in ready:  # a command, or somebody who knocks
+                self._perform_commands()
+            if None in ready or self._accept_again_at is not None:
                 self._accept()
-                self._serve_all(ready)
-        finally:  # an exception is a bug; it goes on to threading.excepthook
-            for connection in self._connections.values():
-                connection.channel.close()
-            self._connections.clear()
-            self._listener.close()
-            self._selector.close()
-            self.ended.set_result(None)
+            for connection in tuple(self._connections.values()):
+                self._serve_connection(connection, ready.get(connection.number, 0))
+
+    def _close_all(self) -> None:
+        for connection in self._connections.values():
+            self._let_go(connection)
+        self._connections.clear()
+        self._listener.close()
+        self._selector.close()
 
     def _timeout_s(self) -> float | None:
-        """Until the next stranger is overdue, 0 while memory is to be populated; None: sleep until something happens."""
+        """Until the next thing is overdue, 0 while memory is to be populated; None: sleep until something happens."""
         connections = self._connections.values()
         if any(isinstance(each, _Link) and not each.memory.is_populated for each in connections):
             return 0.0
         instants = [each.must_greet_by for each in connections if isinstance(each, _Stranger)]
+        if self._accept_again_at is not None:
+            instants.append(self._accept_again_at)
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     def _accept(self) -> None:
-        """Let in whoever waits and is of the same user, as far as there is room."""
+        """Let in whoever waits and is of the same user, as far as there is room for those who say nothing."""
+        if self._accept_again_at is not None:
+            if time.monotonic() < self._accept_again_at:
+                return
+            self._accept_again_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         num_strangers = sum(isinstance(each, _Stranger) for each in self._connections.values())
-        while True:
+        for _ in range(_ACCEPTS_PER_TURN):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            if num_strangers >= _MAX_STRANGERS or not is_same_user(connection):
-                self._refuse("too many at once, or another user's")
+            except OSError as fault:  # no descriptor left: who waits stays in the backlog, and the poll must not spin
+                _LOG.warning("event=accept_failed transport=shm reason=%s", fault.strerror)
+                self._selector.unregister(self._listener)
+                self._accept_again_at = time.monotonic() + _ACCEPT_AGAIN_S
+                return
+            if not is_same_user(connection):
+                self._refuse("another user's")
                 connection.close()
                 continue
-            num_strangers += 1
             connection.setblocking(False)
             self._num_accepted += 1
             stranger = _Stranger(self._num_accepted, Channel(connection), time.monotonic() + _HELLO_S)
             self._connections[stranger.number] = stranger
             self._selector.register(stranger.channel, selectors.EVENT_READ, stranger.number)
+            self._serve_connection(stranger, selectors.EVENT_READ)  # who means well has said HELLO already
+            if self._connections.get(stranger.number) is stranger:
+                num_strangers += 1
+                if num_strangers > _MAX_STRANGERS:
+                    self._refuse("too many at once")
+                    self._drop(stranger, "too many at once")
 
-    def _answer(self, command: _Answer) -> None:
-        link = self._connections.get(command.reply_to.number)
-        if link is None:
+    def _perform(self, command: Reply) -> None:
+        if not isinstance(number := command.to.connection, int) or (link := self._connections.get(number)) is None:
             return
         try:
             link.channel.send(FrameKind.ANSWER, command.payload)
@@ -197,13 +161,8 @@ class ShmReceiver:
         else:
             self._watch(link)
 
-    def _serve_all(self, ready: Mapping[int, int]) -> None:
-        """In a function of its own: a name that still stood for a link while the thread sleeps would keep its memory mapped."""
-        for connection in tuple(self._connections.values()):
-            self._serve(connection, ready.get(connection.number, 0))
-
-    def _serve(self, connection: _Stranger | _Link, events: int) -> None:
-        """Give a connection its turn."""
+    def _serve_connection(self, connection: _Stranger | _Link, events: int) -> None:
+        """One connection's turn."""
         try:
             if isinstance(connection, _Link):
                 self._serve_link(connection, events)
@@ -212,13 +171,17 @@ class ShmReceiver:
             elif time.monotonic() >= connection.must_greet_by:
                 raise ChannelBroken("no HELLO in time")
         except ChannelBroken as broken:
-            if isinstance(connection, _Stranger):
+            # A stranger that leaves without a word only wanted to know whether somebody is here (ShmTransport.reaches).
+            if isinstance(connection, _Stranger) and not isinstance(broken, ChannelEnded):
                 self._refuse(str(broken))
             self._drop(connection, str(broken))
 
     def _greet(self, stranger: _Stranger) -> None:
-        """Read HELLO, if it is there in full (it is small: it comes at once or from nobody who means well)."""
-        frames, descriptor = stranger.channel.receive_hello()
+        """Read HELLO, if it is there, in full (it is small: it comes at once or from nobody who means well)."""
+        arrived = stranger.channel.receive_hello()
+        if arrived is None:
+            return
+        frames, descriptor = arrived
         try:
             link = self._find_link(stranger, frames, descriptor)
         except ValueError as flaw:
@@ -245,25 +208,31 @@ class ShmReceiver:
         return _Link(stranger.number, stranger.channel, node_name(hello.sender), memory)
 
     def _serve_link(self, link: _Link, events: int) -> None:
-        if not link.memory.is_populated and link.memory.populate_some():
+        if not link.memory.is_populated and self._populate_some(link.memory):
             link.channel.send(FrameKind.WELCOME)
-        if events & selectors.EVENT_WRITE:
-            link.channel.flush()
         if events & selectors.EVENT_READ:
             for frame in link.channel.receive():
                 self._take(link, frame)
+        if link.channel.has_unsent:
+            link.channel.flush()
         self._watch(link)
+
+    def _populate_some(self, memory: PeerMemory) -> bool:
+        try:
+            return memory.populate_some()
+        except ValueError as flaw:
+            raise ChannelBroken(str(flaw)) from None
 
     def _take(self, link: _Link, frame: Frame) -> None:
         if not link.memory.is_populated or frame.kind not in (FrameKind.WRITE, FrameKind.NOTICE):
             raise ChannelBroken(f"the sender sent {frame.kind.name} out of turn")
         if frame.kind is FrameKind.WRITE:
             self._take_write(link, frame.body)
-            link.channel.send(FrameKind.TAKEN)  # refused or not, its source is looked at no more
+            link.channel.keep(FrameKind.TAKEN)  # refused or not, its source is looked at no more
             return
         arrived = decode([frame.body])
         if isinstance(arrived, IncomingNotice):
-            self._emit(NotifyArrived(_ReplyTo(link.number), arrived.payload))
+            self._emit(NotifyArrived(ReplyTo(link.number), arrived.payload))
         elif isinstance(arrived, WriteRefused):
             self._landing.refuse(arrived)
 
@@ -272,7 +241,7 @@ class ShmReceiver:
         if isinstance(arrived, WriteRefused):
             self._landing.refuse(arrived)
         elif (running := self._landing.begin(arrived, link.peer)) is not None:
-            self._landing.finish(running)
+            self._landing.finish(running, None if self._has_checksums else link.channel.is_open_at_peer)
 
     def _watch(self, connection: _Stranger | _Link) -> None:
         """Poll for what the connection waits for."""
@@ -286,5 +255,11 @@ class ShmReceiver:
     def _drop(self, connection: _Stranger | _Link, reason: str) -> None:
         del self._connections[connection.number]
         self._selector.unregister(connection.channel)
+        self._let_go(connection)
+        if isinstance(connection, _Link):
+            _LOG.info("event=link_ended transport=shm sender=%s reason=%s", connection.peer, reason)
+
+    def _let_go(self, connection: _Stranger | _Link) -> None:
         connection.channel.close()
-        _LOG.info("event=link_ended connection=%d reason=%s", connection.number, reason)
+        if isinstance(connection, _Link):
+            connection.memory.release()

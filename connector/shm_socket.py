@@ -19,7 +19,7 @@ from typing import Final
 
 from proto import baton_pb2 as pb
 
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024  # all of a cluster may come at once, after this node was started anew
 _UCRED: Final = struct.Struct("iII")  # pid, uid, gid
 _NAME: Final = re.compile(r"baton-[0-9a-f]{32}")
 
@@ -41,9 +41,14 @@ def listen() -> tuple[socket.socket, str]:
 def find_connection(endpoint: pb.Endpoint) -> socket.socket | None:
     """A connected, non-blocking socket; None: nobody of this host and user listens there."""
     boot_id, _, name = endpoint.address.partition("/")
-    if endpoint.transport != "shm" or boot_id != _boot_id() or not _NAME.fullmatch(name):
+    if endpoint.transport != "shm" or not _NAME.fullmatch(name):
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if boot_id != _boot_id():
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptor left: this link fails, not the node
+        return None
     connection.setblocking(False)
     try:
         connection.connect(b"\0" + name.encode())  # succeeds or fails at once; a full backlog is a failure

@@ -110,7 +110,7 @@ def pack(
         yield OutgoingWrite(lease, tuple(spans), tuple(source_ids), tuple(finished))
 
 
-def gather(memory: Bytes, write: OutgoingWrite) -> tuple[bytes, Bytes]:
+def gather(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> tuple[bytes, Bytes]:
     """Copy the source bytes out of memory ([num_blocks, block_bytes]); returns the two frames, header and payload."""
     message = _header(write)
     payload = np.empty(sum(span.length for span in write.spans), np.uint8)
@@ -118,17 +118,17 @@ def gather(memory: Bytes, write: OutgoingWrite) -> tuple[bytes, Bytes]:
     for span, source_id in zip(write.spans, write.source_ids, strict=True):
         piece = payload[begin : begin + span.length]
         np.copyto(piece, memory[source_id, span.offset : span.offset + span.length])
-        _add_piece(message, write, span, piece)
+        _add_piece(message, write, span, piece if checksums else None)
         begin += span.length
     return message.SerializeToString(), payload
 
 
-def describe(memory: Bytes, write: OutgoingWrite) -> bytes:
+def describe(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> bytes:
     """The header by which a receiver that has the memory ([num_blocks, block_bytes]) mapped finds the source bytes in it."""
     message = _header(write)
     for span, source_id in zip(write.spans, write.source_ids, strict=True):
         piece = memory[source_id, span.offset : span.offset + span.length]
-        _add_piece(message, write, span, piece).source_block = source_id
+        _add_piece(message, write, span, piece if checksums else None).source_block = source_id
     return message.SerializeToString()
 
 
@@ -163,26 +163,27 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
     num_blocks, block_bytes = peer_memory.shape
+    sources: list[Bytes] = []
     for piece in write.pieces:
-        if piece.source_block >= num_blocks or piece.offset + piece.length > block_bytes:
+        block, begin = piece.source_block, piece.offset
+        end = begin + piece.length
+        if block >= num_blocks or end > block_bytes:
             return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
-    sources = tuple(
-        peer_memory[piece.source_block, piece.offset : piece.offset + piece.length] for piece in write.pieces
-    )
-    return _incoming(write, sources)
+        sources.append(peer_memory[block, begin:end])
+    return _incoming(write, tuple(sources))
 
 
-def copy_in(memory: Bytes, grant: Grant, sources: Sequence[Bytes]) -> None:
-    """Copy a granted write's bytes into its blocks; memory: [num_blocks, block_bytes]."""
-    for span, block_id, source in zip(grant.spans, grant.block_ids, sources, strict=True):
-        np.copyto(memory[block_id, span.offset : span.offset + span.length], source)
+def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool = True) -> Span | None:
+    """Copy a granted write's bytes into its blocks (memory: [num_blocks, block_bytes]), hashing each piece where it then stands.
 
-
-def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
-    """Hash what now stands in the blocks and return the first span that is not what its sender read."""
-    for span, block_id, checksum in zip(grant.spans, grant.block_ids, checksums, strict=True):
+    Stops at the first span that is not what its sender read, and returns it.
+    """
+    pieces = zip(grant.spans, grant.block_ids, write.sources, write.checksums, strict=True)
+    for span, block_id, source, checksum in pieces:
         piece = memory[block_id, span.offset : span.offset + span.length]
-        if piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
+        np.copyto(piece, source)
+        # Now, while it is in the processor's cache.
+        if checksums and piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
             return span
     return None
 
@@ -199,22 +200,23 @@ def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite
 
 
 def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:
-    spans = tuple(Span(piece.block_index, piece.offset, piece.length) for piece in write.pieces)
-    checksums = tuple(piece.checksum for piece in write.pieces)
-    return IncomingWrite(write.lease_id, write.secret, spans, checksums, sources)
+    spans: list[Span] = []
+    checksums: list[int] = []
+    for piece in write.pieces:
+        spans.append(Span(piece.block_index, piece.offset, piece.length))
+        checksums.append(piece.checksum)
+    return IncomingWrite(write.lease_id, write.secret, tuple(spans), tuple(checksums), sources)
 
 
 def _header(write: OutgoingWrite) -> pb.DataMessage:
     return pb.DataMessage(write=pb.Write(lease_id=write.lease.lease_id, secret=write.lease.secret))
 
 
-def _add_piece(message: pb.DataMessage, write: OutgoingWrite, span: Span, piece: Bytes) -> pb.Piece:
-    return message.write.pieces.add(
-        block_index=span.block_index,
-        offset=span.offset,
-        length=span.length,
-        checksum=piece_checksum(piece, write.lease.lease_id, span.block_index, span.offset),
-    )
+def _add_piece(message: pb.DataMessage, write: OutgoingWrite, span: Span, piece: Bytes | None) -> pb.Piece:
+    """Describe a span; piece: its bytes, None for one without a checksum."""
+    block_index, offset, length = span
+    checksum = 0 if piece is None else piece_checksum(piece, write.lease.lease_id, block_index, offset)
+    return message.write.pieces.add(block_index=block_index, offset=offset, length=length, checksum=checksum)
 
 
 def _malformed(reason: str) -> WriteRefused:

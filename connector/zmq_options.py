@@ -6,6 +6,7 @@ hold. Answers are small and not limited so tightly: a ROUTER that has no room dr
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final
 
 import zmq
@@ -15,6 +16,11 @@ HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
 QUEUED_MESSAGES: Final = 8
 MAX_SOCKETS: Final = 16_384  # three for each link
+
+_M_TRIM_THRESHOLD: Final = -1  # malloc.h
+_M_MMAP_THRESHOLD: Final = -3
+_KEPT_BYTES: Final = 64 << 20
+_HEAP_CHUNK_BYTES: Final = 32 << 20  # the most that glibc takes
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -30,3 +36,16 @@ def bound_link(socket: Socket, address: str, max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
+
+
+def keep_buffers() -> None:
+    """Have malloc keep the memory of messages for the next ones, in all of this process; does nothing where it cannot be told.
+
+    Else each message of 1 MiB is mapped, faulted in page by page and unmapped again, which costs more than copying it. These are
+    the thresholds that glibc itself arrives at in a process that has once freed 32 MiB, as nodes do when they load a model.
+    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _HEAP_CHUNK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -22,7 +22,7 @@ from connector.fence import FenceFloor
 from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step_receiver
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
 from decode_node import admission
-from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, lease_of, spec_of, starting_branches
+from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, keys_of, lease_of, starting_branches
 from decode_node.leases import Leases
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
@@ -110,8 +110,7 @@ class DecodeCore:
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = [t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None]
-        return min(times, default=None)
+        return min((t for t in (self._timers.next(), self._fence.next_expiry()) if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
@@ -131,26 +130,25 @@ class DecodeCore:
     # ------------------------------------------------------------ Reserve, Renew, Release
 
     def _reserve(self, request: pb.ReserveRequest, now: float) -> pb.ReserveReply:
-        key = attempt_key(request.key)
+        keys = keys_of(request)
         flaw = admission.fingerprint_difference(self._fingerprint, request.fingerprint)
         flaw = flaw or admission.request_flaw(request, self._pool.block_size, self._limits)
         if flaw is not None:
-            return self._refused(key, pb.INCOMPATIBLE, flaw)
-        keys = (key, *(key._replace(choice=choice) for choice in request.more_choices))
+            return self._refused(keys[0], pb.INCOMPATIBLE, flaw)
         lease = self._leases.of_any(keys)
         if lease is not None and lease.keys == keys and lease.state in _OPEN:
             return pb.ReserveReply(lease=lease.to_message())  # the same attempt twice gives the same lease (H06)
-        if lease is not None or any(each in self._running for each in keys):
-            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is committed already")
+        if lease is not None or any(map(self._scheduler.knows, keys)):
+            return self._refused(keys[0], pb.CANCELLED, f"attempt {keys[0].attempt} is committed already")
         admitted = tuple(filter(self._fence.admits, keys))
         if not admitted:
             self._out.append(ev.Count("stale_refused"))
-            return self._refused(key, pb.CANCELLED, f"attempt {key.attempt} is below the fence floor")
+            return self._refused(keys[0], pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor")
         if not self._fence.has_room(*(each.branch for each in admitted)):
-            return self._refused(key, pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
+            return self._refused(keys[0], pb.BUSY, f"{len(self._fence)} fences are the most that it keeps")
         for each in admitted:
             self._fence.begin(each, now + request.ms_left / 1000)
-            self._end_below(each, now)
+        self._end_below(admitted, now)
         reply = self._grant(keys, admitted, request, now)
         if reply.WhichOneof("result") == "error":
             for each in admitted:
@@ -195,32 +193,34 @@ class DecodeCore:
         self._timers.set(lease.lease_id, lease.next_timer())
 
     def _release(self, request: pb.ReleaseRequest, now: float) -> None:
-        lead = attempt_key(request.key)
-        for key in (lead, *(lead._replace(choice=choice) for choice in request.more_choices)):
+        keys = keys_of(request)
+        for key in keys:
             self._fence.end(key, now + request.ms_left / 1000, now)
             lease = self._leases.of_any((key,))
             if lease is not None and lease.state in _OPEN:  # only a broken peer releases what it committed
                 lease.outcome = "released"
                 self._step(lease, ReceiverEvent.RELEASE, now)
-            self._end_below(key, now)
+        self._end_below(keys, now)
 
     # ------------------------------------------------------------ Cancel
 
     def _cancel(self, cancel: pb.Cancel, now: float) -> None:
         key = attempt_key(cancel.key)
         self._fence.end(key, now + cancel.ms_left / 1000, now)
-        self._end_below(key._replace(attempt=key.attempt + 1), now)
+        self._end_below((key._replace(attempt=key.attempt + 1),), now)
 
-    def _end_below(self, key: AttemptKey, now: float) -> None:
-        """End every attempt of the branch that is older than `key`, leased or running."""
-        for lease, older in self._leases.older(key):
+    def _end_below(self, keys: _Keys, now: float) -> None:
+        """End every attempt that is older than one of these of its branch, leased or running."""
+        floors = {key.branch: key.attempt for key in keys}
+        for lease, older in self._leases.older(floors):
             self._close(lease, older, "cancelled", now)
-        for older in [k for k in self._running if k.branch == key.branch and k.attempt < key.attempt]:
+        for older in [k for k in self._running if k.attempt < floors.get(k.branch, 0)]:
             self._stop(older, "cancelled", now)
 
     def _close(self, lease: Lease, key: AttemptKey, outcome: str, now: float) -> None:
         """The lease's branch is not wanted here any more; without any the lease is over."""
         if lease.open == {key}:
+            lease.outcome = outcome
             self._step(lease, ReceiverEvent.CANCEL, now)
         else:
             self._end_branch(lease, key, outcome, now)
@@ -345,11 +345,12 @@ class DecodeCore:
         self._scheduler.unreserve_slots(len(lease.keys) - len(starting))
         deadline = min(lease.deadline, now + commit.ms_left / 1000)
         batches = TokenBatches(from_receiver=True)
-        for position, started in starting.items():
+        num_published = 0  # leading blocks: the first branch offers those that all have
+        for position, (started, spec) in starting.items():
             key = lease.keys[position]
             self._leases.close(lease, key)
-            spec = spec_of(commit, started.branch, key, lease.block_keys)
-            self._scheduler.adopt(spec, blocks_of[position], lease.blocks.num_growth)
+            self._scheduler.adopt(spec, blocks_of[position], lease.blocks.num_growth, num_published)
+            num_published = len(lease.block_keys)
             token_ids = list(started.branch.generated_token_ids)
             self._running[key] = RunningBranch(key, lease.router, deadline, token_ids)
             self._timers.set(key, deadline)

@@ -12,7 +12,7 @@ from node.identity import NodeLimits
 from node.sampling import to_sampling_params
 from node.validate import sampling_problem
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey
+from proto.attempt_key import AttemptKey, attempt_key
 from proto.block_key import block_keys
 
 
@@ -80,6 +80,12 @@ class RunningBranch:
     token_ids: list[int]  # of the whole completion
 
 
+def keys_of(request: pb.ReserveRequest | pb.ReleaseRequest) -> tuple[AttemptKey, ...]:
+    """The attempt of each branch that is meant; the first is what the handoff goes by."""
+    lead = attempt_key(request.key)
+    return (lead, *(lead._replace(choice=choice) for choice in request.more_choices))
+
+
 def lease_of(
     request: pb.ReserveRequest,
     keys: tuple[AttemptKey, ...],
@@ -107,11 +113,16 @@ def lease_of(
     )
 
 
-def starting_branches(lease: Lease) -> dict[int, pb.StartedBranch]:
-    """The committed branches that are still wanted here, by their position in the lease."""
+def starting_branches(lease: Lease) -> dict[int, tuple[pb.StartedBranch, SequenceSpec]]:
+    """The committed branches that are still wanted here, by their position in the lease, each with the engine's view of it."""
     position_of = {key.choice: position for position, key in enumerate(lease.keys)}
-    positions = {position_of[started.branch.choice]: started for started in lease.received_commit.branches}
-    return {position: started for position, started in positions.items() if lease.keys[position] in lease.open}
+    prompt = tuple(lease.received_commit.prompt_token_ids)
+    starting = {}
+    for started in lease.received_commit.branches:
+        position = position_of[started.branch.choice]
+        if lease.keys[position] in lease.open:
+            starting[position] = (started, _spec_of(lease, prompt, started.branch, lease.keys[position]))
+    return starting
 
 
 def commit_answer(commit: pb.Commit, error: pb.PDError | None) -> pb.DataMessage:
@@ -125,17 +136,17 @@ def _blocks_to_write(blocks: LeasedBlocks, num_tokens: int, block_size: int) -> 
     return set(range(blocks.num_held, num_full + (len(blocks.last) if num_tokens % block_size else 0)))
 
 
-def spec_of(commit: pb.Commit, branch: pb.Branch, key: AttemptKey, keys: tuple[bytes, ...]) -> SequenceSpec:
-    """The engine's view of a committed branch: its last token is the one that the first step feeds."""
-    generated = tuple(branch.generated_token_ids)
+def _spec_of(lease: Lease, prompt: tuple[int, ...], branch: pb.Branch, key: AttemptKey) -> SequenceSpec:
+    """Of a branch whose last token is the one that the first step feeds."""
+    commit, generated = lease.received_commit, tuple(branch.generated_token_ids)
     return SequenceSpec(
         sequence_id=key,
-        token_ids=tuple(commit.prompt_token_ids) + generated,
+        token_ids=prompt + generated,
         num_generated=len(generated),
         sampling=to_sampling_params(commit.sampling, branch.seed),
         max_new_tokens=commit.sampling.max_tokens - len(generated),
         stop_token_ids=frozenset(commit.sampling.stop_token_ids),
-        block_keys=keys,
+        block_keys=lease.block_keys,
     )
 
 
@@ -148,6 +159,8 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
         return f"a wrong {problem}"
     if len(commit.prompt_token_ids) + commit.sampling.max_tokens > lease.max_total_tokens:
         return f"max_tokens {commit.sampling.max_tokens}, above what was reserved for"
+    if (highest := max(commit.prompt_token_ids, default=0)) >= limits.vocab_size:
+        return f"token id {highest}, not below vocab_size {limits.vocab_size}"
     for started in commit.branches:
         if (flaw := _branch_flaw(commit, started, lease, limits)) is not None:
             return flaw
@@ -159,17 +172,17 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
 
 def _branch_flaw(commit: pb.Commit, started: pb.StartedBranch, lease: Lease, limits: NodeLimits) -> str | None:
     generated = started.branch.generated_token_ids
-    tokens = (*commit.prompt_token_ids, *generated)
-    if len(tokens) != lease.num_tokens + 1:
-        return f"{len(tokens)} token ids, not the {lease.num_tokens + 1} that were reserved for"
+    num_tokens = len(commit.prompt_token_ids) + len(generated)
+    if num_tokens != lease.num_tokens + 1:
+        return f"{num_tokens} token ids, not the {lease.num_tokens + 1} that were reserved for"
     if not 1 <= len(generated) < commit.sampling.max_tokens:
         return f"{len(generated)} completion tokens of max_tokens {commit.sampling.max_tokens}"
     if len(commit.branches) > 1 and len(generated) > 1:
         return f"{len(generated)} completion tokens of one of {len(commit.branches)} branches, which share their KV"
     if commit.first_index >= len(generated):
         return f"first_index {commit.first_index}, not below the {len(generated)} completion tokens"
-    if max(tokens) >= limits.vocab_size:
-        return f"token id {max(tokens)}, not below vocab_size {limits.vocab_size}"
+    if max(generated) >= limits.vocab_size:
+        return f"token id {max(generated)}, not below vocab_size {limits.vocab_size}"
     num_told = len(generated) - commit.first_index if commit.sampling.HasField("num_logprobs") else 0
     if len(started.logprobs) != num_told:
         return f"logprobs of {len(started.logprobs)} tokens, not of {num_told}"

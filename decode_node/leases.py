@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from connector.handoff import ReceiverState
 from decode_node.lease import Lease
 from node.events import RouterId
-from proto.attempt_key import AttemptKey
+from proto.attempt_key import AttemptKey, BranchKey
 
 
 class Leases:
@@ -38,10 +38,9 @@ class Leases:
         """The lease that one of these attempts of branches is open in."""
         return next((self._holders[key] for key in keys if key in self._holders), None)
 
-    def older(self, key: AttemptKey) -> list[tuple[Lease, AttemptKey]]:
-        """Older attempts of the branch, and where each is open."""
-        found = [each for each in self._holders if each.branch == key.branch and each.attempt < key.attempt]
-        return [(self._holders[each], each) for each in found]
+    def older(self, floors: Mapping[BranchKey, int]) -> list[tuple[Lease, AttemptKey]]:
+        """Attempts below their branch's floor, and where each is open."""
+        return [(lease, key) for key, lease in self._holders.items() if key.attempt < floors.get(key.branch, 0)]
 
     def of_router(self, router: RouterId) -> list[Lease]:
         """All that are not over and that this router's attempts asked for."""

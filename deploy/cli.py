@@ -30,7 +30,8 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   router       the process that clients talk to, and the registry where nodes announce themselves
   prefill      a prefill node: computes the prompts' KV cache and hands it over
   decode       a decode node: generates
-  model make   a small random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
+  model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
+               (or qwen2-tiny, qwen3-tiny, mistral-tiny, smollm2-135m)
 
 Every flag is also a variable (--block-size: BATON_BLOCK_SIZE) and a key of a TOML file (block_size, with --config FILE);
 a flag wins over the variable, the variable over the file. A wrong value is one line and exit code 2.

@@ -29,6 +29,7 @@ from runtime.config import child_environment, load, tables_in
 from runtime.process import EXIT_USAGE, fatal, is_loopback, stop_on_signals, write_atomically
 
 READY_POLL_S: Final = 0.05
+ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
 HANDED_ON: Final = (
     "block_size",
     "num_blocks",
@@ -36,6 +37,7 @@ HANDED_ON: Final = (
     "max_num_batched_tokens",
     "max_model_len",
     "dtype",
+    "kernels",
     "transport",
 )
 
@@ -89,6 +91,8 @@ class _Launcher:
             return 1
         finally:
             await _cancel(start)
+            if stopped.done():
+                self._console.print("baton up: stopping")
             await self._stop()
 
     async def _start(self) -> None:
@@ -144,11 +148,12 @@ class _Launcher:
         return 1
 
     async def _stop(self) -> None:
-        """End every child: the nodes first, so that they can still take their leave of the router."""
+        """End every child: the router first, or its clients would hear of lost nodes instead of a shutdown."""
         timeout_s = self._config.stop_timeout_s
-        router, nodes = self._children[:1], self._children[1:]
-        for children in (nodes, router):
-            await asyncio.gather(*(child.stop(timeout_s) for child in children))
+        stops = [asyncio.create_task(child.stop(timeout_s)) for child in self._children[:1]]
+        if stops:
+            await asyncio.wait(stops, timeout=ROUTER_LEAD_S)
+        await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[1:]))
 
     async def _watch(self, stopped: asyncio.Task[bool]) -> int:
         """Report each child that ends, until a signal comes or none is left."""

@@ -242,10 +242,11 @@ class BlockPool:
             raise BlockPoolError(f"{operation}: {num_blocks} blocks where {room} are to be had")
 
     def _check_states(self, block_ids: Sequence[int], operation: str, *legal: BlockState) -> None:
-        for block_id, times in Counter(block_ids).items():
+        if len({*block_ids}) < len(block_ids):
+            block_id, times = Counter(block_ids).most_common(1)[0]
+            raise BlockPoolError(f"{operation}: block {block_id} named {times} times")
+        for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
                 raise BlockPoolError(f"{operation}: there is no block {block_id}")
-            if times > 1:
-                raise BlockPoolError(f"{operation}: block {block_id} named {times} times")
             if self._states[block_id] not in legal:
                 raise BlockPoolError(f"{operation}: block {block_id} is {self._states[block_id].value}")

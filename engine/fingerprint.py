@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.model_config import ModelError, read_model_config
+from engine.config_values import ModelError
+from engine.model_config import read_model_config
 from engine.weights import find_weight_files
-from kernels.torch_reference import TorchKernels
 
 _SAMPLE_BYTES: Final = 64 << 10
 _NUM_SAMPLES: Final = 16  # per file, evenly spaced: a megabyte read of files that may have a hundred gigabytes
@@ -28,18 +28,18 @@ class Fingerprint:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "fp32" or "bf16"
+    dtype: str  # "fp32", "bf16" or "fp16"
     block_size: int
     weights: str  # hex SHA-256 over config.json and headers, sizes and samples of the weight files
-    kernels: str  # back end
+    kernels: str  # the back end, and which vector instructions it was compiled for
 
     def to_bytes(self) -> bytes:
         """Same fields, same bytes, on every machine: what block keys are seeded with."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
-def fingerprint_fields(model_dir: Path, dtype: str, block_size: int) -> Fingerprint:
-    """Take the fingerprint of a model directory for dtype "fp32", "bf16" or "auto". Raises ModelError.
+def fingerprint_fields(model_dir: Path, dtype: str, block_size: int, kernels: str) -> Fingerprint:
+    """Take the fingerprint of a model directory for a dtype (or "auto") and a back end by name. Raises ModelError.
 
     Reads config.json, each file's header and a megabyte of samples; a changed byte between samples goes unseen.
     """
@@ -55,7 +55,7 @@ def fingerprint_fields(model_dir: Path, dtype: str, block_size: int) -> Fingerpr
         dtype=config.resolve_dtype(dtype),
         block_size=block_size,
         weights=digest.hexdigest(),
-        kernels=TorchKernels.name,
+        kernels=kernels,
     )
 
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from engine.model_config import ModelConfig
 from engine.shared_bytes import SharedBytes
 
-TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block for dtype "fp32" or "bf16"."""
+    """Bytes of one block for dtype "fp32", "bf16" or "fp16"."""
     numbers = config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim
     return numbers * TORCH_DTYPES[dtype].itemsize
 

@@ -1,173 +1,71 @@
 """Make a model directory with random weights, in exactly the layout that Hugging Face uses.
 
-For demos and tests: small enough for any machine, and loaded like a real one, by Baton and by transformers. The tokenizer
-maps bytes to ids, so every text has one; printable ASCII is likelier to be generated than other bytes, so that a demo's
-nonsense can at least be read. Same arguments, same bytes.
+For demos, tests and measurements: loaded like a real one, by Baton and by transformers. Same arguments, same bytes.
 
-    python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out DIR
+    baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, NoReturn
 
-import torch
 from safetensors.torch import save
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, write_json, write_tokenizer
+from engine.config_values import ModelError
 from engine.kv_memory import TORCH_DTYPES
-from engine.model import tensor_shapes
-from engine.model_config import DTYPES, ModelError, read_model_config
+from engine.model_config import DTYPES, read_model_config
+from engine.model_sizes import SIZES, ModelSize, config_json
+from engine.random_weights import draw_weights
+from engine.tensor_names import tensor_shapes
 from engine.weights import SINGLE_FILE
 
-NUM_BYTES: Final = 256
-BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_START, MESSAGE_END = range(NUM_BYTES, NUM_BYTES + 4)
-SPECIAL_TOKENS: Final = ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>")
-# Sharp attention, so that output depends on the whole prompt; quiet branches; logits far apart.
-_GAINS: Final = MappingProxyType({"q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.35, "down_proj": 0.35, "lm_head": 2.0})
-CHAT_TEMPLATE: Final = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+_REPORTED_NUMBERS: Final = 50_000_000  # weights; a smaller model is made before anybody wonders
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Sizes of a random Llama."""
+def make_model(
+    size: ModelSize, dtype: str, seed: int, out: Path, report: Callable[[str], None] = lambda line: None
+) -> None:
+    """Write the directory for dtype "fp32", "bf16" or "fp16"; `report` gets a line now and then for a large one.
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_position_embeddings: int  # tokens
-    ties_embeddings: bool = False  # untied here: a random tied model repeats its last token
-
-
-SIZES: Final = MappingProxyType(
-    {
-        "llama-tiny": ModelSize(
-            hidden_size=128,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=256,
-            max_position_embeddings=4096,
-        )
-    }
-)
-
-
-def make_model(size: ModelSize, dtype: str, seed: int, out: Path) -> None:
-    """Write the directory for dtype "fp32" or "bf16". Raises ModelError if it exists and is not empty."""
+    Raises ModelError if it exists and is not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty directory")
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", _config(size, dtype))
-    _write_json(
+    write_json(out / "config.json", config_json(size, dtype))
+    write_json(
         out / "generation_config.json",
         {"bos_token_id": BEGIN_OF_TEXT, "eos_token_id": [END_OF_TEXT, MESSAGE_END]},
     )
-    _write_tokenizer(size, out)
-    _write_weights(dtype, seed, out)
-
-
-def _config(size: ModelSize, dtype: str) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": size.hidden_size,
-        "num_hidden_layers": size.num_layers,
-        "num_attention_heads": size.num_heads,
-        "num_key_value_heads": size.num_kv_heads,
-        "head_dim": size.head_dim,
-        "intermediate_size": size.intermediate_size,
-        "vocab_size": NUM_BYTES + len(SPECIAL_TOKENS),
-        "max_position_embeddings": size.max_position_embeddings,
-        "tie_word_embeddings": size.ties_embeddings,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": BEGIN_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
-        "torch_dtype": "bfloat16" if dtype == "bf16" else "float32",
-    }
-
-
-def _write_weights(dtype: str, seed: int, out: Path) -> None:
-    """Draw weights that make varied greedy output and still compute alike in fp32 and bf16.
-
-    The two pull apart (measured over seeds): small branches repeat themselves, large ones amplify bf16's rounding until two
-    correct implementations differ by 3 % of the largest logit. With these gains they differ by about 1 %.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in tensor_shapes(read_model_config(out)).items():
-        noise = torch.randn(shape, generator=generator)
-        if "norm" in name:
-            tensors[name] = 1 + 0.1 * noise
-        elif "embed_tokens" in name:
-            tensors[name] = noise
-        else:
-            tensors[name] = noise * (_GAINS.get(name.split(".")[-2], 1.0) / shape[1] ** 0.5)
-    if "lm_head.weight" in tensors:
-        tensors["lm_head.weight"][[byte for byte in range(NUM_BYTES) if not 32 <= byte < 127]] *= 0.6
-        tensors["lm_head.weight"][NUM_BYTES:] *= 0.6
-    torch_dtype = TORCH_DTYPES[dtype]
+    write_tokenizer(size.vocab_size, size.max_position_embeddings, out)
+    config = read_model_config(out)
+    num_numbers = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+    weights = draw_weights(config, TORCH_DTYPES[dtype], seed, _progress(num_numbers, report))
     # Not save_file: it makes files that only their owner can read, and a container may run as somebody else.
-    data = save({name: tensor.to(torch_dtype) for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    data = save(weights, metadata={"format": "pt"})
+    if num_numbers >= _REPORTED_NUMBERS:
+        report(f"writing {len(data) / 1e6:.0f} MB")
     (out / SINGLE_FILE).write_bytes(data)
 
 
-def _write_tokenizer(size: ModelSize, out: Path) -> None:
-    """Write a byte-level BPE without merges: token id = byte value."""
-    tokenizer = Tokenizer(models.BPE(vocab={_printable(byte): byte for byte in range(NUM_BYTES)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    begin = SPECIAL_TOKENS[0]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, BEGIN_OF_TEXT)]
-    )
-    tokenizer.save(str(out / "tokenizer.json"))
-    named = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[1]}
-    _write_json(out / "special_tokens_map.json", named)
-    _write_json(
-        out / "tokenizer_config.json",
-        named
-        | {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": size.max_position_embeddings,
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
+def _progress(num_numbers: int, report: Callable[[str], None]) -> Callable[[int], None]:
+    """A line per tenth of the weights, if they are many."""
+    done = tenths = 0
 
+    def drawn(count: int) -> None:
+        nonlocal done, tenths
+        done += count
+        if num_numbers >= _REPORTED_NUMBERS and 10 * done // num_numbers > tenths:
+            tenths = 10 * done // num_numbers
+            report(f"{10 * tenths} % of {num_numbers / 1e6:.0f} million weights are drawn")
 
-def _printable(byte: int) -> str:
-    """The character that byte-level tokenizers (GPT-2's table) write for a byte: itself, or the next free from U+0100 on."""
-    if _is_plain(byte):
-        return chr(byte)
-    return chr(0x100 + sum(not _is_plain(other) for other in range(byte)))
-
-
-def _is_plain(byte: int) -> bool:
-    return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    return drawn
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -184,20 +82,25 @@ def _seed(text: str) -> int:
 
 def main(argv: list[str]) -> int:
     """Run the command; exit code 2 and one line for what cannot be done."""
-    parser = _OneLineParser("engine.make_model", description="Make a random-weight model directory.")
+    parser = _OneLineParser("baton model make", description="Make a random-weight model directory.")
+    parser.add_argument("--like", choices=tuple(SIZES), default="llama-tiny", help="which sizes (default: %(default)s)")
     parser.add_argument(
-        "--like", choices=sorted(SIZES), default="llama-tiny", help="which sizes (default: %(default)s)"
+        "--dtype", choices=DTYPES, help="of the stored weights (default: fp32, of smollm2-135m bf16, as the real one)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the stored weights (default: %(default)s)")
     parser.add_argument("--seed", type=_seed, default=0, help="of the weights (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist or be empty")
     arguments = parser.parse_args(argv)
+    size = SIZES[arguments.like]
     try:
-        make_model(SIZES[arguments.like], arguments.dtype, arguments.seed, arguments.out)
+        make_model(size, arguments.dtype or size.stored_dtype, arguments.seed, arguments.out, _say)
     except (ModelError, OSError) as error:
-        sys.stderr.write(f"engine.make_model: {error}\n")
+        _say(str(error))
         return 2
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"baton model make: {line}\n")
 
 
 if __name__ == "__main__":

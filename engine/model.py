@@ -1,24 +1,29 @@
 """A decoder-only model in plain torch over a kernel back end: tokens of one step in, logits of the rows that sample out.
 
-Llama's structure: pre-norm residual layers of attention and gated MLP, with rotary positions. All rows of a step, prefill
-and decode alike, go through the layers in one pass; what tells them apart is only in the batch's attention spans.
+Llama's structure: pre-norm residual layers of attention and gated MLP, with rotary positions. The families that share it differ
+in biases, in norms of heads, in windows of attention: where the config has none, the tensor or the window is None. All rows of
+a step, prefill and decode alike, go through the layers in one pass; what tells them apart is only in the batch's attention spans.
 Not here: KV ownership, sampling, which rows run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.config_values import ModelError
 from engine.kv_memory import TORCH_DTYPES
-from engine.model_config import ModelConfig, ModelError, read_model_config
+from engine.model_config import ModelConfig, read_model_config
+from engine.rope import attention_factor, inverse_frequencies
+from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.interface import Kernels, Linear, StepAttention
-from kernels.torch_reference import TorchKernels, can_compute
+from kernels.choice import NoKernels, choose_kernels
+from kernels.interface import Kernels, LayerStack, Linear, StackLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,10 @@ class LayerWeights:
     qkv: Linear  # hidden_size to (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values
     attention_out: Linear  # num_heads * head_dim to hidden_size
     mlp_norm: Tensor  # [hidden_size]
-    gate_up: Linear  # hidden_size to 2 * intermediate_size
+    gate_up: Linear  # hidden_size to intermediate_size, gated
     down: Linear  # intermediate_size to hidden_size
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None  # [head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,21 @@ class Model:
     """Weights in the back end's form, and the forward pass."""
 
     config: ModelConfig
-    dtype: str  # "fp32" or "bf16"
+    dtype: str  # "fp32", "bf16" or "fp16"
     kernels: Kernels
+    shortfall: str  # why the kernels are not those that were asked for; "" where they are
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
     head: Linear  # hidden_size to vocab_size
     inverse_frequencies: Tensor  # [head_dim / 2] fp32
+    stack: LayerStack | None  # the layers once more, where the back end runs all of them in one call
+
+    def first_layers(self, count: int) -> Model:
+        """The same model with fewer layers; weights are shared."""
+        layers = self.layers[:count]
+        config = replace(self.config, num_layers=count)
+        return replace(self, config=config, layers=layers, stack=_stack(self.kernels, config, layers))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -53,29 +68,50 @@ class Model:
         kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype.
         """
         angles = batch.positions[:, None].float() * self.inverse_frequencies
-        cos, sin = angles.cos(), angles.sin()
-        attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
+        scale = attention_factor(self.config.rope)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         hidden = self.embedding.index_select(0, batch.token_ids)
+        if self.stack is not None:
+            hidden = self.stack(hidden, cos, sin, kv, batch.attention)
+        else:
+            hidden = self._layer_by_layer(hidden, cos, sin, kv, batch)
+        if not batch.logit_rows.numel():
+            return hidden.new_empty((0, self.config.vocab_size))
+        eps = self.config.rms_norm_eps
+        return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
+
+    def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.kernels.rms_norm(hidden, layer.attention_norm, eps)
-            hidden = hidden + layer.attention_out(self._attend(index, layer.qkv(normed), cos, sin, attention))
+            queries, keys, values = self._heads(layer, layer.qkv(normed), cos, sin)
+            attention.write(index, keys, values)
+            attended = attention.attend(index, queries.contiguous(), self.config.windows[index])
+            hidden = hidden + layer.attention_out(attended.flatten(1))
             normed = self.kernels.rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + layer.down(self.kernels.silu_gate(layer.gate_up(normed)))
-        if not batch.logit_rows.numel():
-            return hidden.new_empty((0, self.config.vocab_size))
-        return self.head(self.kernels.rms_norm(hidden.index_select(0, batch.logit_rows), self.final_norm, eps))
+            hidden = hidden + layer.down(layer.gate_up(normed))
+        return hidden
 
-    def _attend(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+    def _heads(self, layer: LayerWeights, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [num_rows, num_heads, head_dim], keys and values [num_rows, num_kv_heads, head_dim], rotated."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.config.head_dim)
-        rotated = self.kernels.rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
-        attention.write(layer, rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :])
-        return attention.attend(layer, rotated[:, :num_heads].contiguous()).flatten(1)
+        rotating, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = rotating[:, :num_heads], rotating[:, num_heads:]
+            rotating = torch.cat((self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)), 1)
+        rotated = self.kernels.rotate(rotating, cos, sin)
+        return rotated[:, :num_heads], rotated[:, num_heads:], values
+
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Each head of [num_rows, heads, head_dim] by itself."""
+        rows = heads.reshape(-1, self.config.head_dim)
+        return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
-def load_model(model_dir: Path, dtype: str) -> Model:
-    """Load a Hugging Face directory for dtype "fp32", "bf16" or "auto".
+def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu") -> Model:
+    """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", and a back end of kernels/choice.py.
 
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
@@ -83,75 +119,68 @@ def load_model(model_dir: Path, dtype: str) -> Model:
     config = read_model_config(model_dir)
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
-    if not can_compute(torch_dtype):
-        raise ModelError(
-            f"this CPU does not compute packed {dtype} linears" + ("; use fp32" if dtype == "bf16" else "")
-        )
-    kernels = TorchKernels()
+    try:
+        kernels, shortfall = choose_kernels(kernels_name, torch_dtype)
+    except NoKernels as error:
+        raise ModelError(f"{error}; use fp32") from None
     with TensorFiles(model_dir) as files:
-        expected = tensor_shapes(config)
-        files.check(expected, _ignored_tensors(config))
+        files.check(tensor_shapes(config), ignored_tensors(config))
 
         def read(name: str) -> Tensor:
             return files.read(name, torch_dtype)
 
-        def pack(*names: str) -> Linear:
-            return kernels.pack_linear(torch.cat([read(name) for name in names]))
+        def read_if(is_there: bool, name: str) -> Tensor | None:
+            return read(name) if is_there else None
+
+        def joined(names: Sequence[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:
+            weight = torch.cat([read(f"{name}.weight") for name in names])
+            return weight, torch.cat([read(f"{name}.bias") for name in names]) if has_bias else None
+
+        def pack(has_bias: bool, *names: str) -> Linear:
+            return kernels.pack_linear(*joined(names, has_bias))
 
         def layer(prefix: str) -> LayerWeights:
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
             return LayerWeights(
                 attention_norm=read(f"{prefix}.input_layernorm.weight"),
-                qkv=pack(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
-                attention_out=pack(f"{attention}.o_proj.weight"),
+                qkv=pack(config.has_qkv_bias, *(f"{attention}.{part}_proj" for part in "qkv")),
+                attention_out=pack(config.has_output_bias, f"{attention}.o_proj"),
                 mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=pack(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-                down=pack(f"{mlp}.down_proj.weight"),
+                gate_up=kernels.pack_gate_up(*joined((f"{mlp}.gate_proj", f"{mlp}.up_proj"), config.has_mlp_bias)),
+                down=pack(config.has_mlp_bias, f"{mlp}.down_proj"),
+                query_norm=read_if(config.norms_heads, f"{attention}.q_norm.weight"),
+                key_norm=read_if(config.norms_heads, f"{attention}.k_norm.weight"),
             )
 
+        layers = tuple(layer(f"model.layers.{index}") for index in range(config.num_layers))
         return Model(
             config=config,
             dtype=dtype,
             kernels=kernels,
+            shortfall=shortfall,
             embedding=read("model.embed_tokens.weight"),
-            layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+            layers=layers,
             final_norm=read("model.norm.weight"),
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=pack("model.embed_tokens.weight" if config.ties_embeddings else "lm_head.weight"),
-            inverse_frequencies=_inverse_frequencies(config),
+            head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
+            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim),
+            stack=_stack(kernels, config, layers),
         )
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a LlamaForCausalLM checkpoint."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.self_attn.q_proj.weight": (query_width, hidden),
-            f"{prefix}.self_attn.k_proj.weight": (kv_width, hidden),
-            f"{prefix}.self_attn.v_proj.weight": (kv_width, hidden),
-            f"{prefix}.self_attn.o_proj.weight": (hidden, query_width),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.mlp.gate_proj.weight": (wide, hidden),
-            f"{prefix}.mlp.up_proj.weight": (wide, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, wide),
-        }
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.ties_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def _ignored_tensors(config: ModelConfig) -> frozenset[str]:
-    """Leftovers of older exporters: frequencies follow from config.json, and a tied head is the embedding."""
-    frequencies = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
-    return frozenset(frequencies | ({"lm_head.weight"} if config.ties_embeddings else set()))
-
-
-def _inverse_frequencies(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    return 1.0 / (config.rope_theta**exponents)
+def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...]) -> LayerStack | None:
+    stacked = [
+        StackLayer(
+            each.attention_norm,
+            each.qkv,
+            each.attention_out,
+            each.mlp_norm,
+            each.gate_up,
+            each.down,
+            each.query_norm,
+            each.key_norm,
+            window,
+        )
+        for each, window in zip(layers, config.windows[: len(layers)], strict=True)
+    ]
+    return kernels.stack(stacked, config.num_heads, config.rms_norm_eps)

@@ -93,7 +93,7 @@ class TorchRunner:
             draws.append(draw)
             draws += [draw._replace(sampling=replace(draw.sampling, seed=seed)) for seed in self._branch_seeds[slot]]
             rows += [row] * (len(draws) - len(rows))
-        drawn = iter(sample(logits if rows == list(range(len(logits))) else logits[rows], draws))
+        drawn = iter(sample(logits if rows == list(range(len(logits))) else logits[rows], draws, self._model.kernels))
         token_ids = {slot: list(islice(drawn, 1 + len(self._branch_seeds[slot]))) for slot in row_of_slot}
         for slot, (token_id, *_) in token_ids.items():
             # A broken row's next one was planned already: feed it anything.

@@ -26,11 +26,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.token_counts import TokenCounts
+from kernels.interface import Contenders, Kernels
 
 _MASK_64: Final = (1 << 64) - 1
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -38,6 +40,7 @@ _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
 _NOISE_SPAN: Final = 41.0
+_COLDEST: Final = 1e-30
 # top_p sorts so many of the likeliest tokens first, and so many times more where they have too little of the probability.
 _FIRST_SORTED: Final = 256
 _SORTED_GROWTH: Final = 16
@@ -51,28 +54,56 @@ class Draw(NamedTuple):
     counts: TokenCounts | None = None  # of what comes before it; None where there are no penalties
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[int]:
     """Draw one token id per row of [num_rows, vocab_size]; BROKEN_ROW, rather than an invented token, where logits are no numbers.
 
-    That row alone is broken: KV that a peer wrote, or a prompt that overflows the model, ends no other sequence.
+    That row alone is broken: KV that a peer wrote, or a prompt that overflows the model, ends no other sequence. `kernels`
+    only make it faster.
     """
-    logits = logits.float()
-    greatest_ids = logits.argmax(-1, keepdim=True)  # the first of equals; a NaN counts as the greatest
-    greatest = logits.gather(-1, greatest_ids)
-    is_number: list[bool] = greatest[:, 0].isfinite().tolist()
-    token_ids: list[int] = greatest_ids[:, 0].tolist()
+    if not draws:
+        return []
+    contenders = _contenders(logits, draws, kernels)
+    token_ids: list[int] = []
     for row, draw in enumerate(draws):
-        if not is_number[row]:
-            token_ids[row] = BROKEN_ROW
+        greatest, ids = contenders.greatest[row], contenders.ids[row]
+        if not np.isfinite(greatest):
+            token_ids.append(BROKEN_ROW)
         elif _changes_logits(draw):
-            values = _changed(logits[row].numpy().astype(np.float64), draw)
-            token_ids[row] = int(values.argmax())
+            values = _changed(logits[row].double().numpy(), draw)
+            token_id = int(values.argmax())
             if draw.sampling.temperature > 0:
-                values -= values[token_ids[row]]
-                token_ids[row] = _draw_one(values, draw)
-        elif draw.sampling.temperature > 0:
-            token_ids[row] = _draw_one((logits[row] - greatest[row]).numpy().astype(np.float64), draw)
+                values -= values[token_id]
+                token_id = _draw_one(values, draw)
+            token_ids.append(token_id)
+        elif draw.sampling.temperature == 0:
+            token_ids.append(int(contenders.greatest_ids[row]))
+        elif ids is None or not _is_drawn_plainly(draw):
+            token_ids.append(_draw_one(_below(logits[row], greatest), draw))
+        else:
+            of_few = _below(logits[row, torch.from_numpy(ids)], greatest)
+            token_ids.append(_winner(_divided(of_few, draw), ids.astype(np.int64), draw))
     return token_ids
+
+
+def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) -> Contenders:
+    """Each row's greatest logit and, where a back end can tell, the few tokens that a plain draw may take."""
+    if kernels is not None:
+        # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
+        temperatures = [max(draw.sampling.temperature, _COLDEST) if _is_drawn_plainly(draw) else 0.0 for draw in draws]
+        streams = [_stream(draw.sampling.seed, draw.token_index) for draw in draws]
+        found = kernels.contenders(logits, np.array(temperatures, np.float32), np.array(streams, np.uint64))
+        if found is not None:
+            return found
+    wide = logits.float()
+    greatest_ids = wide.argmax(-1, keepdim=True)  # the first of equals; a NaN counts as the greatest
+    greatest = wide.gather(-1, greatest_ids)
+    return Contenders(greatest[:, 0].numpy(), greatest_ids[:, 0].int().numpy(), [None] * len(logits))
+
+
+def _below(logits: Tensor, greatest: np.float32) -> NDArray[np.float64]:
+    """How far below the greatest, rounded to fp32 first."""
+    values: NDArray[np.float32] = logits.float().numpy()
+    return (values - greatest).astype(np.float64)
 
 
 def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
@@ -87,11 +118,24 @@ def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Standard Gumbel noise of these token ids at this index of a completion."""
-    stream = _mix(_mix(np.array([seed & _MASK_64], np.uint64)) + np.uint64(token_index))
-    state = stream + (token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    state = _stream(seed, token_index) + (token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     uniform = ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise
+
+
+def _stream(seed: int, token_index: int) -> np.uint64:
+    """Where the noise of this index begins."""
+    state = (_mix_one(seed & _MASK_64) + token_index) & _MASK_64
+    return np.uint64(_mix_one(state))
+
+
+def _is_drawn_plainly(draw: Draw) -> bool:
+    """Whether any token may be drawn, by its own logit."""
+    sampling = draw.sampling
+    return sampling.temperature > 0 and not (
+        sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or _changes_logits(draw)
+    )
 
 
 def _changes_logits(draw: Draw) -> bool:
@@ -121,11 +165,20 @@ def _changed(values: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
 
 def _draw_one(scores: NDArray[np.float64], draw: Draw) -> int:
     """Draw from logits given relative to their greatest, all <= 0; they are divided by the temperature in place."""
+    scores = _divided(scores, draw)
+    candidates = _candidates(scores, draw.sampling)
+    return _winner(scores[candidates], candidates, draw)
+
+
+def _divided(scores: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
     with np.errstate(over="ignore"):  # a temperature next to zero: -inf is the right distance
         scores /= draw.sampling.temperature
-    candidates = _candidates(scores, draw.sampling)
-    noisy = scores[candidates] + gumbel_noise(draw.sampling.seed, draw.token_index, candidates)
-    return int(candidates[noisy.argmax()])
+    return scores
+
+
+def _winner(scores: NDArray[np.float64], token_ids: NDArray[np.int64], draw: Draw) -> int:
+    noisy = scores + gumbel_noise(draw.sampling.seed, draw.token_index, token_ids)
+    return int(token_ids[noisy.argmax()])
 
 
 def _candidates(scores: NDArray[np.float64], sampling: SamplingParams) -> NDArray[np.int64]:
@@ -166,3 +219,10 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     return state ^ (state >> np.uint64(31))
+
+
+def _mix_one(state: int) -> int:
+    """The same of one number."""
+    state = (state ^ (state >> 30)) * int(_MIX_1) & _MASK_64
+    state = (state ^ (state >> 27)) * int(_MIX_2) & _MASK_64
+    return state ^ (state >> 31)

@@ -82,12 +82,15 @@ class Scheduler:
         self._check(spec)
         self._waiting[spec.sequence_id] = spec
 
-    def adopt(self, spec: SequenceSpec, block_ids: abc.Sequence[int], num_promised: int) -> None:
+    def adopt(
+        self, spec: SequenceSpec, block_ids: abc.Sequence[int], num_promised: int, num_published: int = 0
+    ) -> None:
         """Run a sequence whose KV came from elsewhere, in a slot taken with reserve_slots().
 
         `block_ids` hold the KV of token_ids[:-1]; the first step feeds token_ids[-1]. The caller's references on them and its
         `num_promised` promises, together enough for the sequence's limit, pass to the sequence. Full blocks are published
-        now. ValueError, and nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
+        now, but for the leading `num_published`, which were offered with a sequence that shares them. ValueError, and
+        nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
         """
         self._check(spec)
         num_computed = len(spec.token_ids) - 1
@@ -101,6 +104,8 @@ class Scheduler:
         sequence = self._occupy_slot(spec, list(block_ids), num_promised)
         sequence.phase = Phase.RUNNING_DECODE
         sequence.num_planned = sequence.num_computed = num_computed
+        if num_published:
+            sequence.num_published, sequence.last_key = num_published, spec.block_keys[num_published - 1]
         self._decoding[spec.sequence_id] = sequence
         self._publish(sequence)
 
@@ -133,6 +138,10 @@ class Scheduler:
             raise ValueError(f"sequence {sequence_id} has nothing to release")
         sequence.is_lending = False
         return True
+
+    def knows(self, sequence_id: abc.Hashable) -> bool:
+        """Whether the sequence is here, be it only until a step that was launched with it is read."""
+        return sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent
 
     def block_ids(self, sequence_id: abc.Hashable) -> tuple[int, ...]:
         """The block table so far; until the blocks are dropped. KeyError: nobody knows the sequence."""
@@ -221,8 +230,11 @@ class Scheduler:
             sequence = self._slots[row.slot]
             # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
             assert sequence is not None and sequence.generation == row.generation
-            if answer.generation == sequence.generation and sequence.phase is not Phase.FINISHED:
-                progress.append(self._advance(sequence, row, answer))
+            if answer.generation == sequence.generation:
+                if sequence.phase is not Phase.FINISHED:
+                    progress.append(self._advance(sequence, row, answer))
+                elif isinstance(row, PrefillChunk) and not sequence.is_broken:
+                    self._keep_computed(sequence, row, answer)
             if sequence.phase is Phase.FINISHED and sequence.last_step_id == plan.step_id:
                 self._retire(sequence)
         return progress
@@ -324,6 +336,7 @@ class Scheduler:
             case PrefillChunk():
                 sequence.num_computed, samples = row.start + len(row.token_ids), row.samples
         if token_id == BROKEN_ROW:
+            sequence.is_broken = True
             self._finish(sequence)
             return Progress(sequence_id, sequence.num_computed, None, "broken")
         if samples != (token_id >= 0):
@@ -338,6 +351,12 @@ class Scheduler:
             self._finish(sequence)
         told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
         return Progress(sequence_id, sequence.num_computed, token_id, finish, *told)
+
+    def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
+        """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
+        if answer.token_id != BROKEN_ROW:
+            sequence.num_computed = row.start + len(row.token_ids)
+            self._publish(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.
@@ -375,13 +394,6 @@ class Scheduler:
             self._pool.free(sequence.block_ids)
 
     def _check(self, spec: SequenceSpec) -> None:
-        sequence_id, num_tokens = spec.sequence_id, len(spec.token_ids)
-        if sequence_id in self._waiting or sequence_id in self._admitted or sequence_id in self._lent:
-            raise ValueError(f"sequence {sequence_id} is here already")
-        if num_tokens + spec.max_new_tokens > self._config.max_model_len:
-            raise ValueError(
-                f"sequence {sequence_id}: {num_tokens} tokens and {spec.max_new_tokens} more, "
-                f"longer than max_model_len = {self._config.max_model_len}"
-            )
-        if len(spec.block_keys) > num_tokens // self._pool.block_size:
-            raise ValueError(f"sequence {sequence_id}: {len(spec.block_keys)} block keys for {num_tokens} tokens")
+        if self.knows(spec.sequence_id):
+            raise ValueError(f"sequence {spec.sequence_id} is here already")
+        spec.check_fits(self._config.max_model_len, self._pool.block_size)

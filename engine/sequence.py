@@ -43,9 +43,8 @@ class SequenceSpec:
     stop_token_ids: frozenset[int]
     block_keys: tuple[bytes, ...]  # of the full blocks of token_ids; behind the last one given nothing is matched
     lends: bool = False  # blocks stay referenced after the end until release(): a sender reads them
-    branch_seeds: tuple[
-        int, ...
-    ] = ()  # of further branches that draw their first token, and only that, beside this one's
+    # Of further branches that draw their first token, and only that, beside this one's.
+    branch_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -54,6 +53,17 @@ class SequenceSpec:
                 f"sequence {self.sequence_id}: {num_tokens} tokens, {self.num_generated} of them generated, "
                 f"and at most {self.max_new_tokens} more"
             )
+
+    def check_fits(self, max_model_len: int, block_size: int) -> None:
+        """Raise ValueError for what no engine of these sizes can run."""
+        num_tokens = len(self.token_ids)
+        if num_tokens + self.max_new_tokens > max_model_len:
+            raise ValueError(
+                f"sequence {self.sequence_id}: {num_tokens} tokens and {self.max_new_tokens} more, "
+                f"longer than max_model_len = {max_model_len}"
+            )
+        if len(self.block_keys) > num_tokens // block_size:
+            raise ValueError(f"sequence {self.sequence_id}: {len(self.block_keys)} block keys for {num_tokens} tokens")
 
     def num_blocks_at_limit(self, block_size: int) -> int:
         """Blocks that the sequence holds if it runs to its limit."""
@@ -93,6 +103,7 @@ class Sequence:
     num_samples_planned: int = 0
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
     last_step_id: int = NEVER  # the last step launched with it
+    is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
 
     @property
     def num_sampled(self) -> int:

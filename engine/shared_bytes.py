@@ -13,15 +13,21 @@ Source: https://man7.org/linux/man-pages/man2/memfd_create.2.html
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import time
 import weakref
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+_LOG = logging.getLogger(__name__)
+
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python names it from 3.13 on
+_BYTES_AT_ONCE: Final = 256 << 20  # a signal that comes meanwhile undoes no more than that
+_LOG_EVERY_S: Final = 2.0
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
 
 
@@ -36,9 +42,21 @@ class SharedBytes:
         try:
             # Every page now: a pool that does not fit fails at the start, no step pays for page faults, and a reader that
             # counts the pages knows that its reading will allocate none.
-            os.posix_fallocate(self.descriptor, 0, num_bytes)
+            _populate(self.descriptor, num_bytes)
             mapping = mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             raise ValueError(f"{num_bytes >> 20} MiB of KV memory: {error.strerror}") from None
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self.bytes: Final[NDArray[np.uint8]] = np.frombuffer(mapping, np.uint8).reshape(num_blocks, block_bytes)
+
+
+def _populate(descriptor: int, num_bytes: int) -> None:
+    """Give the file all its pages; says how far it is where that takes its time (a third of a second per GiB)."""
+    began_at = said_at = time.monotonic()
+    for begin in range(0, num_bytes, _BYTES_AT_ONCE):
+        os.posix_fallocate(descriptor, begin, min(_BYTES_AT_ONCE, num_bytes - begin))
+        if time.monotonic() >= said_at + _LOG_EVERY_S:
+            said_at = time.monotonic()
+            _LOG.info("event=kv_memory_populating mib=%d of_mib=%d", (begin + _BYTES_AT_ONCE) >> 20, num_bytes >> 20)
+    if said_at > began_at:
+        _LOG.info("event=kv_memory_populated mib=%d seconds=%.1f", num_bytes >> 20, time.monotonic() - began_at)

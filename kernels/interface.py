@@ -6,13 +6,17 @@ Not here: any arithmetic. Every back end keeps one law, and the whole cluster le
     chunks, not on prefill or decode, not on the number of threads.
 
 Shapes: a *row* is one token position of one sequence. `num_heads = num_kv_heads * group_size`; query head h reads KV head
-h // group_size. All tensors are on the CPU, contiguous, fp32 or bf16 ("the dtype").
+h // group_size. All tensors are on the CPU, contiguous, fp32, bf16 or fp16 ("the dtype").
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -33,10 +37,10 @@ class AttentionBatch(NamedTuple):
 
 
 class Linear(Protocol):
-    """A weight matrix in the form that the back end likes best."""
+    """A weight matrix, and its bias if it has one, in the form that the back end likes best."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply [num_rows, in_features] into [num_rows, out_features], same dtype."""
+        """Multiply [num_rows, in_features] into [num_rows, out_features], same dtype; the bias is added before rounding."""
 
 
 class StepAttention(Protocol):
@@ -45,8 +49,42 @@ class StepAttention(Protocol):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the step's own keys and values, each [num_rows, num_kv_heads, head_dim], where the batch says."""
 
-    def attend(self, layer: int, queries: Tensor) -> Tensor:
-        """Causal softmax attention, [num_rows, num_heads, head_dim] to the same shape and dtype, scaled by 1/sqrt(head_dim)."""
+    def attend(self, layer: int, queries: Tensor, window: int | None = None) -> Tensor:
+        """Causal softmax attention, [num_rows, num_heads, head_dim] to the same shape and dtype, scaled by 1/sqrt(head_dim).
+
+        window: a row sees at most this many positions, the last of them its own; None: all up to its own. The layers of one
+        model may differ in it.
+        """
+
+
+class StackLayer(NamedTuple):
+    """One decoder layer, its linears packed by the back end that is to run it."""
+
+    attention_norm: Tensor  # [hidden_size]
+    qkv: Linear  # hidden_size to (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values
+    attention_out: Linear  # num_heads * head_dim to hidden_size
+    mlp_norm: Tensor  # [hidden_size]
+    gate_up: Linear  # hidden_size to intermediate_size, from pack_gate_up
+    down: Linear  # intermediate_size to hidden_size
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None  # [head_dim]
+    window: int | None = None  # as in StepAttention.attend
+
+
+class LayerStack(Protocol):
+    """All decoder layers of a model in one call, where a back end is faster so. Same arithmetic as layer by layer."""
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
+
+
+class Contenders(NamedTuple):
+    """What can win the draws of a step's rows (engine/sampler.py)."""
+
+    greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
+    greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
+    # Of each row whose temperature is not 0, ascending, a superset of what can win; None: too many to tell.
+    ids: list[NDArray[np.int32] | None]
 
 
 class Kernels(Protocol):
@@ -56,11 +94,20 @@ class Kernels(Protocol):
     def name(self) -> str:
         """Part of the model's fingerprint: KV of back ends with different names is never mixed."""
 
-    def pack_linear(self, weight: Tensor) -> Linear:
-        """Take [out_features, in_features]; the caller drops its own copy."""
+    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
+        """Whether the law above holds on this machine for this dtype, as far as the back end itself can know."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take [out_features, in_features] and [out_features]; the caller drops its own copies."""
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take [2 * width, in_features], gate first; the product is silu_gate of the plain linear's."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Scale each row of [num_rows, hidden_size] to unit mean square, then by weight [hidden_size]."""
+        """Scale each row of [num_rows, width] to unit mean square, then by weight [width].
+
+        The width is hidden_size, or head_dim where a model norms each head of its queries and keys (Qwen3).
+        """
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply rotary embedding in Llama's half-and-half form to [num_rows, heads, head_dim].
@@ -73,3 +120,14 @@ class Kernels(Protocol):
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare one step over kv [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack | None:
+        """The layers as one call; None: this back end runs them one primitive after the other."""
+
+    def contenders(
+        self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
+    ) -> Contenders | None:
+        """Which tokens can win argmax(logit / temperature + Gumbel noise) in each row of [num_rows, vocab_size].
+
+        streams: [num_rows], where a row's noise begins (engine/sampler.py). None: this back end leaves it to the sampler.
+        """

@@ -8,9 +8,9 @@ of the sequence in every step. Everything is fp32. For each row:
     maximum   over all tiles; exact in any order
     sums      of weights and of weighted values per tile, then over the tiles one after the other, first position first
 
-A tile past the row's position adds exp(-inf) = 0 to each, which changes no bit; that is why rows of different lengths may
-share a batch and why a chunk may skip the tiles that a row cannot see. Values past a sequence's end are zeroed, because the
-memory there is somebody's old block: 0 * NaN would let one broken sequence into another.
+A tile past the row's position, or before its window, adds exp(-inf) = 0 to each, which changes no bit; that is why rows of
+different lengths may share a batch and why a chunk may skip the tiles that a row cannot see. Values past a sequence's end are
+zeroed, because the memory there is somebody's old block: 0 * NaN would let one broken sequence into another.
 
 A batch element alone may be split over threads by the matrix library (measured), so single elements are doubled.
 """
@@ -32,8 +32,10 @@ GATHER_BYTES: Final = 64 << 20  # bound of what a group gathers, and of its scor
 
 
 class _Tile(NamedTuple):
-    first_row: int  # batch elements before this one see nothing of the tile
-    mask: Tensor | None  # [elements from first_row on that see a part, 1, TILE] bool: True where they may not look
+    rows: slice  # the batch elements that see something of the tile
+    mask: (
+        Tensor | None
+    )  # [those of them up to the last that sees only a part, 1, TILE] bool: True where they may not look
 
 
 class _Group(NamedTuple):
@@ -59,7 +61,8 @@ class TiledAttention:
         self._write_base = block * (2 * self._num_layers * self._block_size) + offset
         self._batch = batch
         self._gather_bytes = gather_bytes
-        self._groups = self._plan(group_size=num_heads // self._num_kv_heads)
+        self._group_size = num_heads // self._num_kv_heads
+        self._groups: dict[int | None, list[_Group]] = {}  # by window; a model has one or two
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the step's keys and values of one layer."""
@@ -67,10 +70,12 @@ class TiledAttention:
             index = self._write_base + plane * self._block_size
             self._position_rows.index_copy_(0, index, rows.reshape(rows.shape[0], -1))
 
-    def attend(self, layer: int, queries: Tensor) -> Tensor:
-        """Attend over all positions up to each row's own."""
+    def attend(self, layer: int, queries: Tensor, window: int | None = None) -> Tensor:
+        """Attend over the last `window` positions up to each row's own, or all."""
+        if window not in self._groups:
+            self._groups[window] = self._plan(window)
         out = torch.empty_like(queries)
-        for group in self._groups:
+        for group in self._groups[window]:
             out[group.rows] = self._attend_group(group, layer, queries[group.rows]).to(out.dtype)
         return out
 
@@ -99,18 +104,18 @@ class TiledAttention:
         gathered = gathered[:, : len(group.tiles) * TILE].transpose(1, 2)
         return gathered.contiguous().float()
 
-    def _plan(self, group_size: int) -> list[_Group]:
+    def _plan(self, window: int | None) -> list[_Group]:
         """Cut the step into groups within the memory bound. How it is cut changes no bit."""
         singles = [(span.first_position, index) for index, span in enumerate(self._batch.spans) if span.num_rows == 1]
-        groups = self._plan_singles(sorted(singles), group_size)
+        groups = self._plan_singles(sorted(singles), window)
         for index, span in enumerate(self._batch.spans):
             if span.num_rows > 1:
-                groups += self._plan_run(index, span, group_size)
+                groups += self._plan_run(index, span, window)
         return groups
 
-    def _plan_singles(self, singles: Sequence[tuple[int, int]], group_size: int) -> list[_Group]:
+    def _plan_singles(self, singles: Sequence[tuple[int, int]], window: int | None) -> list[_Group]:
         """Put rows of alike lengths together: gathered memory is padded to the longest, at most twofold."""
-        position_bytes = 4 * self._num_kv_heads * (2 * self._head_dim + group_size)
+        position_bytes = 4 * self._num_kv_heads * (2 * self._head_dim + self._group_size)
         groups: list[_Group] = []
         start = 0
         for end in range(1, len(singles) + 1):
@@ -122,25 +127,25 @@ class TiledAttention:
             members = singles[start:end]
             spans = [index for _, index in members]
             rows = [self._batch.spans[index].first_row for index in spans]
-            group = self._group(rows, spans, np.array([position for position, _ in members]))
+            group = self._group(rows, spans, np.array([position for position, _ in members]), window)
             tiles = tuple(_each_head(tile, self._num_kv_heads) for tile in group.tiles)
             groups.append(group._replace(tiles=tiles, has_own_kv=True))
             start = end
         return groups
 
-    def _plan_run(self, index: int, span: RowSpan, group_size: int) -> list[_Group]:
+    def _plan_run(self, index: int, span: RowSpan, window: int | None) -> list[_Group]:
         """Cut one sequence's rows so that the scores of one KV head stay within the bound."""
         num_positions = span.first_position + span.num_rows
-        step = max(1, self._gather_bytes // (4 * group_size * num_positions))
+        step = max(1, self._gather_bytes // (4 * self._group_size * num_positions))
         groups = []
         for start in range(0, span.num_rows, step):
             count = min(step, span.num_rows - start)
             positions = span.first_position + start + np.arange(count)
             first_row = span.first_row + start
-            groups.append(self._group(range(first_row, first_row + count), [index], positions))
+            groups.append(self._group(range(first_row, first_row + count), [index], positions, window))
         return groups
 
-    def _group(self, rows: Sequence[int], spans: Sequence[int], positions: np.ndarray) -> _Group:
+    def _group(self, rows: Sequence[int], spans: Sequence[int], positions: np.ndarray, window: int | None) -> _Group:
         """Lay out one sequence's rows, or one row of each of several."""
         num_tiles = int(positions[-1]) // TILE + 1
         num_blocks = -(-num_tiles * TILE // self._block_size)
@@ -148,49 +153,58 @@ class TiledAttention:
         # A table may end inside the last tile: what is gathered there instead is masked, so any block serves.
         tables = torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1]))
         lengths = tuple((positions[-len(spans) :] + 1).tolist())  # of a run: up to its last row
-        tiles = tuple(_tile(positions, index * TILE) for index in range(num_tiles))
+        tiles = tuple(_tile(positions, index * TILE, window) for index in range(num_tiles))
         return _Group(torch.tensor(list(rows)), tables.flatten(), lengths, has_own_kv=False, tiles=tiles)
 
 
-def _tile(positions: np.ndarray, start: int) -> _Tile:
+def _tile(positions: np.ndarray, start: int, window: int | None) -> _Tile:
     """Which of these ascending positions see nothing, a part, or all of the tile that starts here."""
-    first_row, full_row = np.searchsorted(positions, (start, start + TILE - 1)).tolist()
-    if first_row == full_row:
-        return _Tile(first_row, None)
     columns = start + np.arange(TILE)
-    mask = columns[None, :] > positions[first_row:full_row, None]
-    return _Tile(first_row, torch.from_numpy(mask)[:, None, :])
+    first_row, full_row = np.searchsorted(positions, (start, start + TILE - 1)).tolist()
+    if window is None:
+        rows = slice(first_row, len(positions))
+        hidden = columns[None, :] > positions[first_row:full_row, None]
+    else:
+        # The last position that sees the tile's last column is start + TILE - 1 + window - 1.
+        rows = slice(first_row, max(first_row, int(np.searchsorted(positions, start + TILE - 1 + window))))
+        seen_from = positions[rows, None]
+        hidden = (columns[None, :] > seen_from) | (columns[None, :] <= seen_from - window)
+    return _Tile(rows, torch.from_numpy(hidden)[:, None, :] if hidden.any() else None)
 
 
 def _each_head(tile: _Tile, num_kv_heads: int) -> _Tile:
     """Repeat a tile's rows for batches whose element is (row, KV head)."""
     mask = None if tile.mask is None else tile.mask.repeat_interleave(num_kv_heads, 0)
-    return _Tile(tile.first_row * num_kv_heads, mask)
+    return _Tile(slice(tile.rows.start * num_kv_heads, tile.rows.stop * num_kv_heads), mask)
 
 
 def _attend_tiles(queries: Tensor, keys: Tensor, values: Tensor, tiles: Sequence[_Tile]) -> Tensor:
     """Attend with [batch, group_size, head_dim] over keys and values [batch or 1, num_tiles * TILE, head_dim], all fp32."""
     batch, group_size, _ = queries.shape
     scores = queries.new_full((len(tiles), batch, group_size, TILE), -math.inf)
-    for index, (first_row, mask) in enumerate(tiles):
-        seen = scores[index, first_row:]
-        seen.copy_(_batched_product(queries[first_row:], _tile_of(keys, index, first_row).transpose(1, 2)))
+    for index, (rows, mask) in enumerate(tiles):
+        if rows.start == rows.stop:
+            continue
+        seen = scores[index, rows]
+        seen.copy_(_batched_product(queries[rows], _tile_of(keys, index, rows).transpose(1, 2)))
         if mask is not None:
             seen[: mask.shape[0]].masked_fill_(mask, -math.inf)
     weights = scores.sub_(scores.amax(-1, keepdim=True).amax(0)).exp_()
     tile_sums = weights.sum(-1, keepdim=True)  # [num_tiles, batch, group_size, 1]
     total = torch.zeros_like(tile_sums[0])
     mixed = torch.zeros_like(queries)
-    for index, (first_row, _) in enumerate(tiles):
+    for index, (rows, _) in enumerate(tiles):
+        if rows.start == rows.stop:
+            continue
         total += tile_sums[index]
-        mixed[first_row:] += _batched_product(weights[index, first_row:], _tile_of(values, index, first_row))
+        mixed[rows] += _batched_product(weights[index, rows], _tile_of(values, index, rows))
     return mixed.div_(total)
 
 
-def _tile_of(rows: Tensor, index: int, first_row: int) -> Tensor:
-    """One tile of keys or values, for the batch elements from first_row on (all, where they share one sequence)."""
-    tile = rows[:, index * TILE : (index + 1) * TILE]
-    return tile if rows.shape[0] == 1 else tile[first_row:]
+def _tile_of(side: Tensor, index: int, rows: slice) -> Tensor:
+    """One tile of keys or values, for these batch elements (all, where they share one sequence)."""
+    tile = side[:, index * TILE : (index + 1) * TILE]
+    return tile if side.shape[0] == 1 else tile[rows]
 
 
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Which operations keep that law was measured (torch 2.13, fp32 and bf16, 1 to 16 threads; tests/engine_torch repeats it):
 
-    kept      oneDNN linears on packed weights from 2 rows up; batched matmul with a fixed shape per element from 2 elements up;
-              sums and means over a contiguous last dimension; exp, rsqrt, + - * / and casts
+    kept      oneDNN linears on packed weights, with and without a bias, from 2 rows up; batched matmul with a fixed shape
+              per element from 2 elements up; sums and means over a contiguous last dimension; exp, rsqrt, + - * / and casts
     broken    F.linear, matmul and SDPA in fp32 (the kernel is chosen by the number of rows); a packed linear with a single
               row (a matrix-vector kernel); sigmoid and silu (vector body and scalar tail of the loop differ in the last bit)
 
@@ -14,28 +14,56 @@ Fast kernels are another back end's business; this one must be right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, Linear, StepAttention
+from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
 
 
 class PackedLinear:
     """A oneDNN-packed weight: the same arithmetic for any number of rows from 2 up."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]."""
         num_rows = x.shape[0]
         if num_rows == 1:
             x = torch.cat((x, x))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return product[:num_rows]
+
+
+class PlainLinear:
+    """torch's own product, for a dtype that oneDNN does not pack on this CPU: slow, and nobody vouches for its bits."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]."""
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
+class GatedLinear:
+    """A linear whose two halves are a gate and what it lets through."""
+
+    def __init__(self, linear: Linear, kernels: TorchKernels) -> None:
+        self._linear = linear
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, then silu(gate) * up."""
+        return self._kernels.silu_gate(self._linear(x))
 
 
 class TorchKernels:
@@ -43,9 +71,19 @@ class TorchKernels:
 
     name: Final = "torch"
 
-    def pack_linear(self, weight: Tensor) -> Linear:
-        """Pack [out_features, in_features] for oneDNN."""
-        return PackedLinear(weight)
+    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
+        """As measured, wherever oneDNN packs."""
+        return can_pack(dtype)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack [out_features, in_features] for oneDNN; fp16, which few CPUs pack, stays plain where it must."""
+        if weight.dtype is torch.float16 and not can_pack(torch.float16):
+            return PlainLinear(weight, bias)
+        return PackedLinear(weight, bias)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack as any linear; the gate is applied behind it."""
+        return GatedLinear(self.pack_linear(weight, bias), self)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise in fp32 and round before the weight, as the models were trained."""
@@ -69,9 +107,22 @@ class TorchKernels:
         """Prepare the tiles of one step."""
         return TiledAttention(kv, batch, num_heads)
 
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        """Nothing to gain here."""
 
-def can_compute(dtype: torch.dtype) -> bool:
-    """Whether this CPU has the packed linears in this dtype (bf16 needs AVX-512 or its like)."""
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
+        """The sampler looks at every token itself."""
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed linears of this dtype on this CPU (bf16 and fp16 need AVX-512's or their like)."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def can_compute(dtype: torch.dtype) -> bool:
+    """Whether this back end runs models of this dtype here: fp16 always, the others where they can be packed."""
+    return dtype is torch.float16 or can_pack(dtype)

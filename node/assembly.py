@@ -47,6 +47,7 @@ class NodeEngine:
     runner: TorchRunner
     parts: CoreParts
     is_bit_exact: bool
+    kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
 def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
@@ -63,8 +64,8 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
         raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
-    fields = fingerprint_fields(config.model, dtype, config.block_size)
-    model = load_model(config.model, dtype)
+    model = load_model(config.model, dtype, config.kernels)
+    fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
     memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
@@ -78,4 +79,4 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
         key_seed=key_seed,
     )
     runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
-    return NodeEngine(model_config, sizes, memory, runner, parts, probe_bit_exact(model))
+    return NodeEngine(model_config, sizes, memory, runner, parts, probe_bit_exact(model), model.shortfall)

@@ -38,7 +38,13 @@ class NodeConfig:
     )
     parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
 
-    dtype: Literal["auto", "fp32", "bf16"] = knob("auto", "of weights and KV; auto: what the model's files hold")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
+        "auto", "of weights and KV; auto: what the model's files hold, and fp32 where that is fp16"
+    )
+    kernels: Literal["cpu", "torch"] = knob(
+        "cpu",
+        "what computes; cpu: compiled by make setup, and torch where that was not possible; equal on all nodes of a cluster",
+    )
     threads: int | None = knob(
         None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
     )
@@ -73,8 +79,8 @@ class NodeConfig:
         if not self.router:
             raise ValueError("--router: at least one HOST:PORT is needed")
         for address in self.router:
-            if not _ADDRESS.fullmatch(address):
-                raise ValueError(f"--router {address}: must be HOST:PORT")
+            if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 1 << 16:
+                raise ValueError(f"--router {address}: must be HOST:PORT, the port between 1 and 65535")
         if self.host in ("", "0.0.0.0", "::"):
             raise ValueError(
                 f"--host {self.host}: must be an address that others can reach, for it is what they are told"

@@ -73,6 +73,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         engine = build_engine(config, identity)
     except ValueError as error:
         fatal(f"baton {role}: {error}")
+    if engine.kernels_shortfall:
+        log_event(LOG, logging.WARNING, "slow_kernels", node=name, reason=engine.kernels_shortfall)
     if not engine.is_bit_exact:
         # A recomputed sequence may then differ from the one that was lost.
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, dtype=engine.parts.fingerprint.dtype)
@@ -134,7 +136,10 @@ class _NodeProcess:
             async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
                 _keep(tasks, started, bug)
                 entry = await self._start(listeners, inbox, tasks, started)
-                log_event(LOG, logging.INFO, "node_ready", node=entry.node.name, grpc=entry.grpc_address)
+                kernels = entry.fingerprint.kernels
+                log_event(
+                    LOG, logging.INFO, "node_ready", node=entry.node.name, grpc=entry.grpc_address, kernels=kernels
+                )
                 await self._stop.wait()
         if self._refusal is not None:
             raise _Refused(self._refusal)

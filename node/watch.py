@@ -23,13 +23,13 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
 # Attempts are forgotten at Ended; a Dispatch that the core drops without one (stale, repeated) would stay. Far more than
-# the attempts that a core keeps (NodeLimits.max_attempts), so that what falls out is such a leftover.
-MAX_WATCHED: Final = 4096
+# the branches of what a core keeps (NodeLimits.max_attempts), so that what falls out is such a leftover.
+MAX_WATCHED: Final = 16_384
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One attempt that this node was dispatched."""
+    """What one Dispatch asked for: the attempts of one branch or several, which are handed over together."""
 
     dispatched_at: float
     lease_id: int | None = None  # once granted
@@ -90,9 +90,10 @@ class Watch:
         return len(self._attempts) + len(self._by_lease) + len(self._asked_at) + len(self._steps)
 
     def _dispatched(self, dispatch: pb.Dispatch, now: float) -> None:
-        key = AttemptKey(dispatch.request_id, dispatch.branches[0].choice, dispatch.attempt)
-        self._attempts.setdefault(key, _Watched(now))
-        if len(self._attempts) > MAX_WATCHED:
+        watched = _Watched(now)
+        for branch in dispatch.branches:
+            self._attempts.setdefault(AttemptKey(dispatch.request_id, branch.choice, dispatch.attempt), watched)
+        while len(self._attempts) > MAX_WATCHED:
             self._forget(next(iter(self._attempts)))
 
     def _reserve_answered(self, key: AttemptKey, reply: pb.ReserveReply | None, now: float) -> None:

@@ -136,7 +136,7 @@ class PrefillCore:
                 self._out.append(ev.Count("unexpected_events"))
 
     def _dispatch(self, work: Work, now: float) -> None:
-        if work.key in self._asked or self._tasks.is_stale(work):
+        if work.key in self._asked or self._scheduler.knows(work.key) or self._tasks.is_stale(work):
             self._out.append(ev.Count("stale_refused"))
             return
         if (lack := self._tasks.lack(work)) is not None:

@@ -18,6 +18,7 @@ class Tasks:
         self.fence = FenceFloor(max_fences)
         self._max_attempts = max_attempts
         self._tasks: dict[AttemptKey, PrefillTask] = {}  # by Work.key
+        self._here: set[AttemptKey] = set()  # of every branch of those, over or not
         self._holders: dict[BranchKey, PrefillTask] = {}  # the one that has the branch open
 
     def __len__(self) -> int:
@@ -42,13 +43,7 @@ class Tasks:
 
     def is_stale(self, work: Work) -> bool:
         """Whether this attempt is here already, or a branch of it has ended or gone on elsewhere."""
-        return work.key in self._tasks or not all(
-            self.fence.admits(key) and not self._is_open(key) for key in work.keys
-        )
-
-    def _is_open(self, key: AttemptKey) -> bool:
-        holder = self._holders.get(key.branch)
-        return holder is not None and holder.work.key.attempt >= key.attempt
+        return not all(self.fence.admits(key) and key not in self._here for key in work.keys)
 
     def lack(self, work: Work) -> str | None:
         """Why there is no room for another attempt, in words."""
@@ -59,6 +54,7 @@ class Tasks:
     def add(self, work: Work) -> PrefillTask:
         """Take the attempt; older ones of its branches were ended with `older`."""
         task = self._tasks[work.key] = PrefillTask(work)
+        self._here.update(work.keys)
         for key in work.keys:
             self._holders[key.branch] = task
         return task
@@ -92,6 +88,7 @@ class Tasks:
         for key in tuple(task.open):
             self.close(task, key, outcome)
         del self._tasks[task.work.key]
+        self._here.difference_update(task.work.keys)
         for key in task.work.keys:
             self.fence.end(key, task.work.deadline, now)
         return [Ended(key, task.outcomes[key]) for key in task.work.keys]

@@ -1,8 +1,9 @@
 """The HTTP side of the router: OpenAI's endpoints, and those that operators look at.
 
 A request is read (bounded), checked and tokenized once, into typed values (openai_types.py, intake.py); a bad one is answered
-before any node hears of it. How its answer is written: streaming.py. Every answer echoes the client's `X-Request-Id` (or
-`request_id`), which is logged and never a key; without one it carries the router's own id.
+before any node hears of it. How its answer is written: streaming.py. Every answer to one echoes the client's `X-Request-Id` (or
+`request_id`), which is logged and never a key; without one it carries the router's own id. The log has every request's end,
+that of a bad one too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -27,15 +30,18 @@ from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, Complet
 from router.openai_types import (
     MAX_REQUEST_ID_LENGTH,
     REQUEST_ID_PATTERN,
+    REQUEST_ID_RULE,
     ApiError,
     ChatBody,
     CompletionBody,
     bad_request,
     parse_body,
+    unknown_model,
 )
 from router.shell import RouterShell
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUEST_ID: Final = "X-Request-Id"
@@ -70,10 +76,15 @@ class Api:
             schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
             described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
             app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=described)
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/ready", self.ready, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        for path, answer in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),  # names may have slashes
+            ("/health", self.health),
+            ("/ready", self.ready),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, answer, methods=["GET"])
+            app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
         app.add_exception_handler(HTTPException, _answer_http_exception)
         app.add_exception_handler(Exception, _answer_bug)
         app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
@@ -83,8 +94,16 @@ class Api:
 
     async def models(self) -> Response:
         """The one model that is served."""
-        model = {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
-        return json_answer({"object": "list", "data": [model]})
+        return json_answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """The same one, by its name."""
+        if name != self._settings.model_name:
+            return error_answer(unknown_model(name, self._settings.model_name))
+        return json_answer(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._settings.model_name, "object": "model", "created": self._started, "owned_by": "baton"}
 
     async def health(self) -> Response:
         """The process is alive."""
@@ -118,7 +137,7 @@ class Api:
         try:
             if client_id is not None:
                 if len(client_id) > MAX_REQUEST_ID_LENGTH or not re.match(REQUEST_ID_PATTERN, client_id):
-                    raise bad_request(_REQUEST_ID, f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters")
+                    raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
@@ -127,9 +146,9 @@ class Api:
                     headers[_REQUEST_ID] = client_id = body.request_id
                 asked = await self._intake.asked(body, arrived_at)
         except ApiError as error:
-            return error_answer(error, headers)
+            return _refusal(error, headers)
         except TimeoutError:
-            return error_answer(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+            return _refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(_REQUEST_ID, asked[0].request.request_id)
@@ -155,12 +174,20 @@ class Api:
         return bytes(content)
 
 
+def _refusal(error: ApiError, headers: dict[str, str]) -> Response:
+    """The answer to a request that no node hears of, under a name by which the log can be searched."""
+    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
+    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, error=error.message)
+    return error_answer(error, headers)
+
+
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-    return error_answer(ApiError(error.status_code, message, code="not_found"), error.headers)
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return error_answer(ApiError(error.status_code, message, code=code), error.headers)
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:

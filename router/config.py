@@ -54,3 +54,7 @@ class RouterConfig:
     )
     session_grace_s: float = knob(2.0, "seconds without a node's stream until its work is lost", low=0.1, high=3600)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+
+    def __post_init__(self) -> None:
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ValueError("--served-model-name: must not be empty")

@@ -300,9 +300,8 @@ class RouterCore:
             return False
         group, pair = taken
         attempt = 1 + max(branch.attempt for branch in group)
-        num_tokens = len(group[0].request.prompt_token_ids) + len(group[0].log)
         for branch in group:
-            target = self._nodes.occupy(branch.key, pair, num_tokens if branch is group[0] else 0)
+            target = self._nodes.occupy(branch.key, pair, group[0].num_tokens if branch is group[0] else 0)
             branch.attempt, branch.last_pair, branch.phase = attempt, pair, Prefilling(pair)
             self._timers.put(branch.key, branch.wake_at(now))
             self._actions.append(ev.Observe("queue", now - branch.waits_since))

@@ -3,8 +3,9 @@
 A list of prompts becomes that many requests, each drawn for as if it had been sent alone: with the seed given, or one of its
 own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that is dropped.
 
-Defaults: `max_tokens` is 16 for completions and, for chat, whatever the model's length leaves. Decode nodes reserve that
-length in full as long as nothing can be preempted, so clients that name a max_tokens share a node with more others.
+Defaults: of sampling what the model's generation_config.json says, else OpenAI's. `max_tokens` is 16 for completions and, for
+chat, whatever the model's length leaves. Decode nodes reserve that length in full as long as nothing can be preempted, so
+clients that name a max_tokens share a node with more others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final, ParamSpec, TypeVar
 from router.answer import Asked, Echo
 from router.choice_text import TextRules
 from router.events import GenerationRequest, Sampling
-from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of
+from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of, shown, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.text import ModelText, TemplateRefusal
@@ -53,9 +54,11 @@ class Intake:
     async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
         """The requests of a body, one per prompt."""
         if body.model != self._model_name:
-            message = f"this router serves {self._model_name}, not {body.model[:60]}"
-            raise ApiError(404, f"model: {message}", code="model_not_found", param="model")
+            raise unknown_model(body.model, self._model_name)
+        body = body.with_defaults(self._text.sampling_defaults)
+        field = "max_tokens"
         if isinstance(body, ChatBody):
+            field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]
         else:
@@ -68,7 +71,7 @@ class Intake:
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
         asked = []
         for prompt in prompts:
-            fitting = self._fitting_max_tokens(prompt, max_tokens, self._shell.max_total_tokens)
+            fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
             if max_tokens is None and isinstance(body, CompletionBody):
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
             sampling = _sampling(body, fitting, stop_token_ids, logit_bias)
@@ -151,7 +154,7 @@ class Intake:
     def _logit_bias(self, body: CompletionBody | ChatBody) -> tuple[tuple[int, float], ...]:
         biases: dict[int, float] = {}
         for name, bias in body.logit_bias.items():
-            if not (name.isascii() and name.isdecimal() and len(name) < 20):
+            if not (name.isascii() and name.isdecimal() and len(name) < 20 and name == str(int(name))):
                 raise bad_request("logit_bias", f"its keys are token ids, not {name[:20]!a}")
             biases[int(name)] = bias
         self._check_token_ids("logit_bias", list(biases))
@@ -167,20 +170,19 @@ class Intake:
             raise bad_request("generated_token_ids", f"hold the stop token {min(ends)}: the completion is complete")
         return tuple(given)
 
-    def _fitting_max_tokens(self, prompt: _Prompt, asked_tokens: int | None, longest: int) -> int:
-        """max_tokens, or what the prompt leaves."""
+    def _fitting_max_tokens(self, prompt: _Prompt, field: str, asked_tokens: int | None, longest: int) -> int:
+        """max_tokens, which the client called `field`, or what the prompt leaves."""
         num_prompt_tokens = len(prompt.token_ids)
         room = longest - num_prompt_tokens
         if room < 1:
             message = (
-                f"{num_prompt_tokens} tokens leave no room for an answer; prompt and answer have {longest} together"
+                f"{num_prompt_tokens} tokens leave no room for an answer; prompt and answer have {longest} together, "
+                "and one token is always generated"
             )
             raise bad_request(prompt.field, message, "context_length_exceeded")
         if asked_tokens is not None and asked_tokens > room:
-            message = (
-                f"{asked_tokens} is more than the {room} that {num_prompt_tokens} prompt tokens leave of {longest}"
-            )
-            raise bad_request("max_tokens", message, "context_length_exceeded")
+            message = f"{shown(asked_tokens)} is more than the {room} that {num_prompt_tokens} prompt tokens leave of {longest}"
+            raise bad_request(field, message, "context_length_exceeded")
         return room if asked_tokens is None else asked_tokens
 
 
@@ -198,10 +200,12 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
 
 def _completion_max_tokens(body: CompletionBody) -> int | None:
     if body.best_of not in (None, body.n):
-        raise bad_request("best_of", f"must equal n, {body.n}, not {body.best_of}")
+        raise bad_request("best_of", f"must equal n, {body.n}, not {shown(body.best_of)}")
     if body.max_tokens == 0:
         if not body.echo:
             raise bad_request("max_tokens", "must be greater than or equal to 1, not 0, without echo")
+        if body.min_tokens > 0:
+            raise bad_request("min_tokens", f"must be at most max_tokens, 0, not {shown(body.min_tokens)}")
         return 1
     return body.max_tokens
 
@@ -223,7 +227,7 @@ def _sampling(
 ) -> Sampling:
     """The parameters as nodes take them: what asks for nothing is 0."""
     if body.min_tokens > max_tokens:
-        raise bad_request("min_tokens", f"must be at most max_tokens, {max_tokens}, not {body.min_tokens}")
+        raise bad_request("min_tokens", f"must be at most max_tokens, {max_tokens}, not {shown(body.min_tokens)}")
     return Sampling(
         temperature=body.temperature,
         max_tokens=max_tokens,

@@ -8,11 +8,12 @@ There is one entry per completion token, a stop token and the tokens of a stop s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from proto import baton_pb2 as pb
+from router.json_parts import ENTRIES_PER_SLICE, Sliced
 from router.spelling import Spelling
 
 LOWEST: Final = -9999.0
@@ -27,28 +28,41 @@ class ScoredToken:
     logprobs: pb.TokenLogprobs | None  # None: the prompt's first
 
 
-def completion_logprobs(tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Sliced]:
     """The shape of /v1/completions; `top_logprobs` names the token itself too if it is not among the most likely."""
+
+    def name(token: ScoredToken) -> str:
+        return spelling.name_of(token.token_id)
+
+    def own(token: ScoredToken) -> float | None:
+        return None if token.logprobs is None else _number(token.logprobs.logprob)
+
+    def top(token: ScoredToken) -> dict[str, float] | None:
+        return None if token.logprobs is None else _by_name(token.token_id, token.logprobs, num_top, spelling)
+
     return {
-        "tokens": [spelling.name_of(token.token_id) for token in tokens],
-        "token_logprobs": [None if token.logprobs is None else _number(token.logprobs.logprob) for token in tokens],
-        "top_logprobs": [
-            None if token.logprobs is None else _by_name(token.token_id, token.logprobs, num_top, spelling)
-            for token in tokens
-        ],
-        "text_offset": [token.offset for token in tokens],
+        "tokens": _sliced(name, tokens, 0),
+        "token_logprobs": _sliced(own, tokens, 0),
+        "top_logprobs": _sliced(top, tokens, num_top),
+        "text_offset": _sliced(lambda token: token.offset, tokens, 0),
     }
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Sliced | None]:
     """The shape of /v1/chat/completions."""
-    content = [
-        _chat_entry(token.token_id, token.logprobs.logprob, spelling)
-        | {"top_logprobs": [_chat_entry(top.token_id, top.logprob, spelling) for top in token.logprobs.top[:num_top]]}
-        for token in tokens
-        if token.logprobs is not None
-    ]
-    return {"content": content, "refusal": None}
+
+    def entry(token: ScoredToken) -> dict[str, Any]:
+        assert token.logprobs is not None
+        top = [_chat_entry(each.token_id, each.logprob, spelling) for each in token.logprobs.top[:num_top]]
+        return _chat_entry(token.token_id, token.logprobs.logprob, spelling) | {"top_logprobs": top}
+
+    scored = [token for token in tokens if token.logprobs is not None]
+    return {"content": _sliced(entry, scored, num_top), "refusal": None}
+
+
+def _sliced(value_of: Callable[[ScoredToken], object], tokens: Sequence[ScoredToken], num_top: int) -> Sliced:
+    size = ENTRIES_PER_SLICE // (num_top + 1)
+    return Sliced([value_of(each) for each in tokens[at : at + size]] for at in range(0, len(tokens), size))
 
 
 def _chat_entry(token_id: int, logprob: float, spelling: Spelling) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from prometheus_client.registry import Collector
 
 # Counters of the core (events.Count): name -> (help, name of its label).
 CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
-    "dispatches": ("attempts sent to a prefill node", None),
+    "dispatches": (
+        "Dispatch messages sent to a prefill node: one attempt each, which may be of several choices of a request",
+        None,
+    ),
     "retries": ("attempts that followed a broken handoff, by PD Error code", "code"),
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
@@ -32,7 +35,11 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str, tuple[float, ...]]]] = {
         _SECONDS_PER_TOKEN,
     ),
     "request": ("request_seconds", "from a request's arrival to its end", _SECONDS),
-    "queue": ("queue_seconds", "from an attempt's turn to wait for room to its dispatch", _SECONDS),
+    "queue": (
+        "queue_seconds",
+        "from when a choice began to wait for room to its dispatch, once for each choice and attempt",
+        _SECONDS,
+    ),
 }
 
 

@@ -218,10 +218,15 @@ class NodeTable:
             and total_tokens <= node.max_total_tokens
         ]
 
-    def num_free_slots(self, ref: NodeRef) -> int:
-        """Sequences that a decode node has room for, as far as this router knows."""
+    def num_fitting(self, ref: NodeRef, num_tokens: int, total_tokens: int) -> int:
+        """Sequences that share `num_tokens` and may grow to `total_tokens` for which a decode node that is a candidate has
+        slots, as far as this router knows, and blocks, if nobody else had any. At least one."""
         node = self._nodes[ref]
-        return node.entry.max_num_seqs - len(node.branches)
+        block_size = node.entry.fingerprint.block_size
+        num_shared = num_tokens // block_size
+        num_own = max(1, -(-(total_tokens - 1) // block_size) - num_shared)
+        num_slots = node.entry.max_num_seqs - len(node.branches)
+        return max(1, min(num_slots, (node.entry.num_blocks - num_shared) // num_own))
 
     def decode_candidates(self, total_tokens: int) -> list[Candidate]:
         """Decode nodes with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""

@@ -12,13 +12,13 @@ the whole answer.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from router.answer import Asked, Piece
+from router.json_parts import ENTRIES_PER_SLICE, dump_ascii, dump_unicode, json_parts
 from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
 from router.seeds import branch_seed
 from router.spelling import Spelling
@@ -33,7 +33,15 @@ def unix_seconds() -> int:
 
 def event(content: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {dump_unicode(content)}\n\n".encode()
+
+
+def _event_parts(content: dict[str, Any]) -> Iterator[bytes]:
+    """The same, in parts."""
+    yield b"data: "
+    for part in json_parts(content, dump_unicode):
+        yield part.encode()
+    yield b"\n\n"
 
 
 class AnswerForm(Protocol):
@@ -50,7 +58,7 @@ class AnswerForm(Protocol):
         """Fields of a chunk's choice."""
 
     def logprobs(self, tokens: Sequence[ScoredToken], num_top: int, spelling: Spelling) -> dict[str, Any]:
-        """The field `logprobs` of either."""
+        """The field `logprobs` of either, its arrays as json_parts.py takes them."""
 
 
 class CompletionForm:
@@ -151,14 +159,14 @@ class AnswerWriter:
             "model": options.model_name,
         }
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """The event for a choice's next piece; empty if there is nothing in it that the client could be shown yet."""
+    def chunk(self, index: int, piece: Piece) -> Iterable[bytes]:
+        """The event for a choice's next piece, in parts if it is long; none if the client could be shown nothing of it yet."""
         choice = self._choices[index]
         choice.num_tokens += len(piece.token_ids)
         is_shown = choice.is_first or piece.finish_reason is not None or piece.text
         has_tokens = self._options.returns_token_ids or self._options.num_logprobs is not None
         if not is_shown and not (has_tokens and piece.token_ids):
-            return b""
+            return ()
         content = {
             "index": index,
             **self._form.part(choice.text_of(piece), choice.is_first),
@@ -172,8 +180,11 @@ class AnswerWriter:
                 content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
             content["completion_token_ids"] = piece.token_ids
         choice.is_first = False
-        frame = {**self._frame, "object": self._form.chunk_object_name, "choices": [content]}
-        return event(frame | ({"usage": None} if self._options.includes_usage else {}))
+        frame = {**self._frame, "object": self._form.chunk_object_name, "choices": iter([content])}
+        frame |= {"usage": None} if self._options.includes_usage else {}
+        num_scored = len(piece.token_ids) + len(piece.prompt_logprobs)
+        is_long = num_scored * (1 + (self._options.num_logprobs or 0)) > ENTRIES_PER_SLICE
+        return _event_parts(frame) if is_long else (event(frame),)
 
     def stream_end(self) -> bytes:
         """The events that end a stream that went well."""
@@ -193,10 +204,12 @@ class AnswerWriter:
         whole.prompt_logprobs = whole.prompt_logprobs or piece.prompt_logprobs
         whole.finish_reason = piece.finish_reason
 
-    def whole(self) -> dict[str, Any]:
-        """The whole answer."""
-        choices = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
-        return {**self._frame, "object": self._form.object_name, "choices": choices, "usage": self._usage()}
+    def whole(self) -> Iterator[bytes]:
+        """The whole answer, in parts; ASCII."""
+        choices = (self._whole_choice(index, choice) for index, choice in enumerate(self._choices))
+        content = {**self._frame, "object": self._form.object_name, "choices": choices, "usage": self._usage()}
+        for part in json_parts(content, dump_ascii):
+            yield part.encode()
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         choice.whole.text = "".join(choice.texts)

@@ -8,8 +8,9 @@ the nodes (vocabulary, length) are in intake.py.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,11 +22,13 @@ from pydantic import (
     StrictStr,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 MAX_SEED: Final = 2**63 - 1
 MAX_REQUEST_ID_LENGTH: Final = 256
 REQUEST_ID_PATTERN: Final = r"^[\x21-\x7e]+$"  # it is echoed in a header
+REQUEST_ID_RULE: Final = f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters"
 MAX_CHOICES_PER_PROMPT: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
@@ -35,6 +38,8 @@ MAX_LOGIT_BIASES: Final = 1024
 _SHOWN_LENGTH: Final = 60  # characters of a wrong value that its error repeats
 
 _BRANCHES: Final = ("str", "list[TextPart]", "constrained-str")  # pydantic puts a union's branches into locations
+
+_EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
 
 # Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -87,29 +92,56 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, f"{param}: {message}" if param else message, code=code, param=param)
 
 
+def unknown_model(asked: str, served: str) -> ApiError:
+    """404, for a name that no model here has."""
+    message = f"model: this router serves {served}, not {asked[:_SHOWN_LENGTH]}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(_Body):
+class _Nested(_Body):
+    """An object within a body: what is null in it is not there, as in the body itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(_Nested):
     """Options that count only with `stream`."""
 
     include_usage: Annotated[bool, Field(strict=True)] = False
 
 
-class TextPart(_Body):
+class TextPart(_Nested):
     """The only kind of content part so far."""
 
     type: Literal["text"]
     text: StrictStr
 
 
-class Message(_Body):
+class Message(_Nested):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | list[TextPart]
     name: StrictStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answered(cls, values: object) -> object:
+        """Clients send a message of ours back with all the fields that they know, empty as they are."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("role") == "assistant" and "content" in values and values["content"] is None:
+            values = values | {"content": ""}
+        return {name: value for name, value in values.items() if not (name in _EMPTY_IN_MESSAGES and value == [])}
 
     def for_template(self) -> dict[str, str]:
         """The form that chat templates expect: content is one text."""
@@ -136,20 +168,25 @@ StopStrings = Annotated[
 PromptForm = str | list[str] | list[int] | list[list[int]]
 
 
-class GenerationBody(_Body):
+class SamplingDefaults(_Body):
+    """What a model's generation_config.json may say in place of a client that does not."""
+
+    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
+
+
+class GenerationBody(SamplingDefaults):
     """What both endpoints take."""
 
     model: StrictStr
     max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
-    temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(strict=True, ge=-1)] = 0
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] = 1.0
     logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = {}
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     stop: StopStrings = []
@@ -168,6 +205,11 @@ class GenerationBody(_Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def with_defaults(self, defaults: SamplingDefaults) -> Self:
+        """The body with what it does not say taken from there."""
+        missing = defaults.model_fields_set - self.model_fields_set
+        return self.model_copy(update={name: getattr(defaults, name) for name in missing})
 
 
 class CompletionBody(GenerationBody):
@@ -199,26 +241,52 @@ class ChatBody(GenerationBody):
 
 
 Body = TypeVar("Body", bound=GenerationBody)
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse_body(body_type: type[Body], content: bytes) -> Body:
     """Check a request's body; raises ApiError with the first thing that is wrong with it."""
-    try:
-        values = json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(None, f"The body is not JSON: {error}.", "invalid_json") from error
+    values = _parsed(content)
     if not isinstance(values, dict):
-        raise bad_request(None, f"The body must be a JSON object, not {_shown(values)}.", "invalid_json")
+        raise bad_request(None, f"The body must be a JSON object, not {shown(values)}.", "invalid_json")
     asked = {name: value for name, value in values.items() if value is not None}
     for name in [name for name in asked if name not in body_type.model_fields]:
         _check_unserved(name, asked.pop(name))
+    return _validated(body_type, asked)
+
+
+def _parsed(content: bytes) -> object:
+    """JSON; what is wrong with it in words that are not Python's."""
     try:
-        return body_type.model_validate(asked)
+        return json.loads(content, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        problem = str(error)
+    except UnicodeDecodeError:
+        problem = "it is no UTF-8"
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError:  # Python's limit; what it says of it names a function of its own
+        problem = f"a number in it has more than {sys.get_int_max_str_digits()} digits"
+    raise bad_request(None, f"The body is not JSON: {problem}.", "invalid_json")
+
+
+def parse_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
+    """What a generation_config.json says of sampling; raises ApiError with the first thing that is wrong with it."""
+    named = {name: values[name] for name in SamplingDefaults.model_fields if values.get(name) is not None}
+    return _validated(SamplingDefaults, named)
+
+
+def _validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
+    try:
+        return body_type.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         # A value that fits no branch of a union has an error for each; the one that got furthest says most.
         worst = max((each for each in found if each["loc"][0] == found[0]["loc"][0]), key=lambda each: len(each["loc"]))
-        raise _sentence(worst["loc"], worst["type"], worst["msg"], worst["input"]) from error
+        location = worst["loc"]
+        if isinstance(values.get(str(location[0])), str):
+            location = location[:1]  # a text that stands for a list of one
+        raise _sentence(location, worst["type"], worst["msg"], worst["input"]) from error
 
 
 def _check_unserved(name: str, value: object) -> None:
@@ -228,7 +296,7 @@ def _check_unserved(name: str, value: object) -> None:
     for harmless in UNSERVED[name]:
         if value == harmless and isinstance(value, bool) == isinstance(harmless, bool):
             return
-    raise bad_request(name, f"not supported by this version (got {_shown(value)})", "unsupported_parameter")
+    raise bad_request(name, f"not supported by this version (got {shown(value)})", "unsupported_parameter")
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
@@ -236,14 +304,14 @@ def prompts_of(value: object) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise bad_request("prompt", f"must be a text, a list of token ids, or a list of either, not {_shown(value)}")
+        raise bad_request("prompt", f"must be a text, a list of token ids, or a list of either, not {shown(value)}")
     if not value:
         raise bad_request("prompt", "must not be empty")
     first = type(value[0])
     expected = {int: "a token id", str: "a text", list: "a list of token ids"}.get(first, "a text or a token id")
     for position, each in enumerate(value):
         if type(each) is not first or first not in (int, str, list):
-            raise bad_request(f"prompt.{position}", f"must be {expected}, not {_shown(each)}")
+            raise bad_request(f"prompt.{position}", f"must be {expected}, not {shown(each)}")
         if first is list:
             _check_token_list(f"prompt.{position}", each)
     return [value] if first is int else value
@@ -252,7 +320,7 @@ def prompts_of(value: object) -> list[str | list[int]]:
 def _check_token_list(field: str, token_ids: list[object]) -> None:
     if set(map(type, token_ids)) - {int}:
         position = next(i for i, each in enumerate(token_ids) if type(each) is not int)
-        raise bad_request(f"{field}.{position}", f"must be a token id, not {_shown(token_ids[position])}")
+        raise bad_request(f"{field}.{position}", f"must be a token id, not {shown(token_ids[position])}")
 
 
 def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: object) -> ApiError:
@@ -265,25 +333,36 @@ def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: o
             return bad_request(field, "unknown parameter", "unknown_parameter")
         case "too_short" | "string_too_short":
             return bad_request(field, "must not be empty")
+        case "string_unicode":
+            return bad_request(field, "holds half a surrogate pair, which is no character")
+        case "string_pattern_mismatch":  # there is one pattern
+            return bad_request(field, f"{REQUEST_ID_RULE}, not {shown(value)}")
+        case "too_long" if isinstance(value, dict):
+            return bad_request(field, f"must have at most {MAX_LOGIT_BIASES} items, not {len(value)}")
         case "too_long":
             message = message.split(" after validation")[0]
         case "model_type":
-            return bad_request(field, f"must be an object, not {_shown(value)}")
+            return bad_request(field, f"must be an object, not {shown(value)}")
+        case "list_type" if field == "stop":
+            message = "must be a text or a list of texts"
+        case "string_type" | "list_type" if location[-1] in _BRANCHES and location[0] == "messages":
+            message = "must be a text or a list of text parts"
     for subject in ("Input should", "String should", "List should", "Dictionary should"):
         message = message.replace(subject, "must")
-    return bad_request(field, f"{message}, not {_shown(value)}")
+    return bad_request(field, f"{message}, not {shown(value)}")
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise json.JSONDecodeError(f"{name} is no number", "", 0)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A client's value in an error: ASCII, and no longer than one can read."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "an object"
-    if isinstance(value, str) and len(value) > _SHOWN_LENGTH:
-        value = value[:_SHOWN_LENGTH] + "..."
-    return json.dumps(value)
+    if isinstance(value, str):
+        return json.dumps(value if len(value) <= _SHOWN_LENGTH else value[:_SHOWN_LENGTH] + "...")
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_LENGTH else text[:_SHOWN_LENGTH] + "..."

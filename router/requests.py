@@ -101,6 +101,11 @@ class LiveBranch:
         return AttemptKey(*self.key, self.attempt)
 
     @property
+    def num_tokens(self) -> int:
+        """How long the sequence is now, prompt included."""
+        return len(self.request.prompt_token_ids) + len(self.log)
+
+    @property
     def total_tokens(self) -> int:
         """How long the sequence may become, prompt included."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens

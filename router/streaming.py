@@ -3,22 +3,23 @@
 The HTTP status is held back until the first token or the error is known: an error before it is an ordinary error answer;
 after it, an event of its own, and no `[DONE]`. One request of several that fails fails the answer, and the others are cancelled.
 A client that disconnects, streaming or not, aborts its requests at once.
+What is long (logprobs) is written bit by bit, with turns for everybody else between: the loop never waits for one answer.
 A client that reads too slowly holds up nobody: its tokens are merged into larger chunks, and past the deadline it is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import Delivery
+from router.answer import Delivery, Piece
 from router.events import Failed
+from router.json_parts import dump_ascii
 from router.openai_answers import AnswerWriter, event
 from router.openai_types import ApiError
 from router.shell import RouterShell
@@ -26,11 +27,13 @@ from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 _LAST_WRITE_S: Final = 5.0  # beyond the deadline, for a client to take what is there
+_TURN_S: Final = 0.005  # of writing, before others have theirs
+_BLOCK_BYTES: Final = 64 << 10  # that are handed on together
 
 
 def json_answer(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; ASCII, since an error may repeat what no UTF-8 can hold."""
-    return Response(json.dumps(content, separators=(",", ":")), status, headers, "application/json")
+    return Response(dump_ascii(content), status, headers, "application/json")
 
 
 def error_answer(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
@@ -67,7 +70,7 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._abort_on_disconnect(receive))
         try:
             async with asyncio.timeout_at(first.deadline + _LAST_WRITE_S):
-                response = await (self._stream(send) if self._is_stream else self._collect())
+                response = await (self._stream(send) if self._is_stream else self._collect(send))
                 if response is not None:
                     await response(scope, receive, send)
         except TimeoutError:
@@ -86,13 +89,22 @@ class GenerationResponse(Response):
         for answer in reversed(self._delivery.answers):
             self._shell.abort(answer)
 
-    async def _collect(self) -> Response | None:
+    async def _collect(self, send: Send) -> Response | None:
         while self._delivery.failure is None:
             for index, piece in await self._delivery.take():
                 self._writer.collect(index, piece)
             if self._delivery.is_complete:
-                return json_answer(self._writer.whole(), headers=self._answer_headers)
+                await self._send_whole(send)
+                return None
         return self._error_answer()
+
+    async def _send_whole(self, send: Send) -> None:
+        """All of it is there before the first byte leaves, so that it has a length, which HTTP/1.0 cannot do without."""
+        blocks = [block async for block, _ in _paced(self._writer.whole())]
+        length = str(sum(map(len, blocks)))
+        await self._begin(send, {"content-type": "application/json", "content-length": length})
+        for block in blocks:
+            await send({"type": "http.response.body", "body": block, "more_body": block is not blocks[-1]})
 
     def _error_answer(self) -> Response | None:
         """The others are cancelled before the client hears of the one that failed."""
@@ -107,26 +119,48 @@ class GenerationResponse(Response):
             failure = self._delivery.failure
             if failure is not None and not (is_begun and isinstance(failure, Failed)):
                 return self._error_answer()
-            body = b"".join([self._writer.chunk(index, piece) for index, piece in pieces])
-            if isinstance(failure, Failed):
-                self._abort()
-                body += event(_as_api_error(failure).body())
-            elif self._delivery.is_complete:
-                body += self._writer.stream_end()
             is_over = failure is not None or self._delivery.is_complete
-            if not is_begun:
-                is_begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": self._stream_headers()})
-            if body or is_over:
-                await send({"type": "http.response.body", "body": body, "more_body": not is_over})
+            events = self._events(pieces, failure if isinstance(failure, Failed) else None, is_over)
+            async for block, is_last in _paced(events):
+                if not is_begun:
+                    is_begun = True
+                    await self._begin(
+                        send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                    )
+                is_end = is_over and is_last
+                if block or is_end:
+                    await send({"type": "http.response.body", "body": block, "more_body": not is_end})
         return None
 
-    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-        } | self._answer_headers
-        return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    def _events(self, pieces: Sequence[tuple[int, Piece]], failed: Failed | None, is_over: bool) -> Iterator[bytes]:
+        """What a stream says next, in parts."""
+        for index, piece in pieces:
+            yield from self._writer.chunk(index, piece)
+        if failed is not None:
+            self._abort()
+            yield event(_as_api_error(failed).body())
+        elif is_over:
+            yield self._writer.stream_end()
+
+    async def _begin(self, send: Send, headers: dict[str, str]) -> None:
+        lines = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in (headers | self._answer_headers).items()
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": lines})
+
+
+async def _paced(parts: Iterable[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
+    """The parts in blocks, and whether each is the last; whatever else waits for the loop has its turn between two."""
+    clock = asyncio.get_running_loop().time
+    block, ends_at = bytearray(), clock() + _TURN_S
+    for part in parts:
+        if len(block) > _BLOCK_BYTES or (block and clock() > ends_at):
+            yield bytes(block), False
+            await asyncio.sleep(0)
+            block, ends_at = bytearray(), clock() + _TURN_S
+        block += part
+    yield bytes(block), True
 
 
 def _as_api_error(failed: Failed) -> ApiError:

@@ -1,4 +1,4 @@
-"""Text in and out of token ids, as the model directory says: tokenizer, chat template, stop tokens.
+"""Text in and out of token ids, as the model directory says: tokenizer, template, stop tokens; and its sampling defaults.
 
 Reads `tokenizer.json`, `tokenizer_config.json`, `config.json`, `generation_config.json` and `chat_template.jinja` once, at
 start. Templates run in jinja2's sandbox (they come with the model, from strangers), and without a clock: a template that
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
+from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
 
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -53,6 +54,10 @@ class ModelText:
         self.spelling = Spelling(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
+        try:
+            self.sampling_defaults = parse_defaults(generation)
+        except ApiError as error:
+            raise ModelDirectoryError(f"{directory / 'generation_config.json'}: {error.message}") from error
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,7 +110,9 @@ class ModelText:
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """End-of-sequence ids: the first that says so of generation config, model config, tokenizer config."""
-        found = generation.get("eos_token_id", config.get("eos_token_id"))
+        found = generation.get("eos_token_id")
+        if found is None:
+            found = config.get("eos_token_id")
         if found is None and "eos_token" in self._special_tokens:
             found = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
         ids = found if isinstance(found, list) else [] if found is None else [found]

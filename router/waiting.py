@@ -4,8 +4,9 @@ Waiting branches form one queue ordered by arrival; one that was refused keeps i
 nothing behind it is dispatched: capacity is not given to the small at the cost of the large, and refused work is not prefilled
 in vain. A branch longer than every node that is left is put aside until a node comes: it holds up nobody.
 
-With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots for: their KV is
-the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs less at once.
+With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
+blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
+less at once.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class WaitingBranches:
                 pair = self._find_pair(branch, now)
                 if pair is None:
                     return None
-                group = [branch, *self._mates(branch)][: self._nodes.num_free_slots(pair.decode)]
+                num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
+                group = [branch, *self._mates(branch)][:num_fitting]
                 for each in group:
                     self.discard(each.key)
                 return group, pair

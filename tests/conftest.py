@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.coverage_table import CoverageTable
 
@@ -21,9 +21,10 @@ RUN_SEED: Final = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Two flags of ours."""
+    """Flags of ours."""
     group = parser.getgroup("baton")
     group.addoption("--seed", type=int, help="draw what an earlier run drew")
+    group.addoption("--no-shrink", action="store_true", help="show the first example that fails, not the smallest")
     group.addoption("--coverage-table", type=Path, metavar="FILE", help="write which tests prove which checklist row")
 
 
@@ -31,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of the run."""
     # How fast examples are drawn says how busy the machine is, nothing about the code.
     settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("baton")
+    settings.register_profile("no-shrink", settings.get_profile("baton"), phases=(Phase.explicit, Phase.generate))
+    settings.load_profile("no-shrink" if config.getoption("--no-shrink") else "baton")
     given: int | None = config.getoption("--seed")
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
     table: Path | None = config.getoption("--coverage-table")

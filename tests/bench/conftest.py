@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.e2e.conftest import tiny_model
+from tests.e2e.conftest import made_model, tiny_model
 
-__all__ = ["tiny_model"]
+__all__ = ["made_model", "tiny_model"]

@@ -84,6 +84,7 @@ def test_requests_that_are_refused_are_counted_by_status_and_a_run_with_nothing_
         (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: cannot be reached"),
         (("--rate", "2", "--concurrency", "2"), "give one of them"),
         (("--rate", "0"), "--rate 0: must be requests per second above 0"),
+        (("--prompt-tokens", "0"), "--prompt-tokens 0: must be at least one token"),
         (("--output-tokens", "5:5"), "--output-tokens 5:5: the spread must be below the mean"),
         (("--output", "/nowhere/x.json"), "--output /nowhere/x.json: its folder does not exist"),
     ],

@@ -122,7 +122,13 @@ class Prefill:
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
 
     def dispatch(
-        self, key: AttemptKey, prompt: list[int], max_tokens: int, now: float = 0.0, ms_left: int = 60_000
+        self,
+        key: AttemptKey,
+        prompt: list[int],
+        max_tokens: int,
+        now: float = 0.0,
+        ms_left: int = 60_000,
+        target: NodeIdentity = DECODE,
     ) -> list[ev.Action]:
         """What the core does about a Dispatch."""
         message = pb.Dispatch(
@@ -131,7 +137,7 @@ class Prefill:
             branches=[pb.Branch(choice=key.choice, seed=1)],
             prompt_token_ids=prompt,
             sampling=pb.Sampling(max_tokens=max_tokens),
-            target=pb.Target(node=DECODE.to_proto(), grpc_address="decode-0:1"),
+            target=pb.Target(node=target.to_proto(), grpc_address="decode-0:1"),
             ms_left=ms_left,
         )
         return list(self.core.receive(ev.FromRouter(ROUTER, pb.RouterMessage(dispatch=message)), now))

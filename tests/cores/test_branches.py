@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
 
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone
-from engine.fake_runner import BYTES_PER_TOKEN, expected_tokens
+from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner, expected_tokens
 from node import events as ev
 from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
-from tests.cores.nodes import BLOCK_SIZE, ROUTER, VOCAB_SIZE, Decode, Prefill, commit, grant, only, reserve_request
+from proto.block_key import block_keys
+from tests.cores.nodes import (
+    BLOCK_SIZE,
+    ROUTER,
+    SEED,
+    VOCAB_SIZE,
+    Decode,
+    Prefill,
+    commit,
+    grant,
+    only,
+    reserve_request,
+)
 from tests.cores.pair import Pair
 
 NUM_BRANCHES = 4
@@ -157,6 +172,21 @@ def test_a_commit_of_branches_that_nobody_reserved_for_starts_nothing(choices: t
     assert decode.pool.counts().free == 16 and decode.scheduler.num_free_slots == 4
 
 
+@pytest.mark.covers("H05")
+def test_a_commit_of_several_branches_whose_kv_is_not_the_same_starts_nothing() -> None:
+    """Both lengths are right, and so are the keys of the full block; the tokens behind it differ."""
+    decode = Decode()
+    lease = reserve_all(decode, PROMPT, 4, 2).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1, 2), 256, "prefill-0"), 1.0)
+    message = pb.DataMessage.FromString(commit(KEY, lease, PROMPT[:-1], 9, 4, (1,)))
+    for started in message.commit.branches:
+        started.branch.generated_token_ids[:] = [started.branch.choice, 9]
+    actions = list(decode.core.receive(NotifyArrived("link", message.SerializeToString()), 1.0))
+    assert "share their KV" in only(actions, ev.AnswerCommit).message.answer.error.message
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    assert decode.pool.counts().free == 16 and decode.scheduler.num_free_slots == 4
+
+
 @pytest.mark.covers("H06")
 def test_the_same_attempt_twice_gets_the_same_lease_even_after_its_first_branch_was_cancelled() -> None:
     decode = Decode()
@@ -193,3 +223,55 @@ def test_a_lease_that_is_granted_for_too_few_blocks_is_not_used() -> None:
     actions = list(prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, len(PROMPT))), 0.0))
     errors = [action.message.error for action in actions if isinstance(action, ev.ToRouter)]
     assert len(errors) == 3 and all("num_blocks 2" in error.message for error in errors)
+
+
+@pytest.mark.covers("R04")
+def test_a_branch_that_is_over_is_not_dispatched_anew_while_its_attempt_goes_on_for_others() -> None:
+    """By whichever of its branches the attempt is named."""
+    first_tokens = [right_tokens(PROMPT, SAMPLING, choice)[0] for choice in range(2)]
+    assert first_tokens[0] != first_tokens[1]
+    stopping = pb.Sampling(temperature=0.7, max_tokens=6, stop_token_ids=[first_tokens[1]])
+    prefill = Prefill()
+    memory = np.zeros((prefill.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+    runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, prefill.num_slots)
+    message = pb.RouterMessage(dispatch=dispatch(PROMPT, stopping, 2))
+    actions = list(prefill.core.receive(ev.FromRouter(ROUTER, message), 0.0))
+    prefill.core.receive(ev.StepDone(runner.run(only(actions, ev.RunStep).plan)), 0.0)
+    assert prefill.core.snapshot()["attempts"] == 1, "branch 0 waits for its lease"
+    del message.dispatch.branches[0]
+    actions = list(prefill.core.receive(ev.FromRouter(ROUTER, message), 0.0))
+    assert only(actions, ev.Count).name == "stale_refused" and prefill.core.snapshot()["attempts"] == 1
+
+
+@pytest.mark.covers("R04")
+def test_what_is_being_committed_at_its_deadline_is_fenced_until_it_has_ended() -> None:
+    decode, newer = Decode(), KEY._replace(attempt=1)
+    lease = decode.ask(reserve_request(newer, PROMPT, 4, ms_left=500)).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 256, "prefill-0"), 0.1)
+    decode.core.receive(NotifyArrived("link", commit(newer, lease, PROMPT, 9, 4)), 0.1)
+    decode.core.tick(1.0)
+    assert decode.reserve(KEY, PROMPT, 4, 1.0).error.code == pb.CANCELLED, "two attempts of one branch"
+
+
+def test_blocks_that_branches_share_are_offered_to_the_prefix_cache_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 branches of a prompt of 8k tokens would hold up the node for 20 ms."""
+    decode, prompt = Decode(num_blocks=32), list(range(1, 14))  # three full blocks
+    lease = reserve_all(decode, prompt, 4).lease
+    publish = Mock(wraps=decode.pool.publish)
+    monkeypatch.setattr(decode.pool, "publish", publish)
+    decode.core.receive(BlocksLanded(lease.lease_id, tuple(range(6)), 256, "prefill-0"), 1.0)
+    decode.core.receive(NotifyArrived("link", commit(KEY, lease, prompt, 9, 4, (1, 2))), 1.0)
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    assert decode.core.snapshot()["branches"] == 3 and publish.call_count == 3
+    assert decode.pool.find(block_keys(SEED, prompt, BLOCK_SIZE)[-1]) is not None
+
+
+@pytest.mark.covers("A02")
+def test_completions_of_branches_are_found_by_their_own_keys_afterwards() -> None:
+    """A branch that did not publish the shared blocks itself goes on from the right key behind them."""
+    pair, prompt = Pair(), list(range(1, 14))
+    pair.complete(dispatch(prompt, SAMPLING, 3))
+    for choice in range(3):
+        tokens = prompt + right_tokens(prompt, SAMPLING, choice)[:-1]
+        keys = block_keys(SEED, tokens, BLOCK_SIZE)
+        assert len(keys) == 4 and pair.decode.pool.find(keys[-1]) is not None

@@ -87,6 +87,7 @@ def test_a_renewal_and_an_arriving_write_prolong_a_lease() -> None:
     lease = decode.reserve(KEY, PROMPT, 4).lease
     renew = pb.RenewRequest(key=KEY.to_proto(), lease_id=lease.lease_id, secret=lease.secret)
     assert only(list(decode.core.receive(ev.RenewAsked(2, renew), 6.0)), ev.AnswerRenew).reply.life_ms == 10_000
+    assert not decode.core.tick(10.0), "its old instant means nothing any more"
     assert decode.core.next_deadline() == 16.0
     decode.core.receive(BlocksLanded(lease.lease_id, (0,), 64, "prefill-0"), 12.0)
     assert decode.core.next_deadline() == 22.0
@@ -273,6 +274,57 @@ def test_leading_blocks_that_the_cache_holds_are_referenced_and_need_not_be_sent
     actions = list(decode.core.receive(ev.ReserveAsked(2, reserve_request(AttemptKey("s", 0, 0), PROMPT, 4)), 2.0))
     second = only(actions, ev.AnswerReserve).reply.lease
     assert second.num_blocks_held == 1 and only(actions, ev.AdmitLease).block_ids[0] == -1
+
+
+@pytest.mark.covers("P02", "S13", "H03")
+def test_a_refusal_returns_the_blocks_that_it_found_in_the_cache() -> None:
+    decode = Decode()
+    lease = decode.reserve(KEY, PROMPT, 2).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
+    decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 2)), 1.0)
+    (run,) = _plans(decode.core.receive(RevokeDone(lease.lease_id), 1.0))
+    row = run.plan.decodes[0]
+    decode.core.receive(ev.StepDone(_result(run.plan.step_id, row.slot, row.generation, 3)), 1.0)
+    before = decode.pool.counts()
+    assert (before.used, before.cached) == (0, 2)
+    decode.pool.lease(13)
+    assert decode.reserve(AttemptKey("s", 0, 0), PROMPT, 20, now=2.0).error.code == pb.NO_BLOCKS
+    assert (decode.pool.counts().used, decode.pool.counts().cached) == (0, 2)
+
+
+@pytest.mark.covers("H05", "D04")
+def test_an_attempt_whose_launched_step_is_unread_does_not_begin_again_though_its_floor_is_forgotten() -> None:
+    """Found by the model of leases: a runner that hangs for as long as a floor rests, and a Reserve that comes later still."""
+    decode = Decode()
+    lease = decode.ask(reserve_request(KEY, PROMPT, 4, ms_left=5_000)).lease
+    decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
+    decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 4)), 1.0)
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    decode.core.tick(5.0)
+    decode.core.tick(15.0)
+    assert decode.core.snapshot()["fences"] == 0
+    assert decode.reserve(KEY, PROMPT, 4, now=15.0).error.code == pb.CANCELLED
+
+
+@pytest.mark.covers("C09")
+def test_a_lost_router_takes_its_own_work_along_and_nobody_elses() -> None:
+    decode = Decode()
+    for name, number in ((ROUTER.name, ROUTER.incarnation), ("other", 8)):
+        key, router = AttemptKey(name, 0, 0), ev.RouterId(name, number)
+        lease = decode.ask(_of_router(key, router)).lease
+        decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 64, "prefill-0"), 1.0)
+        decode.core.receive(NotifyArrived("link", commit(key, lease, PROMPT, 9, 4)), 1.0)
+        decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+        decode.core.receive(ev.ReserveAsked(2, _of_router(AttemptKey(f"{name}'s lease", 0, 0), router)), 1.0)
+    actions = list(decode.core.receive(ev.RouterLost(ROUTER), 1.0))
+    assert [action.key.request_id for action in actions if isinstance(action, ev.Ended)] == ["router's lease", "router"]
+    assert decode.core.snapshot()["branches"] == decode.core.snapshot()["leases"] == 1
+
+
+def _of_router(key: AttemptKey, router: ev.RouterId) -> pb.ReserveRequest:
+    request = reserve_request(key, PROMPT, 4)
+    request.router.CopyFrom(pb.PeerId(name=router.name, incarnation=router.incarnation))
+    return request
 
 
 @pytest.mark.covers("A11")

@@ -9,9 +9,10 @@ import pytest
 from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.plan import NO_TOKEN, Plan, SlotResult, StepResult
 from node import events as ev
+from node.identity import NodeIdentity
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
-from tests.cores.nodes import ROUTER, Prefill, grant, only
+from tests.cores.nodes import DECODE, ROUTER, Prefill, grant, only
 
 KEY = AttemptKey("r", 0, 0)
 PROMPT = list(range(1, 15))  # 14 tokens: chunks of 8 and 6, blocks of 4: 3 full and a tail
@@ -69,6 +70,19 @@ def test_blocks_are_written_as_chunks_complete_them_and_the_tail_only_behind_the
     commit = only(actions, ev.NotifyLink).message.commit
     assert list(commit.prompt_token_ids) == PROMPT and list(commit.branches[0].branch.generated_token_ids) == [7]
     assert [list(m.tokens.branches[0].token_ids) for m in messages(actions)] == [[7]]
+
+
+@pytest.mark.covers("H01", "H04")
+def test_a_block_that_a_chunk_leaves_half_computed_is_written_with_the_next_chunk() -> None:
+    prefill = Prefill()
+    (small,) = plans(prefill.dispatch(AttemptKey("s", 0, 0), PROMPT[:3], 4))
+    (filler,) = plans(prefill.dispatch(AttemptKey("t", 0, 0), PROMPT[:3], 4))
+    assert not plans(prefill.dispatch(AttemptKey("u", 0, 0), PROMPT[:3], 4) + prefill.dispatch(KEY, PROMPT, 4))
+    (mixed,) = plans(prefill.core.receive(done(small, 7), 0.0))
+    assert [len(chunk.token_ids) for chunk in mixed.chunks] == [3, 5], "the chunk ends inside its second block"
+    prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 14)), 0.0)
+    prefill.core.receive(done(filler, 7), 0.0)
+    assert writes(prefill.core.receive(done(mixed, 7), 0.0)) == [0]
 
 
 @pytest.mark.covers("H03")
@@ -137,7 +151,9 @@ def test_blocks_that_a_link_still_reads_stay_until_it_has_read_them() -> None:
     prefill.core.receive(_cancel(KEY), 0.0)
     prefill.core.receive(done(second, 7), 0.0)
     assert prefill.pool.counts().used == 4
-    prefill.core.receive(BlocksTaken(link_id, 1, (0, 1)), 0.0)
+    prefill.core.receive(BlocksTaken(link_id, 1, (1,)), 0.0)
+    assert prefill.pool.counts().used == 4, "one of two blocks is still to be read"
+    prefill.core.receive(BlocksTaken(link_id, 1, (0,)), 0.0)
     assert prefill.pool.counts().used == 0
 
 
@@ -150,10 +166,25 @@ def test_a_link_that_never_reads_is_closed_after_a_lease_life_and_a_new_attempt_
     prefill.core.receive(_cancel(KEY), 1.0)
     assert prefill.core.next_deadline() == 11.0
     assert only(list(prefill.core.tick(11.0)), ev.CloseLink).link_id == opened.link_id
-    prefill.core.receive(LinkClosed(opened.link_id, "closed"), 11.0)
     prefill.dispatch(AttemptKey("s", 0, 0), PROMPT[:3], 4, now=11.0)
     again = list(prefill.core.receive(ev.ReserveAnswered(AttemptKey("s", 0, 0), grant(2, 3)), 11.0))
-    assert only(again, ev.OpenLink).link_id != opened.link_id
+    second = only(again, ev.OpenLink).link_id
+    assert second != opened.link_id, "a link that is being closed takes no new attempt"
+    prefill.core.receive(LinkClosed(opened.link_id, "closed"), 11.0)
+
+
+@pytest.mark.covers("C06")
+def test_a_restarted_receiver_is_not_written_to_on_the_link_to_the_process_before_it() -> None:
+    prefill = Prefill()
+    restarted = NodeIdentity(DECODE.name, DECODE.incarnation + 1)
+    steps = plans(prefill.dispatch(KEY, PROMPT, 4))
+    first = only(list(prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 14)), 0.0)), ev.OpenLink).link_id
+    for step in steps:
+        prefill.core.receive(done(step, 7), 0.0)
+    other = AttemptKey("s", 0, 0)
+    prefill.dispatch(other, PROMPT[:3], 4, target=restarted)
+    second = only(list(prefill.core.receive(ev.ReserveAnswered(other, grant(1, 3)), 0.0)), ev.OpenLink).link_id
+    assert second != first
 
 
 @pytest.mark.covers("R21")
@@ -171,6 +202,21 @@ def test_after_commit_neither_release_nor_renewal_is_sent_and_the_report_says_so
     assert not [a for a in actions if isinstance(a, ev.SendRelease)]
 
 
+@pytest.mark.covers("H05", "R21")
+def test_an_acknowledgement_that_comes_before_the_link_has_read_the_commit_is_not_believed() -> None:
+    prefill = Prefill()
+    first, second = plans(prefill.dispatch(KEY, PROMPT, 4))
+    opened = only(list(prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 14)), 0.0)), ev.OpenLink)
+    prefill.core.receive(done(first, 0), 0.0)
+    prefill.core.receive(done(second, 7), 0.0)
+    acked = Answered(opened.link_id, pb.DataMessage(answer=pb.CommitAnswer(lease_id=1)).SerializeToString())
+    assert list(prefill.core.receive(acked, 0.0)) == [ev.Count("unexpected_events")]
+    assert prefill.pool.counts().used == 4, "the link still reads"
+    prefill.core.receive(BlocksTaken(opened.link_id, 1, (0, 1, 2, 3)), 0.0)
+    assert only(list(prefill.core.receive(acked, 0.0)), ev.Ended).outcome == "committed"
+    assert prefill.pool.counts().used == 0
+
+
 @pytest.mark.covers("H07")
 def test_a_lease_is_renewed_every_third_of_its_life_while_it_is_written() -> None:
     prefill = Prefill()
@@ -179,7 +225,11 @@ def test_a_lease_is_renewed_every_third_of_its_life_while_it_is_written() -> Non
     assert prefill.core.next_deadline() == 3.0
     assert only(list(prefill.core.tick(3.0)), ev.SendRenew).request.lease_id == 1
     prefill.core.receive(ev.RenewAnswered(KEY, pb.RenewReply(life_ms=9_000)), 3.0)
-    actions = list(prefill.core.receive(ev.RenewAnswered(KEY, pb.RenewReply(life_ms=0)), 4.0))
+    for now in (6.0, 9.0):
+        assert only(list(prefill.core.tick(now)), ev.SendRenew) and prefill.core.snapshot()["attempts_by_state"] == {
+            "WRITING": 1
+        }, "the first life is over at 9 s; the renewal gave another"
+    actions = list(prefill.core.receive(ev.RenewAnswered(KEY, pb.RenewReply(life_ms=0)), 9.5))
     assert messages(actions)[0].error.code == pb.LEASE_EXPIRED
 
 
@@ -222,6 +272,28 @@ def test_the_same_dispatch_again_after_the_router_was_lost_is_refused() -> None:
     prefill.dispatch(KEY, PROMPT, 4)
     prefill.core.receive(ev.RouterLost(ROUTER), 0.0)
     assert prefill.dispatch(KEY, PROMPT, 4) == [ev.Count("stale_refused")]
+
+
+@pytest.mark.covers("H05")
+def test_an_attempt_whose_launched_step_is_unread_does_not_begin_again_though_its_floor_is_forgotten() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4, ms_left=3_000)
+    prefill.core.tick(3.0)
+    prefill.core.receive(ev.ReserveAnswered(KEY, None), 3.0)
+    prefill.core.tick(13.0)
+    assert prefill.core.snapshot()["fences"] == 0
+    assert prefill.dispatch(KEY, PROMPT, 4, now=13.0) == [ev.Count("stale_refused")]
+
+
+@pytest.mark.covers("C09")
+def test_a_lost_router_takes_its_own_prompts_along_and_nobody_elses() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT[:3], 4)
+    prefill.dispatch(AttemptKey("s", 0, 0), PROMPT[:3], 4)
+    actions = list(prefill.core.receive(ev.RouterLost(ev.RouterId(ROUTER.name, ROUTER.incarnation + 1)), 0.0))
+    assert not actions, "a router of the same name, but another process"
+    actions = list(prefill.core.receive(ev.RouterLost(ROUTER), 0.0))
+    assert sum(isinstance(action, ev.Ended) for action in actions) == 2 and prefill.core.snapshot()["attempts"] == 0
 
 
 @pytest.mark.covers("H05")

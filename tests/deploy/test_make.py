@@ -63,6 +63,8 @@ def test_set_up_does_nothing_when_the_stamp_is_newer_than_what_it_depends_on(che
     """No Python is even looked for."""
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / ".installed").touch()
+    (checkout / "kernels" / "cpu" / "built").mkdir(parents=True)
+    (checkout / "kernels" / "cpu" / "built" / ".built").touch()
     assert make(checkout, "setup").returncode == 0
     (checkout / "constraints.txt").write_text("torch==1\n")
     assert make(checkout, "setup").returncode != 0

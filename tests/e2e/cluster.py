@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
 LAST_LINE: Final = "baton up: Ctrl-C stops everything"
@@ -35,6 +36,7 @@ class Cluster:
         self.url: str = content["router"]["url"]
         self.router_pid: int = content["router"]["pid"]
         self.nodes: list[dict[str, Any]] = content["nodes"]
+        self._http = httpx.Client(timeout=60, trust_env=False)  # one for all looks at nodes: making one takes longer
 
     @property
     def pids(self) -> list[int]:
@@ -53,8 +55,22 @@ class Cluster:
         """A node's /state."""
         address = node["http"]
         url = address if address.startswith("http") else f"http://{address}"
-        answer: dict[str, Any] = httpx.get(f"{url}/state", timeout=60, trust_env=False).json()
+        answer: dict[str, Any] = self._http.get(f"{url}/state").json()
         return answer
+
+    def metrics(self, of: dict[str, Any] | None = None) -> dict[str, float]:
+        """A node's /metrics, or the router's: `name` or `name{label}`, a label's value without its name -> value."""
+        url = self.url if of is None else f"http://{of['http']}"
+        prefix = "baton_router_" if of is None else "baton_node_"
+        return {
+            sample.name.removeprefix(prefix) + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(self._http.get(f"{url}/metrics").text)
+            for sample in family.samples
+        }
+
+    def close(self) -> None:
+        """Hang up; ends nothing of the cluster."""
+        self._http.close()
 
     def end(self, number: signal.Signals) -> int:
         """Send the launcher a signal and wait for its exit code."""
@@ -66,8 +82,11 @@ class Cluster:
 def started_cluster(model: Path, folder: Path, *flags: str) -> Iterator[Cluster]:
     """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end."""
     run_dir = folder / "run"
-    with started_launcher(model, folder, *flags) as launcher:
-        yield Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))
+    with (
+        started_launcher(model, folder, *flags) as launcher,
+        closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))) as cluster,
+    ):
+        yield cluster
 
 
 @contextmanager
@@ -76,7 +95,7 @@ def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subproc
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run"), *flags]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -69,7 +69,7 @@ class RoleByRole:
             with self._log(name).open("ab") as log:
                 command = [BATON, *self._command(name), "--ready-file", str(ready_file)]
                 command += ["--parent-pid", str(os.getpid()), *self._flags[name]]
-                environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+                environment = {key: os.environ[key] for key in ("PATH", "HOME", "BATON_KERNELS") if key in os.environ}
                 self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         for name in names:
             wait_until(f"{name} listens", lambda name=name: self._is_listening(name), START_BOUND_S)  # type: ignore[misc]

@@ -6,26 +6,18 @@ Prompts and seeds are drawn afresh in each run and printed. A mismatch is a bug 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from engine.block_pool import BlockPool
-from engine.fingerprint import fingerprint_fields
-from engine.kv_memory import KvMemory
-from engine.local_engine import LocalEngine
-from engine.model import load_model
-from engine.model_config import read_model_config
 from engine.plan import SamplingParams
-from engine.runner import TorchRunner
-from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
-from proto.block_key import seed_key
 from tests.e2e.cluster import Cluster, started_cluster
+from tests.e2e.engine_alone import block_bytes, engine_alone
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -58,15 +50,8 @@ def draw_cases(seed: int) -> list[Case]:
     ]
 
 
-def engine_alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[int]]:
-    """The oracle: one pool, one scheduler, one runner, no network."""
-    torch.set_num_threads(1)  # as the nodes have; idle threads of a second one would take their core
-    config = read_model_config(model_dir)
-    memory = KvMemory(config, BLOCK_SIZE, NUM_BLOCKS, dtype)
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    key_seed = seed_key(fingerprint_fields(model_dir, dtype, BLOCK_SIZE).to_bytes())
-    scheduler = Scheduler(SchedulerConfig(32, CHUNK_TOKENS, MAX_MODEL_LEN), pool, key_seed)
-    runner = TorchRunner(load_model(model_dir, dtype), memory, 32, MAX_MODEL_LEN)
+def alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[int]]:
+    """The oracle's tokens."""
     specs = [
         SequenceSpec(
             sequence_id=index,
@@ -79,7 +64,15 @@ def engine_alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[in
         )
         for index, case in enumerate(cases)
     ]
-    tokens = LocalEngine(scheduler, runner).generate(specs)
+    engine = engine_alone(
+        model_dir,
+        dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        chunk_tokens=CHUNK_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    tokens = engine.generate(specs)
     return [tokens[index] for index in range(len(cases))]
 
 
@@ -107,8 +100,8 @@ def through(cluster: Cluster, cases: list[Case]) -> list[list[int]]:
 
 def expected_kv_bytes(model_dir: Path, dtype: str, cases: list[Case]) -> int:
     """Every block of every prompt, once."""
-    block_bytes = KvMemory(read_model_config(model_dir), BLOCK_SIZE, 1, dtype).bytes.shape[1]
-    return sum(-(-len(case.prompt) // BLOCK_SIZE) * block_bytes for case in cases)
+    num_blocks = sum(-(-len(case.prompt) // BLOCK_SIZE) for case in cases)
+    return num_blocks * block_bytes(model_dir, dtype, BLOCK_SIZE)
 
 
 def total(states: list[dict[str, Any]], name: str) -> int:
@@ -118,15 +111,31 @@ def total(states: list[dict[str, Any]], name: str) -> int:
 
 @pytest.mark.covers("D07", "H02", "H12", "M06", "P01")
 @pytest.mark.parametrize(
-    ("dtype", "num_nodes", "transport"),
-    [("fp32", 1, "shm"), ("fp32", 1, "zmq"), ("bf16", 1, "shm"), ("bf16", 1, "zmq"), ("fp32", 2, "auto")],
+    ("like", "dtype", "num_nodes", "transport"),
+    [
+        ("llama-tiny", "fp32", 1, "shm"),
+        ("llama-tiny", "fp32", 1, "zmq"),
+        ("llama-tiny", "bf16", 1, "shm"),
+        ("llama-tiny", "bf16", 1, "zmq"),
+        ("llama-tiny", "fp32", 2, "auto"),
+        ("qwen2-tiny", "bf16", 1, "zmq"),
+        ("qwen3-tiny", "fp32", 1, "shm"),
+        ("mistral-tiny", "bf16", 1, "shm"),
+    ],
 )
 def test_a_cluster_gives_the_tokens_of_one_engine_alone(
-    tiny_model: Path, tmp_path: Path, dtype: str, num_nodes: int, transport: str, fresh_seed: int
+    made_model: Callable[[str], Path],
+    tmp_path: Path,
+    like: str,
+    dtype: str,
+    num_nodes: int,
+    transport: str,
+    fresh_seed: int,
 ) -> None:
-    cases = draw_cases(fresh_seed)
-    alone = engine_alone(tiny_model, dtype, cases)
-    assert all(len(tokens) == MAX_TOKENS for tokens in alone)
+    tiny_model = made_model(like)
+    cases = draw_cases(fresh_seed)[:: 1 if like == "llama-tiny" else 3]  # the other families differ in the model only
+    expected = alone(tiny_model, dtype, cases)
+    assert all(len(tokens) == MAX_TOKENS for tokens in expected)
     sizes = {
         "--prefill": num_nodes,
         "--decode": num_nodes,
@@ -142,7 +151,7 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
         apart = through(cluster, cases)
         prefill = [cluster.state(node) for node in cluster.nodes_of("prefill")]
         decode = [cluster.state(node) for node in cluster.nodes_of("decode")]
-    for case, ours, theirs in zip(cases, apart, alone, strict=True):
+    for case, ours, theirs in zip(cases, apart, expected, strict=True):
         assert ours == theirs, f"prompt of {len(case.prompt)}, temperature {case.temperature}"
     assert all(state["bit_exact"] for state in prefill + decode)
     assert total(prefill, "kv_bytes_sent") == total(decode, "kv_bytes_received")

@@ -163,6 +163,21 @@ def test_a_signal_ends_every_process_with_0_and_leaves_logs_only(
     assert shared_memory() <= before
 
 
+@pytest.mark.covers("A06")
+def test_a_signal_tells_clients_of_a_shutdown_and_not_of_lost_nodes(tiny_model: Path, tmp_path: Path) -> None:
+    with started_cluster(tiny_model, tmp_path) as cluster:
+        body = {"model": "llama-tiny", "prompt": "hi", "n": 16, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            cluster.launcher.send_signal(signal.SIGINT)
+            events = [line for line in lines if line]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "SHUTTING_DOWN"
+        assert cluster.launcher.wait(END_BOUND_S) == 0
+        assert cluster.launcher.stdout is not None
+        assert "baton up: stopping\n" in cluster.launcher.stdout.read()
+
+
 def test_the_launchers_sigkill_ends_every_process_and_leaves_logs_only(tiny_model: Path, tmp_path: Path) -> None:
     """Nobody can clean up, and nobody has to."""
     before = shared_memory()

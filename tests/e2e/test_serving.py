@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, started_cluster
@@ -65,31 +64,11 @@ def test_a_stream_has_the_text_of_the_plain_answer_and_ends_with_done(cluster: C
     assert len(chunks) > 10, "it was not streamed"
 
 
-@pytest.mark.covers("A01")
-def test_the_official_client_works_unchanged(cluster: Cluster) -> None:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
-        assert client.models.list().data[0].id == "llama-tiny"
-        messages: list[Any] = [{"role": "user", "content": "hello"}]
-        chat = client.chat.completions.create(model="llama-tiny", messages=messages, max_tokens=8, seed=1)
-        assert (
-            chat.usage is not None
-            and chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
-        )
-        options: Any = {"include_usage": True}
-        stream = client.chat.completions.create(
-            model="llama-tiny", messages=messages, max_tokens=8, seed=1, stream=True, stream_options=options
-        )
-        chunks = list(stream)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == chat.choices[0].message.content
-    assert chunks[-1].usage is not None and chunks[-1].usage == chat.usage
-
-
 @pytest.mark.covers("A10")
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks_on_every_node(cluster: Cluster, is_streaming: bool) -> None:
     wait_until_nothing_is_held(cluster)
-    fields = body(max_tokens=4000, stream=is_streaming)
+    fields = body(max_tokens=3900, n=2, stream=is_streaming)
     with cluster.client() as client:
         if is_streaming:
             with client.stream("POST", "/v1/completions", json=fields) as response:
@@ -101,6 +80,23 @@ def test_a_client_that_goes_away_frees_its_blocks_on_every_node(cluster: Cluster
                 client.post("/v1/completions", json=fields, timeout=httpx.Timeout(30, read=1.0))
     wait_until_nothing_is_held(cluster)
     assert sum(cluster.state(node)["running"] for node in cluster.nodes) == 0
+
+
+@pytest.mark.covers("A10", "P08", "R15")
+def test_clients_that_go_away_while_they_wait_for_room_leave_nothing_either(cluster: Cluster) -> None:
+    """Two of twelve find room; of the others one after the other is computed, refused, and put back."""
+    wait_until_nothing_is_held(cluster)
+    refusals = cluster.metrics().get("pd_errors_total{NO_BLOCKS}", 0)
+    with cluster.client() as client, ThreadPoolExecutor(12) as threads:
+        impatient = httpx.Timeout(30, read=1.0)
+        fields = [body(prompt=[number] * 100, max_tokens=3900) for number in range(12)]
+        posts = [threads.submit(client.post, "/v1/completions", json=each, timeout=impatient) for each in fields]
+        assert all(isinstance(post.exception(), httpx.ReadTimeout) for post in posts)
+    assert cluster.metrics()["pd_errors_total{NO_BLOCKS}"] > refusals
+    wait_until_nothing_is_held(cluster)
+    now = cluster.metrics()
+    assert now["live_requests"] == now["queued_requests"] == 0
+    assert {value for name, value in now.items() if name.startswith(("node_prefilling", "node_branches"))} == {0}
 
 
 @pytest.mark.covers("P08", "R15", "A12")

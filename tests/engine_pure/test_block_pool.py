@@ -168,8 +168,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.ids(BlockState.LEASED, BlockState.QUARANTINED))
     @rule(data=st.data(), what=st.sampled_from(["commit", "quarantine", "release"]))
     def end_lease(self, data: st.DataObject, what: str) -> None:
-        block_ids = self.some(data, BlockState.LEASED, BlockState.QUARANTINED)
         legal = (BlockState.LEASED, BlockState.QUARANTINED) if what == "release" else (BlockState.LEASED,)
+        block_ids = self.some(data, *legal)
         operation, state = {
             "commit": (self.pool.commit_lease, BlockState.USED),
             "quarantine": (self.pool.quarantine, BlockState.QUARANTINED),
@@ -178,6 +178,38 @@ class PoolMachine(RuleBasedStateMachine):
         if self.attempt(self.are(block_ids, *legal), lambda: operation(block_ids)):
             for n in block_ids:
                 self.model.blocks[n] = ModelBlock(state, int(state is BlockState.USED))
+
+    @precondition(lambda self: self.model.lru and self.model.num_available)
+    @rule()
+    def acquire_the_next_to_be_evicted(self) -> None:
+        """What a prefix match does."""
+        n = self.model.lru.pop(0)
+        self.pool.acquire([n])
+        self.model.blocks[n].num_references, self.model.blocks[n].state = 1, BlockState.USED
+
+    @precondition(lambda self: self.model.num_available)
+    @rule(key=st.sampled_from(KEYS))
+    def compute_a_twin(self, key: bytes) -> None:
+        """Two sequences that began alike at the same time: who comes second keeps its block to itself."""
+        block_ids = self.pool.allocate(1)
+        self.model.took(block_ids, BlockState.USED)
+        is_first = key not in [block.key for block in self.model.blocks]
+        assert self.pool.publish(block_ids[0], key) == is_first
+        self.model.blocks[block_ids[0]].key = key if is_first else None
+
+    @rule(releases=st.booleans(), count=st.integers(1, 4))
+    def quarantine_a_lease(self, releases: bool, count: int) -> None:
+        """What a transfer does that ends badly, so that quarantined blocks are common, and released sooner or later."""
+        if (left := self.model.ids(BlockState.QUARANTINED)) and releases:
+            self.pool.release_lease(left)
+            for n in left:
+                self.model.blocks[n] = ModelBlock()
+        elif count <= self.model.num_available:
+            block_ids = self.pool.lease(count)
+            self.model.took(block_ids, BlockState.LEASED)
+            self.pool.quarantine(block_ids)
+            for n in block_ids:
+                self.model.blocks[n].state = BlockState.QUARANTINED
 
     @invariant()
     def counts_add_up_to_the_pool(self) -> None:

@@ -312,3 +312,21 @@ def test_a_broken_row_ends_its_sequence_without_a_token_and_is_not_cached() -> N
     (progress,) = node.scheduler.complete(answer)
     assert (progress.token_id, progress.finish) == (None, "broken")
     assert node.pool.counts() == BlockCounts(free=SIZES.num_blocks, cached=0, used=0, leased=0, quarantined=0)
+
+
+@pytest.mark.covers("P09")
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_an_aborted_prompt_had_launched_is_found_by_the_next_unless_it_is_broken(is_broken: bool) -> None:
+    node = CheckedNode(SIZES)
+    prompt = [1, 2, 3] * 10
+    node.submit(make_spec("refused", prompt, 2, SIZES))
+    plan = node.plan()
+    assert plan is not None and len(plan.chunks[0].token_ids) == SIZES.max_batched_tokens
+    node.abort("refused")
+    answers = tuple(
+        SlotResult(chunk.slot, chunk.generation, BROKEN_ROW if is_broken else NO_TOKEN) for chunk in plan.chunks
+    )
+    assert not node.scheduler.complete(StepResult(plan.step_id, answers))
+    node.scheduler.submit(make_spec("again", prompt, 2, SIZES))
+    again = node.scheduler.plan()
+    assert again is not None and again.chunks[0].start == (0 if is_broken else SIZES.max_batched_tokens)

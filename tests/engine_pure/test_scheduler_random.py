@@ -7,6 +7,9 @@ from collections.abc import Hashable
 from random import Random
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from engine.block_pool import BlockState
 from engine.sequence import Phase, blocks_for
@@ -31,8 +34,8 @@ NUM_EVENTS = 250
 class Life:
     """One node that prefills for others, decodes for others, and runs its own; CheckedNode checks every step."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
+    def __init__(self, random: Random) -> None:
+        self.random = random
         num_slots = self.random.randint(1, 5)
         self.sizes = Sizes(
             num_blocks=self.random.randint(8, 20),
@@ -51,10 +54,13 @@ class Life:
 
     def live(self) -> None:
         for _ in range(NUM_EVENTS):
-            event = self.random.choices(list(EVENTS), list(EVENTS.values()))[0]
-            self.happened[event] += getattr(self, event)()
-            self.node.check()
-            self.check_lent()
+            self.let(self.random.choices(list(EVENTS), list(EVENTS.values()))[0])
+
+    def let(self, event: str) -> None:
+        """It happens, if it can."""
+        self.happened[event] += getattr(self, event)()
+        self.node.check()
+        self.check_lent()
 
     # Events: each says whether it could happen
 
@@ -212,15 +218,41 @@ class Life:
 @pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q08", "S12", "S13", "S14")
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens_each_sequence_gets_its_own_tokens_and_no_block_is_lost_or_reused_early(seed: int) -> None:
-    life = Life(seed)
+    life = Life(Random(seed))
     life.live()
     life.end()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same events in an order that Hypothesis chooses, and makes short where it finds a failure."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def start(self, seed: int) -> None:
+        self.life = Life(Random(seed))
+
+    @rule(
+        events=st.lists(st.sampled_from([name for name, weight in EVENTS.items() for _ in range(weight)]), min_size=1)
+    )
+    def let(self, events: list[str]) -> None:
+        for event in events:
+            self.life.let(event)
+
+    def teardown(self) -> None:
+        if hasattr(self, "life"):
+            self.life.end()
+
+
+@pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q08", "S12", "S13", "S14")
+def test_in_any_order_of_events_the_scheduler_does_what_the_checked_node_allows() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(deadline=None, max_examples=50, stateful_step_count=20)
+    )
 
 
 def test_everything_does_happen() -> None:
     happened: Counter[str] = Counter()
     for seed in range(5):
-        life = Life(seed)
+        life = Life(Random(seed))
         life.live()
         happened += life.happened
     assert set(happened) == set(EVENTS)

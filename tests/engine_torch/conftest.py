@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.make_model import SIZES, ModelSize, make_model
+from engine.make_model import make_model
+from engine.model_sizes import SIZES, ModelSize
 
 TINY = SIZES["llama-tiny"]
 VOCAB_SIZE = 260

@@ -10,32 +10,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, RowSpan
+from kernels.interface import AttentionBatch, Kernels, RowSpan
 from kernels.torch_attention import TiledAttention
-from kernels.torch_reference import TorchKernels
+from tests.kernels.back_ends import BACK_ENDS
 
 MAX_LEN = 300
 
 
-def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, first_position: int) -> Tensor:
+def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, first_position: int, window: int | None) -> Tensor:
     """[rows, heads, head_dim] over [positions, kv_heads, head_dim] in fp64."""
     group_size = queries.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group_size, 1) for x in (keys, values))
     scores = torch.einsum("rhd,phd->hrp", queries.double(), keys) / math.sqrt(queries.shape[2])
-    hidden = torch.arange(keys.shape[0])[None] > first_position + torch.arange(queries.shape[0])[:, None]
+    own = first_position + torch.arange(queries.shape[0])[:, None]
+    positions = torch.arange(keys.shape[0])[None]
+    hidden = (positions > own) | (positions <= own - (window or MAX_LEN + 200))
     return torch.einsum("hrp,phd->rhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
 
 
 @pytest.mark.covers("M04")
+@pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
 @settings(max_examples=60, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, MAX_LEN), st.sampled_from([1, 1, 2, 63, 130])), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1, 16), (2, 2, 8), (8, 2, 32), (7, 1, 24), (6, 3, 64)]),
     block_size=st.sampled_from([1, 8, 16, 48, 64, 100]),
+    window=st.sampled_from([None, 1, 2, 63, 64, 65, 150]),
     seed=st.integers(0, 1 << 32),
 )
-def test_paged_attention_equals_softmax_of_the_whole_context(
-    spans: list[tuple[int, int]], heads: tuple[int, int, int], block_size: int, seed: int
+def test_paged_attention_equals_softmax_of_what_each_row_sees(
+    kernels: Kernels,
+    spans: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int,
+    window: int | None,
+    seed: int,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(seed)
@@ -63,19 +72,18 @@ def test_paged_attention_equals_softmax_of_the_whole_context(
         writes.append((where[0] * block_size + where[1])[first:])
         queries.append(query)
         written.append((keys[first:], values[first:]))
-        expected.append(plain_attention(query, keys, values, first))
-    attention = TorchKernels().step_attention(
-        kv, AttentionBatch(tuple(row_spans), tables, torch.cat(writes)), num_heads
-    )
+        expected.append(plain_attention(query, keys, values, first, window))
+    attention = kernels.step_attention(kv, AttentionBatch(tuple(row_spans), tables, torch.cat(writes)), num_heads)
     attention.write(layer, *(torch.cat(parts) for parts in zip(*written, strict=True)))
-    out = attention.attend(layer, torch.cat(queries))
+    out = attention.attend(layer, torch.cat(queries), window)
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
     assert kv[:, 0].isnan().all()  # the other layer is untouched
 
 
 @pytest.mark.covers("M06")
+@pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("gather_bytes", [1, 100_000, 400_000])
-def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int) -> None:
+def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int, window: int | None) -> None:
     generator = torch.Generator().manual_seed(gather_bytes)
     kv = torch.randn((60, 1, 2, 16, 2, 32), generator=generator)
     starts_and_counts = [(0, 1), (200, 1), (130, 101), (90, 1), (199, 1), (0, 65)]
@@ -86,5 +94,5 @@ def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int) -> None:
     tables = torch.randint(0, 60, (len(spans), 15), generator=generator)
     batch = AttentionBatch(tuple(spans), tables, torch.zeros(num_rows, dtype=torch.int64))
     queries = torch.randn(num_rows, 8, 32, generator=generator)
-    whole = TiledAttention(kv, batch, num_heads=8).attend(0, queries)
-    assert torch.equal(TiledAttention(kv, batch, 8, gather_bytes).attend(0, queries), whole)
+    whole = TiledAttention(kv, batch, num_heads=8).attend(0, queries, window)
+    assert torch.equal(TiledAttention(kv, batch, 8, gather_bytes).attend(0, queries, window), whole)

@@ -25,7 +25,7 @@ def header_end(path: Path) -> int:
 
 def test_the_same_model_has_the_same_fingerprint_in_another_place(own_model_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(own_model_dir, tmp_path / "copy")
-    one, other = (fingerprint_fields(path, "fp32", 16) for path in (own_model_dir, copy))
+    one, other = (fingerprint_fields(path, "fp32", 16, "torch") for path in (own_model_dir, copy))
     assert one == other
     assert one.to_bytes() == other.to_bytes()
 
@@ -48,9 +48,9 @@ def test_fields_are_those_of_the_message() -> None:
     ids=["first weight", "last weight", "header", "size", "config"],
 )
 def test_a_changed_byte_changes_the_fingerprint(own_model_dir: Path, change: Callable[[Path], object]) -> None:
-    before = fingerprint_fields(own_model_dir, "fp32", 16)
+    before = fingerprint_fields(own_model_dir, "fp32", 16, "torch")
     change(own_model_dir / "model.safetensors")
-    after = fingerprint_fields(own_model_dir, "fp32", 16)
+    after = fingerprint_fields(own_model_dir, "fp32", 16, "torch")
     assert after.weights != before.weights
     assert after.to_bytes() != before.to_bytes()
 
@@ -62,17 +62,22 @@ def test_a_changed_byte_inside_a_sample_of_a_large_file_changes_the_fingerprint(
     begin = header_end(weights)
     size = 8 << 20
     weights.write_bytes(weights.read_bytes().ljust(begin + size, b"\0"))
-    before = fingerprint_fields(own_model_dir, "fp32", 16)
+    before = fingerprint_fields(own_model_dir, "fp32", 16, "torch")
     sampled = begin + (size - (64 << 10)) * 7 // 15
     flip_byte(weights, sampled - 1)
-    assert fingerprint_fields(own_model_dir, "fp32", 16) == before  # between samples: the price of not reading it all
+    assert (
+        fingerprint_fields(own_model_dir, "fp32", 16, "torch") == before
+    )  # between samples: the price of not reading it all
     flip_byte(weights, sampled)
-    assert fingerprint_fields(own_model_dir, "fp32", 16) != before
+    assert fingerprint_fields(own_model_dir, "fp32", 16, "torch") != before
 
 
 @pytest.mark.covers("H02")
 def test_dtype_and_block_size_are_part_of_it(own_model_dir: Path) -> None:
-    one = fingerprint_fields(own_model_dir, "auto", 16)
-    assert one == fingerprint_fields(own_model_dir, "fp32", 16)
-    others = [fingerprint_fields(own_model_dir, "bf16", 16), fingerprint_fields(own_model_dir, "fp32", 32)]
+    one = fingerprint_fields(own_model_dir, "auto", 16, "torch")
+    assert one == fingerprint_fields(own_model_dir, "fp32", 16, "torch")
+    others = [
+        fingerprint_fields(own_model_dir, "bf16", 16, "torch"),
+        fingerprint_fields(own_model_dir, "fp32", 32, "torch"),
+    ]
     assert len({one.to_bytes(), *(other.to_bytes() for other in others)}) == 3

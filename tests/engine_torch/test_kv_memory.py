@@ -11,6 +11,7 @@ from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.model import load_model
 from engine.model_config import read_model_config
 from tests.engine_torch.conftest import ModelDirs
+from tests.kernels_choice import KERNELS
 
 
 @pytest.mark.covers("M06")
@@ -18,7 +19,7 @@ from tests.engine_torch.conftest import ModelDirs
 def test_blocks_copied_as_bytes_into_other_places_continue_the_sequence_bit_for_bit(
     model_dirs: ModelDirs, dtype: str
 ) -> None:
-    model = load_model(model_dirs(), dtype)
+    model = load_model(model_dirs(), dtype, KERNELS)
     prompt = list(range(50))
     sender = KvMemory(model.config, 16, 4, dtype)
     whole = model.forward(build_batch([Segment(prompt, 0, range(4), 50)], 16), sender.tensor)

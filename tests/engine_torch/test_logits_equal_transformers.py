@@ -17,6 +17,7 @@ from engine.model import load_model
 from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from tests.engine_torch.conftest import SHAPES, VOCAB_SIZE, ModelDirs
+from tests.kernels_choice import KERNELS
 
 # Of the row's largest logit; M01's bounds.
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
@@ -54,7 +55,7 @@ def cuts(how: str) -> list[int]:
 def test_logits_equal_transformers(model_dirs: ModelDirs, shape: str, dtype: str, how: str) -> None:
     model_dir = model_dirs(shape, dtype)
     prompt = random_prompt(NUM_TOKENS)
-    model = load_model(model_dir, "auto")
+    model = load_model(model_dir, "auto", KERNELS)
     kv = KvMemory(model.config, BLOCK_SIZE, 10, model.dtype)
     blocks = [7, 2, 9, 0, 4, 1, 3, 8, 6, 5]
     rows: list[Tensor] = []
@@ -73,7 +74,7 @@ def test_logits_equal_transformers(model_dirs: ModelDirs, shape: str, dtype: str
 def test_a_greedy_completion_of_64_tokens_is_that_of_transformers(model_dirs: ModelDirs) -> None:
     model_dir = model_dirs()
     prompt = random_prompt(75)
-    model = load_model(model_dir, "fp32")
+    model = load_model(model_dir, "fp32", KERNELS)
     runner = TorchRunner(model, KvMemory(model.config, BLOCK_SIZE, 12, "fp32"), num_slots=3, max_model_len=192)
     start = SlotStart(1, 1, SamplingParams(0.0, 0), 0, 0)
     plans = [

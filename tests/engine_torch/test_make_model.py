@@ -9,9 +9,28 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.make_model import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, main
-from engine.model import load_model
+from engine.batch import Segment, build_batch
+from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END
+from engine.kv_memory import KvMemory
+from engine.make_model import main
+from engine.model import Model, load_model
+from engine.model_config import ARCHITECTURES
+from engine.model_sizes import SIZES
 from tests.engine_torch.conftest import ModelDirs
+
+TINY = [name for name in SIZES if name.endswith("-tiny")]
+
+
+def greedy(model: Model, prompt: bytes, num_tokens: int) -> list[int]:
+    """What the model says to a prompt."""
+    kv = KvMemory(model.config, 16, 20, model.dtype)
+    tokens = [BEGIN_OF_TEXT, *prompt]
+    start = 0
+    while len(tokens) <= len(prompt) + num_tokens:
+        logits = model.forward(build_batch([Segment(tokens[start:], start, range(20), 1)], 16), kv.tensor)
+        start = len(tokens)
+        tokens.append(int(logits.argmax()))
+    return tokens[1 + len(prompt) :]
 
 
 @pytest.mark.covers("M03")
@@ -78,3 +97,42 @@ def test_making_and_loading_a_model_never_imports_transformers() -> None:
     program = "import engine.make_model, engine.runner, engine.probe, engine.fingerprint, sys; print('transformers' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+@pytest.mark.covers("M01", "M03")
+@pytest.mark.parametrize("like", TINY)
+def test_each_family_is_one_that_transformers_loads_and_it_does_not_repeat_itself(tmp_path: Path, like: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / like
+    assert main(["--like", like, "--out", str(out)]) == 0
+    theirs, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+    assert theirs.config.architectures == [SIZES[like].architecture]
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab_size() == theirs.config.vocab_size
+    assert sum(path.stat().st_size for path in out.iterdir()) < 4 << 20
+    model = load_model(out, "auto")
+    completions = [greedy(model, prompt, 100) for prompt in (b"Once upon a time", b"The quick brown fox", b"zz")]
+    assert len({token for completion in completions for token in completion}) > 40
+    assert len({tuple(completion) for completion in completions}) == 3
+
+
+def test_every_served_architecture_can_be_made() -> None:
+    assert {size.architecture for size in SIZES.values()} == set(ARCHITECTURES)
+
+
+def test_smollm2_has_its_shape_and_dtype_and_tells_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "smollm2"
+    assert main(["--like", "smollm2-135m", "--out", str(out)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "baton model make: writing 269 MB" and len(lines) > 5
+    model = load_model(out, "auto")
+    config = model.config
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (576, 30, 9, 3)
+    assert (config.vocab_size, config.rope.theta, config.ties_embeddings, model.dtype) == (49152, 1e5, True, "bf16")
+    completion = greedy(model, b"Once upon a time", 40)
+    assert len(set(completion)) > 20
+    text = Tokenizer.from_file(str(out / "tokenizer.json")).decode(completion)
+    assert len(text) > 100 and text.isprintable()

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.batch import Segment, build_batch
+from engine.config_values import ModelError
 from engine.kv_memory import KvMemory
 from engine.model import load_model
-from engine.model_config import ModelError, read_model_config
+from engine.model_config import read_model_config
 from tests.engine_torch.conftest import ModelDirs
 
 
@@ -143,11 +144,23 @@ def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
         ({"architectures": None}, "architectures is None, not a list of one name"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type 'llama3' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling: low_freq_factor is None, not a positive",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling: factor is None, not a positive number"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling of type 'dynamic' is not supported, only def",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters of type 'longrope' is not supported"),
+        ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters per layer \(full_attention\) is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types 'sliding_attention' is not supported for this LlamaForC"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types 'chunked_attention' is not supported"),
+        ({"layer_types": []}, "layer_types is not a list of 1 names"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq' is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 2"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None, not a positive integer"),
@@ -195,16 +208,16 @@ def test_sizes_that_config_leaves_out_have_transformers_defaults(own_model_dir: 
     )
     edit_json(own_model_dir / "config.json", **absent)
     config = read_model_config(own_model_dir)
-    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.rope_theta) == (2, 16, 1e-6, 10_000.0)
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.rope.theta) == (2, 16, 1e-6, 10_000.0)
     assert (config.ties_embeddings, config.stored_dtype) == (False, "fp32")
 
 
 def test_rope_theta_is_read_where_either_transformers_generation_puts_it(own_model_dir: Path) -> None:
     config = own_model_dir / "config.json"
     edit_json(config, rope_theta=5e5)
-    assert read_model_config(own_model_dir).rope_theta == 5e5
+    assert read_model_config(own_model_dir).rope.theta == 5e5
     edit_json(config, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    assert read_model_config(own_model_dir).rope_theta == 1e6
+    assert read_model_config(own_model_dir).rope.theta == 1e6
 
 
 def test_an_unknown_dtype_is_refused_by_name(model_dirs: ModelDirs) -> None:

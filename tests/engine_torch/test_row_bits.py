@@ -15,8 +15,9 @@ from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.probe import probe_bit_exact
-from kernels.torch_reference import PackedLinear
+from kernels.interface import Kernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
+from tests.kernels.back_ends import BACK_ENDS
 
 MAX_TOKENS = 150
 DTYPES = ["fp32", "bf16"]
@@ -61,7 +62,7 @@ def tokens(sequence: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
 
 
-_alone: dict[tuple[int, int], Tensor] = {}
+_alone: dict[tuple[int, int], tuple[Model, Tensor]] = {}  # the model too: an id is unique only while it lives
 
 
 def alone(model: Model, sequence: int) -> Tensor:
@@ -71,14 +72,18 @@ def alone(model: Model, sequence: int) -> Tensor:
         torch.set_num_threads(1)
         kv = KvMemory(model.config, 16, -(-MAX_TOKENS // 16), model.dtype)
         segment = Segment(tokens(sequence), 0, range(kv.num_blocks), MAX_TOKENS)
-        _alone[key] = model.forward(build_batch([segment], 16), kv.tensor)
-    return _alone[key]
+        _alone[key] = model, model.forward(build_batch([segment], 16), kv.tensor)
+    return _alone[key][1]
 
 
-@pytest.fixture(scope="module", params=[(s, d) for s in ("group4", "group1", "group7") for d in DTYPES], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(k, s, d) for k in ("cpu", "torch") for s in ("group4", "group1", "group7") for d in DTYPES],
+    ids=str,
+)
 def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
-    shape, dtype = request.param
-    return load_model(model_dirs(shape, dtype), "auto")
+    kernels_name, shape, dtype = request.param
+    return load_model(model_dirs(shape, dtype), "auto", kernels_name)
 
 
 @pytest.mark.covers("M06")
@@ -123,13 +128,16 @@ def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
 
 
 @pytest.mark.covers("M06")
+@pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("width_in", "width_out"), [(100, 60), (128, 192), (1024, 512), (4864, 128), (8192, 256)])
 def test_a_packed_linear_gives_a_row_the_same_bits_among_any_number(
-    dtype: torch.dtype, width_in: int, width_out: int
+    kernels: Kernels, dtype: torch.dtype, has_bias: bool, width_in: int, width_out: int
 ) -> None:
     generator = torch.Generator().manual_seed(width_in)
-    linear = PackedLinear(torch.randn(width_out, width_in, generator=generator).to(dtype))
+    weight = torch.randn(width_out, width_in, generator=generator).to(dtype)
+    linear = kernels.pack_linear(weight, torch.randn(width_out, generator=generator).to(dtype) if has_bias else None)
     x = torch.randn(600, width_in, generator=generator).to(dtype)
     whole = linear(x)
     for num_threads in (1, 2):

@@ -25,6 +25,7 @@ from engine.plan import (
 from engine.runner import PlanError, TorchRunner
 from engine.sampler import gumbel_noise
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
+from tests.kernels_choice import KERNELS
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -34,7 +35,7 @@ PROMPT = tuple(range(30, 70))
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
-    return load_model(model_dirs("group1", request.param), "auto")
+    return load_model(model_dirs("group1", request.param), "auto", KERNELS)
 
 
 @pytest.fixture

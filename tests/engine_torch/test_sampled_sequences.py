@@ -21,6 +21,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Progress, SequenceSpec
 from proto.block_key import block_keys, seed_key
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
+from tests.kernels_choice import KERNELS
 
 BLOCK_SIZE = 16
 KEY_SEED = seed_key(b"sampled sequences")
@@ -112,7 +113,7 @@ def draw_sampling(draw: random.Random) -> SamplingParams:
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
-    return load_model(model_dirs("group1", request.param), "auto")
+    return load_model(model_dirs("group1", request.param), "auto", KERNELS)
 
 
 @pytest.mark.covers("A02", "M06")

@@ -36,7 +36,7 @@ def test_a_floor_stands_while_its_attempt_lives_and_for_a_bounded_rest(
                     floor, until = attempt + 1, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S)
             else:
                 assert fence.begin(key, deadline) == has_room
-                floor, until = max(floor, attempt), max(until, deadline)
+                floor, until = max(floor, attempt), max(until, deadline + MIN_REST_S)
             if has_room:
                 model[branch] = (floor, until)
         fence.tick(now)
@@ -54,8 +54,8 @@ def test_a_full_table_refuses_new_branches_rather_than_forget_an_old_floor() -> 
     assert fence.begin(AttemptKey(*BRANCHES[0], 3), deadline=100.0)
     assert not fence.has_room(BRANCHES[1]) and not fence.begin(AttemptKey(*BRANCHES[1], 1), deadline=10.0)
     assert not fence.admits(AttemptKey(*BRANCHES[0], 2))
-    assert fence.next_expiry() == 100.0
-    fence.tick(100.0)
+    assert fence.next_expiry() == 100.0 + MIN_REST_S
+    fence.tick(100.0 + MIN_REST_S)
     assert fence.has_room(BRANCHES[1]) and fence.admits(AttemptKey(*BRANCHES[0], 0))
 
 

@@ -61,6 +61,10 @@ class World:
     is_dropped: bool = False
     num_freed: int = 0
     num_activated: int = 0
+    has_asked: bool = False  # Reserve was sent
+    was_refused: bool = False
+    has_released: bool = False
+    has_landed: bool = False  # right bytes are in the receiver's block
     has_committed: bool = False
     has_reported: bool = False
 
@@ -72,14 +76,14 @@ def sender_step(w: World, event: SenderEvent) -> World:
     for action in actions:
         match action:
             case A.SEND_RESERVE:
-                w = replace(w, rpc=w.rpc | {"reserve"}, is_reserve_open=True)
+                w = replace(w, rpc=w.rpc | {"reserve"}, is_reserve_open=True, has_asked=True)
             case A.START_WRITING:
                 w = replace(w, is_link_up=True, is_unread=True)
             case A.SEND_COMMIT:
                 w = replace(w, has_committed=True, flight=(*w.flight, "commit") if not w.is_unread else w.flight)
             case A.SEND_RELEASE:
                 assert not w.has_committed, "released what may belong to the receiver"
-                w = replace(w, rpc=w.rpc | {"release"})
+                w = replace(w, rpc=w.rpc | {"release"}, has_released=True)
             case A.CLOSE_LINK:
                 w = replace(w, is_link_up=False)
             case A.DROP_BLOCKS:
@@ -113,6 +117,7 @@ def receiver_step(w: World, event: ReceiverEvent) -> World:
                 w = replace(w, num_freed=w.num_freed + 1)
             case B.ACTIVATE:
                 assert w.is_revoked and not w.is_copying, "running on blocks that a write touches"
+                assert w.has_landed, "running on blocks that were never written"
                 w = replace(w, num_activated=w.num_activated + 1)
             case B.ACK_COMMIT | B.REFUSE_COMMIT:
                 w = replace(w, answers=(*w.answers, action is B.ACK_COMMIT) if w.is_link_up else w.answers)
@@ -143,7 +148,7 @@ def rpc_steps(w: World) -> Iterator[World]:
                             yield replace(after, rpc=after.rpc | {"refuse"})  # no room
                 case "grant" | "refuse" if w.is_reserve_open:  # an RPC has one result
                     event = E.GRANTED if message == "grant" else E.REFUSED
-                    yield sender_step(replace(gone, is_reserve_open=False), event)
+                    yield sender_step(replace(gone, is_reserve_open=False, was_refused=message == "refuse"), event)
                 case "release":
                     yield end_at_receiver(after, V.RELEASE)
     if w.is_reserve_open:
@@ -173,7 +178,9 @@ def link_steps(w: World) -> Iterator[World]:
                 if w.receiver in (None, R.RUNNING):
                     yield replace(rest, answers=(*w.answers, False))
                 elif head == "commit":
-                    yield receiver_step(rest, V.COMMIT)
+                    after = receiver_step(rest, V.COMMIT)
+                    assert after.receiver is R.COMMITTED or len(after.answers) > len(w.answers), "a Commit unanswered"
+                    yield after
                 else:
                     yield receiver_step(replace(rest, answers=(*w.answers, False)), V.BAD_WRITE)
             case _:
@@ -188,7 +195,7 @@ def link_steps(w: World) -> Iterator[World]:
 
 def local_steps(w: World) -> Iterator[World]:
     if w.is_copying:
-        landed = replace(w, is_copying=False)
+        landed = replace(w, is_copying=False, has_landed=True)
         yield receiver_step(landed, V.LAST_BLOCK) if w.receiver is R.RESERVED else landed
     elif w.is_revoke_open:
         yield receiver_step(replace(w, is_revoke_open=False, is_revoked=True), V.QUIET)
@@ -242,6 +249,8 @@ def test_every_reachable_world_is_safe(worlds: set[World]) -> None:
         if w.sender is S.DONE:
             assert w.num_activated == 1, "the sender is done, the receiver does not run"
         assert w.is_dropped == (w.sender in (S.DONE, S.FAILED))
+        if w.sender in (S.DRAINING, S.FAILED) and w.has_asked and not w.was_refused:
+            assert w.has_released or w.has_committed, "gave up, and the receiver is left with the lease"
     assert {w.sender for w in worlds} == set(SenderState)
     assert {w.receiver for w in worlds} == {*ReceiverState, None}
     assert len(worlds) > 1000
@@ -262,6 +271,7 @@ def test_from_every_world_timers_alone_reach_an_end(worlds: set[World]) -> None:
             w = sender_step(w, E.OVERDUE)
         if w.sender is S.DRAINING:
             w = sender_step(w, E.OVERDUE)
+            assert not w.is_link_up, "a link that reads nothing is left open"
             w = sender_step(replace(w, is_unread=False), E.LINK_LOST)
         if w.receiver not in (None, R.RUNNING):
             if w.is_copying:

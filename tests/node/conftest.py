@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.make_model import SIZES, make_model
+from engine.make_model import make_model
+from engine.model_sizes import SIZES
 
 
 @pytest.fixture(scope="session")

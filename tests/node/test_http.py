@@ -115,3 +115,9 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there() -> No
     shown = {f.name.removeprefix("baton_node_") + ("_total" if f.type == "counter" else "") for f in families}
     assert all(family.name.startswith("baton_node_") and family.documentation for family in families)
     assert shown == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_on_a_kept_connection_no_answer_waits_for_an_acknowledgement() -> None:
+    """A client acknowledges the first part of an answer 40 ms late at the latest; nothing is to depend on it."""
+    answers = get(Counters(), *["/health"] * 20)
+    assert min(answer.elapsed.total_seconds() for answer in answers[-10:]) < 0.03

@@ -55,6 +55,8 @@ def test_free_memory_is_read_from_meminfo() -> None:
     ("flags", "sentence"),
     [
         (("--router", "nowhere"), "--router nowhere"),
+        (("--router", "127.0.0.1:0"), "--router 127.0.0.1:0"),
+        (("--router", "127.0.0.1:65536"), "--router 127.0.0.1:65536"),
         (("--router", ""), "--router"),
         (("--node-id", "a b"), "--node-id a b"),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-batched-tokens 32"),

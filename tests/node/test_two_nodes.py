@@ -25,6 +25,7 @@ from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from tests.kernels_choice import KERNELS
 from tests.node.test_process import flags, running
 
 SIZES = ("--num-blocks", "200", "--max-model-len", "512", "--max-num-batched-tokens", "48", "--max-num-seqs", "16")
@@ -135,7 +136,7 @@ async def until_free(entry: pb.NodeEntry) -> dict[str, dict[str, int]]:
 
 def alone(model_dir: Path, specs: list[SequenceSpec]) -> dict[str, list[int]]:
     """What one engine alone generates."""
-    model = load_model(model_dir, "fp32")
+    model = load_model(model_dir, "fp32", KERNELS)
     pool, memory = BlockPool(200, 16), KvMemory(model.config, 16, 200, "fp32")
     scheduler = Scheduler(SchedulerConfig(4, 64, 512), pool, b"alone")
     return LocalEngine(scheduler, TorchRunner(model, memory, 4, 512)).generate(specs)  # type: ignore[return-value]

@@ -114,6 +114,20 @@ def test_a_failure_counts_as_the_transfers_only_once_a_lease_was_granted() -> No
     assert (ended["TRANSFER_FAILED"], ended["cancelled"], ended["committed"]) == (2, 1, 1)
 
 
+@pytest.mark.covers("O01")
+def test_a_failure_of_several_branches_counts_for_each_that_failed_even_if_the_first_had_ended_before() -> None:
+    it = Watched()
+    branches = [pb.Branch(choice=choice) for choice in range(3)]
+    message = pb.RouterMessage(dispatch=pb.Dispatch(request_id="r", branches=branches))
+    it.watch.received(ev.FromRouter(ROUTER, message), 0.0)
+    it.reserve(KEY, 0.0, 1.0, 7)
+    for choice, outcome in enumerate(("finished", "TRANSFER_FAILED", "TRANSFER_FAILED")):
+        it.end(KEY._replace(choice=choice), outcome, 2.0)
+    assert it.measures.amounts()["transfer_failures"]["TRANSFER_FAILED"] == 2
+    assert it.seconds("queue_seconds")[0] == it.seconds("reserve_seconds")[0] == 1
+    assert it.watch.num_watched == 0
+
+
 def test_an_answer_behind_the_attempts_end_still_tells_how_long_it_took_and_leaves_nothing() -> None:
     it = Watched()
     it.dispatch(KEY, 0.0)

@@ -6,19 +6,21 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from starlette.types import Message
 
 from proto import baton_pb2 as pb
-from router.answer import Arrival, Asked, Delivery, Piece
+from router.answer import Arrival, Asked, Delivery, Echo, Piece
 from router.choice_text import TextRules
 from router.events import GenerationRequest, Sampling
-from router.openai_answers import AnswerOptions, AnswerWriter, CompletionForm
+from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatForm, CompletionForm
+from router.shell import RouterShell
 from router.streaming import GenerationResponse
 from router.text import ModelText
 from tests.router.live_router import live_router, until
-from tests.router.scripted_nodes import ScriptedAttempt
+from tests.router.scripted_nodes import ScriptedAttempt, scores
 from tests.router.tiny_model import write_model_text
 
 ARRIVAL = Arrival(0.0, None)
@@ -53,7 +55,7 @@ def test_a_stop_token_is_no_text_even_if_it_is_an_ordinary_token(model: Path, st
         delivery.answers[0].choices[0].finish("stop")
         for index, piece in await delivery.take():
             answer.collect(index, piece)
-        whole = answer.whole()
+        whole = json.loads(b"".join(answer.whole()))
         assert whole["choices"][0]["text"] == text
         assert whole["usage"]["completion_tokens"] == 3
 
@@ -67,7 +69,7 @@ def test_the_first_chunk_comes_with_the_first_token_even_if_its_character_is_inc
         chunks = []
         for byte in "€".encode():
             delivery.answers[0].choices[0].put((byte,), (), 0.0)
-            chunks += [answer.chunk(index, piece) for index, piece in await delivery.take()]
+            chunks += [b"".join(answer.chunk(index, piece)) for index, piece in await delivery.take()]
         first = json.loads(chunks[0].removeprefix(b"data: "))
         assert first["choices"][0]["text"] == ""
         assert chunks[1] == b""
@@ -193,5 +195,78 @@ def test_the_others_are_cancelled_before_a_slow_client_takes_the_error(model: Pa
             delivery = Delivery(both, ARRIVAL)
             await GenerationResponse(router.shell, delivery, answer, is_stream=True, headers={})({}, never, send)
             assert b"INTERNAL" in sent[-1]["body"]
+
+    asyncio.run(scenario())
+
+
+class _NoShell:
+    """Nothing is asked of any node: the tokens are there."""
+
+    def submit(self, answer: object) -> None: ...
+
+    def abort(self, answer: object) -> None: ...
+
+
+async def _largest_delay(seconds: list[float]) -> None:
+    """How late the loop is for others, again and again."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        due = clock() + 0.001
+        await asyncio.sleep(0.001)
+        seconds.append(clock() - due)
+
+
+async def _written(model: Path, form: AnswerForm, num_choices: int, num_tokens: int, is_stream: bool) -> bytes:
+    """The body of an answer with 20 logprobs per token and, of a stream, per prompt token; others never wait for it."""
+    top = scores(2, 20)
+    sampling = Sampling(0.0, num_tokens, (), num_logprobs=20, wants_prompt_logprobs=is_stream)
+    request = GenerationRequest("id", (1,) * num_tokens, 5, sampling, asyncio.get_running_loop().time() + 60)
+    text = ModelText(model)
+    texts = [text.choice_text(TextRules(())) for _ in range(num_choices)]
+    echo = Echo("x" * num_tokens, range(num_tokens)) if is_stream else None
+    each = Asked(replace(request, num_choices=num_choices), texts, echo)
+    delivery = Delivery([each], ARRIVAL)
+    for choice in delivery.answers[0].choices:
+        choice.put(b"a" * num_tokens, [top] * num_tokens, 0.0)
+        if is_stream:
+            choice.put_prompt_logprobs([top] * (num_tokens - 1))
+        choice.finish("length")
+    answer = AnswerWriter([each], form, AnswerOptions("tiny", False, True, 20), text.spelling)
+    shell, sent, delays = cast(RouterShell, _NoShell()), list[Message](), list[float]()
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    probe = asyncio.create_task(_largest_delay(delays))
+    await GenerationResponse(shell, delivery, answer, is_stream=is_stream, headers={})({}, never, send)
+    probe.cancel()
+    assert len(delays) > 5 and max(delays) < 0.3
+    assert [message.get("more_body") for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    body = b"".join(message["body"] for message in sent[1:])
+    assert is_stream or dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
+    return body
+
+
+@pytest.mark.covers("A02", "A09")
+def test_writing_many_logprobs_keeps_nobody_else_waiting(model: Path) -> None:
+    async def scenario() -> None:
+        completions = json.loads(await _written(model, CompletionForm(), 6, 3000, is_stream=False))
+        for choice in completions["choices"]:
+            logprobs: dict[str, list[Any]] = choice["logprobs"]
+            assert [len(values) for values in logprobs.values()] == [3000] * 4
+            assert logprobs["text_offset"] == [*range(3000)]
+        chat = json.loads(await _written(model, ChatForm(), 4, 3000, is_stream=False))
+        entries = [entry for choice in chat["choices"] for entry in choice["logprobs"]["content"]]
+        assert len(entries) == 12000
+        assert all(entry["token"] == "a" and len(entry["top_logprobs"]) == 20 for entry in entries)
+        first, done, nothing = (await _written(model, CompletionForm(), 1, 8000, is_stream=True)).split(b"\n\n")
+        assert (done, nothing) == (b"data: [DONE]", b"")
+        (part,) = json.loads(first.removeprefix(b"data: "))["choices"]
+        assert [len(values) for values in part["logprobs"].values()] == [16000] * 4
+        assert part["logprobs"]["token_logprobs"][:2] == [None, -0.25]
 
     asyncio.run(scenario())

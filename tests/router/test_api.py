@@ -284,7 +284,11 @@ def test_the_operators_endpoints_answer(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         assert (await router.client.get("/health")).json() == {"status": "ok"}
         assert (await router.client.get("/ready")).json() == {"ready": True, "missing": []}
-        assert (await router.client.get("/v1/models")).json()["data"][0]["id"] == MODEL_NAME
+        (listed,) = (await router.client.get("/v1/models")).json()["data"]
+        assert (await router.client.get(f"/v1/models/{MODEL_NAME}")).json() == listed and listed["id"] == MODEL_NAME
+        for other in ("other", "or/other", ""):
+            unknown = await router.client.get(f"/v1/models/{other}")
+            assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
         await router.post()
         metrics = (await router.client.get("/metrics")).text
         assert 'baton_router_requests_total{outcome="length"} 1.0' in metrics
@@ -322,5 +326,43 @@ def test_the_clients_request_id_is_echoed_and_never_a_key(model: Path) -> None:
         refused = await router.client.post("/v1/completions", json={}, headers=headers)
         assert (refused.status_code, refused.headers["X-Request-Id"]) == (400, "mine")
         assert (await router.post(request_id="body")).headers["X-Request-Id"] == "body"
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A01")
+def test_head_is_answered_where_get_is_without_a_body(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        for path in ("/health", "/ready", "/v1/models", f"/v1/models/{MODEL_NAME}", "/metrics"):
+            head, get = await router.client.head(path), await router.client.get(path)
+            assert (head.status_code, head.content, get.status_code) == (200, b"", 200)
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert (await router.client.head("/v1/completions")).status_code == 405
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_a_refused_request_has_an_id_the_clients_or_the_routers(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        bad: dict[str, Any] = {"model": MODEL_NAME, "prompt": "hi", "n": 0}
+        own, other = [(await router.post(**bad)).headers["X-Request-Id"] for _ in range(2)]
+        assert own != other and len(own) == 24
+        mine = await router.client.post("/v1/completions", json=bad, headers={"X-Request-Id": "mine"})
+        assert mine.headers["X-Request-Id"] == "mine"
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_an_http_1_0_client_gets_whole_answers_unchunked(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        body = json.dumps({"model": MODEL_NAME, "prompt": "hi", "max_tokens": 5})
+        writer.write(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        head, _, content = (await asyncio.wait_for(reader.read(), 10)).decode().partition("\r\n\r\n")
+        writer.close()
+        assert "transfer-encoding" not in head.lower()
+        assert (head.split()[1], json.loads(content)["choices"][0]["text"]) == ("200", "hello")
 
     play(model, scenario)

@@ -16,6 +16,8 @@ from tests.router.tiny_model import EOS_ID, VOCAB_SIZE, write_model_text
 COMPLETION: dict[str, Any] = {"model": MODEL_NAME, "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
 
+HUGE = int("7" * 4200)
+
 # (fields that replace those of a good body, the field that the error names, words of its sentence)
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
@@ -61,8 +63,19 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "its keys are token ids, not 'a'"),
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias", f"token id {VOCAB_SIZE} is not between"),
+    ({"logit_bias": {"01": 1, "1": 2}}, "logit_bias", "its keys are token ids, not '01'"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024 items, not 1025"),
     ({"logit_bias": [5]}, "logit_bias", "valid dictionary"),
     ({"min_tokens": 17}, "min_tokens", "at most max_tokens, 16, not 17"),
+    ({"max_tokens": 0, "min_tokens": 1, "echo": True}, "min_tokens", "at most max_tokens, 0, not 1"),
+    ({"prompt": [1] * MAX_MODEL_LEN, "max_tokens": 0, "echo": True}, "prompt", "one token is always generated"),
+    ({"max_tokens": HUGE}, "max_tokens", "7777... is more than the 253"),
+    ({"min_tokens": HUGE}, "min_tokens", "at most max_tokens, 16, not 7777"),
+    ({"best_of": HUGE}, "best_of", "must equal n, 1, not 7777"),
+    ({"top_p": HUGE}, "top_p", "7777"),
+    ({"seed": HUGE}, "seed", "7777..."),
+    ({"suffix": HUGE}, "suffix", "(got 7777"),
+    ({"prompt": HUGE}, "prompt", "not 7777"),
     ({"max_tokens": 0, "echo": False}, "max_tokens", "greater than or equal to 1, not 0, without echo"),
     ({"n": 0}, "n", "greater than or equal to 1, not 0"),
     ({"n": 17}, "n", "less than or equal to 16, not 17"),
@@ -70,9 +83,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": True}, "best_of", "valid integer"),
     ({"stop": ["x"] * 17}, "stop", "at most 16 items, not a list of 17"),
     ({"stop": ["x", ""]}, "stop.1", "must not be empty"),
-    ({"stop": ""}, "stop.0", "must not be empty"),
-    ({"stop": "x" * 1001}, "stop.0", "at most 1000 characters"),
-    ({"stop": 5}, "stop", "valid list"),
+    ({"stop": ""}, "stop", "must not be empty"),
+    ({"stop": "x" * 1001}, "stop", "at most 1000 characters"),
+    ({"stop": 5}, "stop", "must be a text or a list of texts, not 5"),
+    ({"stop": "\ud800"}, "stop", "holds half a surrogate pair"),
     ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", f"token id {VOCAB_SIZE}"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256 items"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
@@ -87,7 +101,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"generated_token_ids": [EOS_ID]}, "generated_token_ids", f"hold the stop token {EOS_ID}"),
     ({"generated_token_ids": [*b"END"], "stop": "ND"}, "generated_token_ids", "already hold a stop string"),
     ({"no_such_thing": 1}, "no_such_thing", "unknown parameter"),
-    ({"request_id": "a b"}, "request_id", "must match"),
+    ({"request_id": "a b"}, "request_id", 'must be 1 to 256 visible ASCII characters, not "a b"'),
     ({"model": None}, "model", "is required"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -96,12 +110,21 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role", '"king"'),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "is required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "image_url"),
-    ({"messages": [{"role": "user", "content": "hi", "tool_calls": []}]}, "messages.0.tool_calls", "unknown parameter"),
+    (
+        {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
+        "messages.0.tool_calls",
+        "unknown parameter",
+    ),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "is required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a text or a list of text parts, not 5"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0", "must be an object, not 5"),
+    ({"messages": ["hi"]}, "messages.0", 'must be an object, not "hi"'),
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools here"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "half a surrogate pair"),
     ({"messages": [{"role": "user", "content": "x" * MAX_MODEL_LEN}]}, "messages", "leave no room"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported by this version"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts max_tokens"),
+    ({"max_completion_tokens": 99999}, "max_completion_tokens", "99999 is more than"),
     ({"prompt": "hi"}, "prompt", "unknown parameter"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, not 0"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
@@ -180,10 +203,48 @@ def test_parameters_that_ask_for_nothing_are_taken(model: Path) -> None:
 
 
 @pytest.mark.covers("A11")
+def test_what_is_no_json_is_described_in_plain_words(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        for content, words in (
+            (b"[" * 100_000, "nested too deeply"),
+            (b'{"seed": ' + b"9" * 5000 + b"}", "a number in it has more than 4300 digits"),
+            (b'{"model": "\xff"}', "it is no UTF-8"),
+            (b'{"model": NaN}', "NaN is no number"),
+        ):
+            answer = await router.client.post("/v1/completions", content=content)
+            assert_is_error(answer, 400, None, words)
+            assert not any(word in answer.text for word in ("sys.", "recursion", "codec"))
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11", "A01")
+def test_a_message_of_the_server_can_be_sent_back_with_its_empty_fields(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        path = "/v1/chat/completions"
+        answered = (await router.client.post(path, json=CHAT)).json()["choices"][0]["message"]
+        empty = dict.fromkeys(("annotations", "audio", "function_call", "tool_calls", "refusal", "name"))
+        for message in (answered, answered | empty, answered | {"tool_calls": [], "annotations": []}):
+            again = CHAT | {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
+            answer = await router.client.post(path, json=again | {"stream_options": {"include_usage": None}})
+            assert answer.status_code == 200, answer.text
+        prompts = [list(each.prompt_token_ids) for each in router.pair.prefill.dispatches[1:]]
+        assert prompts[0] == prompts[1] == prompts[2]
+        silent = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": None}]}
+        assert (await router.client.post(path, json=silent)).status_code == 200
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
 def test_a_huge_body_is_refused_while_it_is_read(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         announced = await router.client.post("/v1/completions", content=b" " * (2 << 20))
         assert_is_error(announced, 413, None, "larger than 1048576 bytes")
+        largest = json.dumps(COMPLETION).encode().ljust(1 << 20)
+        assert (await router.client.post("/v1/completions", content=largest + b" ")).status_code == 413
+        assert not router.pair.prefill.dispatches
+        assert (await router.client.post("/v1/completions", content=largest)).status_code == 200
 
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1048577\r\n\r\n")  # and no body
@@ -196,7 +257,7 @@ def test_a_huge_body_is_refused_while_it_is_read(model: Path) -> None:
             writer.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
         assert b"413" in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
-        assert not router.pair.prefill.dispatches
+        assert len(router.pair.prefill.dispatches) == 1, "the largest one that is taken"
 
     play(model, scenario)
 
@@ -204,8 +265,11 @@ def test_a_huge_body_is_refused_while_it_is_read(model: Path) -> None:
 @pytest.mark.covers("A06", "A11")
 def test_unknown_paths_and_methods_have_the_same_shape(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
-        assert_is_error(await router.client.get("/v1/engines"), 404, None, "GET /v1/engines: Not Found.")
-        assert_is_error(await router.client.get("/v1/completions"), 405, None, "Method Not Allowed")
+        nowhere, wrong = [await router.client.get(f"/v1/{path}") for path in ("engines", "completions")]
+        assert_is_error(nowhere, 404, None, "GET /v1/engines: Not Found.")
+        assert_is_error(wrong, 405, None, "Method Not Allowed")
+        assert [each.json()["error"]["code"] for each in (nowhere, wrong)] == ["not_found", "method_not_allowed"]
+        assert wrong.headers["Allow"] == "POST"
 
     play(model, scenario)
 

@@ -31,6 +31,29 @@ def test_the_choices_of_a_request_are_branches_of_one_dispatch_each_with_its_own
     assert (world.load("p1"), world.load("d1")) == ((3, 0), (0, 3))
 
 
+@pytest.mark.covers("A02", "D01")
+@pytest.mark.parametrize(
+    ("num_tokens", "groups"), [(49, [4]), (64, [4]), (65, [4]), (66, [3, 1]), (97, [2, 2]), (256, [1] * 4)]
+)
+def test_no_more_choices_go_together_than_the_decode_node_could_ever_hold(num_tokens: int, groups: list[int]) -> None:
+    """It has 16 blocks of 16 tokens; KV of all tokens but the last is written. Else each such request is refused once first."""
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=4, max_tokens=num_tokens - 3)
+    assert [len(dispatch.branches) for _, dispatch in world.dispatches("a")] == groups
+
+
+@pytest.mark.covers("A02", "D01")
+@pytest.mark.parametrize(
+    ("num_full", "max_tokens", "groups"), [(8, 33, [4]), (9, 33, [3, 1]), (12, 9, [4]), (13, 9, [3, 1])]
+)
+def test_full_blocks_of_the_prompt_count_once_for_all_choices(
+    num_full: int, max_tokens: int, groups: list[int]
+) -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a", num_choices=4, prompt=[1] * (16 * num_full), max_tokens=max_tokens)
+    assert [len(dispatch.branches) for _, dispatch in world.dispatches("a")] == groups
+
+
 def test_the_seeds_of_choices_are_what_the_documentation_says() -> None:
     assert branch_seed(41, 0) == 41
     assert branch_seed(41, 1) == 5661272362756940  # printf 'baton choice 41 1' | sha256sum

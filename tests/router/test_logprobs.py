@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
+from router.json_parts import dump_ascii
 from router.logprobs import LOWEST, ScoredToken, chat_logprobs, completion_logprobs
 from router.spelling import Spelling
 from tests.router.test_text import FALLBACK
@@ -14,6 +18,11 @@ from tests.router.tiny_model import EOS_ID, VOCAB_SIZE, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 BYTE_LEVEL = Spelling(TOKENIZER)
+
+
+def read(logprobs: Any) -> Any:
+    """As a client gets it."""
+    return json.loads(dump_ascii(logprobs))
 
 
 def scored(token_id: int, logprob: float, top: list[tuple[int, float]]) -> pb.TokenLogprobs:
@@ -53,19 +62,19 @@ def test_a_completions_top_names_the_token_itself_too() -> None:
         ScoredToken(ord("b"), 1, scored(ord("b"), -0.5, [(ord("b"), -0.5), (ord("c"), -1.0), (ord("d"), -2.0)])),
         ScoredToken(ord("e"), 2, scored(ord("e"), -4.0, [(ord("c"), -0.25), (VOCAB_SIZE - 1, -0.5), (300, -0.75)])),
     ]
-    assert completion_logprobs(tokens, 2, BYTE_LEVEL) == {
+    assert read(completion_logprobs(tokens, 2, BYTE_LEVEL)) == {
         "tokens": ["a", "b", "e"],
         "token_logprobs": [None, -0.5, -4.0],
         "top_logprobs": [None, {"b": -0.5, "c": -1.0}, {"c": -0.25, "": -0.5, "e": -4.0}],
         "text_offset": [0, 1, 2],
     }
-    assert completion_logprobs(tokens, 0, BYTE_LEVEL)["top_logprobs"] == [None, {"b": -0.5}, {"e": -4.0}]
+    assert read(completion_logprobs(tokens, 0, BYTE_LEVEL))["top_logprobs"] == [None, {"b": -0.5}, {"e": -4.0}]
 
 
 @pytest.mark.covers("A02")
 def test_a_chats_entries_have_bytes_and_only_the_most_likely() -> None:
     token = ScoredToken(0xE2, 0, scored(0xE2, -3.0, [(ord("c"), -0.25), (ord("d"), -0.5)]))
-    [entry] = chat_logprobs([token], 1, BYTE_LEVEL)["content"]
+    [entry] = read(chat_logprobs([token], 1, BYTE_LEVEL))["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == (r"bytes:\xe2", -3.0, [0xE2])
     assert entry["top_logprobs"] == [{"token": "c", "logprob": -0.25, "bytes": [ord("c")]}]
 
@@ -73,5 +82,5 @@ def test_a_chats_entries_have_bytes_and_only_the_most_likely() -> None:
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), -1e30])
 def test_what_json_cannot_hold_is_a_very_small_number(value: float) -> None:
     token = ScoredToken(65, 0, scored(65, value, [(65, value)]))
-    assert completion_logprobs([token], 1, BYTE_LEVEL)["token_logprobs"] == [LOWEST]
-    assert chat_logprobs([token], 1, BYTE_LEVEL)["content"][0]["top_logprobs"][0]["logprob"] == LOWEST
+    assert read(completion_logprobs([token], 1, BYTE_LEVEL))["token_logprobs"] == [LOWEST]
+    assert read(chat_logprobs([token], 1, BYTE_LEVEL))["content"][0]["top_logprobs"][0]["logprob"] == LOWEST

@@ -90,6 +90,31 @@ def test_what_asks_for_nothing_is_off_on_the_wire(model: Path) -> None:
     play(model, scenario)
 
 
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_a_client_leaves_out_is_as_the_models_generation_config_says(tmp_path: Path, path: str) -> None:
+    directory = write_model_text(tmp_path)
+    defaults: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 20,
+        "min_p": 0.25,
+        "repetition_penalty": 1.25,
+    }
+    said = {"eos_token_id": EOS_ID, "do_sample": True, "max_length": 9} | defaults
+    (directory / "generation_config.json").write_text(json.dumps(said))
+    prompt = {"messages": HI} if path == CHAT else {}
+
+    async def scenario(router: LiveRouter) -> None:
+        await router.post(path, **prompt, max_tokens=2, top_k=None)
+        await router.post(path, **prompt, max_tokens=2, temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
+        first, second = (dispatch.sampling for dispatch in router.pair.prefill.dispatches)
+        assert first == pb.Sampling(max_tokens=2, stop_token_ids=[EOS_ID], **defaults)
+        assert second == pb.Sampling(temperature=1, max_tokens=2, stop_token_ids=[EOS_ID]), "the client's word counts"
+
+    play(directory, scenario)
+
+
 @pytest.mark.covers("A03")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [["hi", "yo", "!"], [[*b"hi"], [*b"yo"], [*b"!"]]])

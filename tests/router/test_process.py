@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from router.config import RouterConfig
 from tests.router.tiny_model import write_model_text
 
 MAX_RSS_BYTES = 150 << 20
@@ -92,3 +93,8 @@ def test_it_is_imported_within_a_second_and_without_what_is_not_its_business() -
     cpu_s, foreign = ended.stdout.split(" ", 1)
     assert float(cpu_s) < 1.0
     assert foreign.strip() == "[]"
+
+
+def test_an_empty_name_for_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="--served-model-name: must not be empty"):
+        RouterConfig(model=Path("m"), served_model_name="")

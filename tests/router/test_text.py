@@ -102,11 +102,13 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> Non
     assert "".join(parts) + detokenizer.finish() == REPLACEMENT * 300
 
 
+@pytest.mark.covers("M03")
 def test_special_tokens_have_no_text(text: ModelText) -> None:
     detokenizer = text.detokenizer()
     assert detokenizer.push([EOS_ID, ord("a"), BOS_ID, ord("b"), TURN_ID]) == "ab"
 
 
+@pytest.mark.covers("M03")
 def test_a_completions_prompt_gets_the_tokenizers_own_special_tokens(text: ModelText) -> None:
     assert text.encode_prompt("ab") == [BOS_ID, ord("a"), ord("b")]
 
@@ -120,6 +122,7 @@ def test_a_long_prompt_is_never_cut_even_if_the_tokenizers_file_asks_for_it(tmp_
     assert len(ModelText(directory).encode_prompt("x" * 20)) == 21
 
 
+@pytest.mark.covers("M03")
 def test_a_chat_prompt_is_what_the_template_writes_and_nothing_twice(text: ModelText) -> None:
     token_ids = text.encode_chat([{"role": "user", "content": "hi"}])
     assert token_ids == [BOS_ID, *b"user: hi", TURN_ID, *b"assistant: "]
@@ -130,7 +133,7 @@ def test_a_template_that_refuses_says_why(text: ModelText) -> None:
         text.encode_chat([{"role": "tool", "content": "42"}])
 
 
-@pytest.mark.covers("X01")
+@pytest.mark.covers("M03", "X01")
 @pytest.mark.parametrize(
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}x{% endfor %}"]
 )
@@ -141,12 +144,15 @@ def test_a_hostile_template_reaches_nothing(tmp_path: Path, template: str) -> No
         ModelText(directory).encode_chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.covers("M03")
 def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_from_the_tokenizer(
     tmp_path: Path,
 ) -> None:
     directory = write_model_text(tmp_path)
     assert ModelText(directory).stop_token_ids == (EOS_ID, TURN_ID)
     (directory / "generation_config.json").unlink()
+    assert ModelText(directory).stop_token_ids == (EOS_ID,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE}))
     assert ModelText(directory).stop_token_ids == (EOS_ID,)
@@ -164,6 +170,12 @@ def test_stop_tokens_come_from_the_generation_config_then_from_the_model_then_fr
         ("config.json", '{"vocab_size": "many"}'),
         ("config.json", '{"vocab_size": 300, "eos_token_id": 300}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+        ("generation_config.json", '{"temperature": "warm"}'),
+        ("generation_config.json", '{"top_p": 0}'),
+        ("generation_config.json", '{"top_k": NaN}'),
+        ("generation_config.json", '{"temperature": 2.5}'),
+        ("generation_config.json", '{"top_k": 1.5}'),
+        ("generation_config.json", '{"top_p": true}'),
     ],
 )
 def test_a_bad_model_directory_is_one_line_that_names_the_place(tmp_path: Path, name: str, content: str | None) -> None:

@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 
 from router.token_log import Appended, Differs, Gap, TokenLog, TooLong
 
-MAX_TOKENS = 12
-batches = st.lists(st.tuples(st.integers(0, MAX_TOKENS + 2), st.lists(st.integers(0, 2), max_size=5)), max_size=30)
+MAX_TOKENS = 6  # few, so that the end is often reached
+batches = st.lists(st.tuples(st.integers(0, MAX_TOKENS + 2), st.lists(st.integers(0, 1), max_size=4)), max_size=30)
+given_tokens = st.lists(st.integers(0, 1), max_size=MAX_TOKENS)
 
 
 @pytest.mark.covers("Q03")
-@given(batches)
-def test_it_accepts_repeats_and_continuations_and_nothing_else(appends: list[tuple[int, list[int]]]) -> None:
-    log, known = TokenLog(MAX_TOKENS), dict[int, int]()
+@given(given_tokens, batches)
+def test_it_accepts_repeats_and_continuations_and_nothing_else(
+    start: list[int], appends: list[tuple[int, list[int]]]
+) -> None:
+    log, known = TokenLog(MAX_TOKENS, start), dict(enumerate(start))
     for first_index, token_ids in appends:
         told = {first_index + offset: token_id for offset, token_id in enumerate(token_ids)}
         differing = [index for index in told if index in known and known[index] != told[index]]

@@ -122,7 +122,8 @@ class MemoryNet:
 class ThreadedNet:
     """Nodes whose transports have threads; `until` waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, checksums: bool = True) -> None:
+        self._checksums = checksums
         self._changed = threading.Condition()
         self._nodes: list[Node] = []
         self._kept: list[SharedBytes] = []  # their descriptors are open as long as they live
@@ -153,7 +154,7 @@ class ZmqNet(ThreadedNet):
 
     def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
         memory = np.zeros((num_blocks, block_bytes), np.uint8)
-        return Node(memory, said, ZmqTransport(memory, name, incarnation, said))
+        return Node(memory, said, ZmqTransport(memory, name, incarnation, said, checksums=self._checksums))
 
 
 class ShmNet(ThreadedNet):
@@ -162,7 +163,8 @@ class ShmNet(ThreadedNet):
     def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
         shared = SharedBytes(num_blocks, block_bytes)
         self._kept.append(shared)
-        return Node(shared.bytes, said, ShmTransport(shared.bytes, shared.descriptor, name, incarnation, said))
+        transport = ShmTransport(shared.bytes, shared.descriptor, name, incarnation, said, checksums=self._checksums)
+        return Node(shared.bytes, said, transport)
 
 
 def commit(lease_id: int) -> bytes:

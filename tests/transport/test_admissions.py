@@ -159,6 +159,17 @@ def test_after_a_revoke_no_write_begins_also_while_one_still_runs() -> None:
     assert table.end(running, is_intact=True) == Ended((), is_quiet=True)
 
 
+@pytest.mark.covers("H04", "H09")
+def test_a_block_with_one_corrupt_piece_never_lands() -> None:
+    table = Admissions(1, BLOCK_BYTES, PIECE_BYTES)
+    table.admit(1, b"s", [0])
+    for offset, length, is_intact in ((0, 4, True), (4, 4, False), (8, 2, True)):
+        grant = table.begin(1, b"s", [Span(0, offset, length)])
+        assert isinstance(grant, Grant)
+        assert table.end(grant, is_intact) == Ended((), is_quiet=False)
+    assert isinstance(table.begin(1, b"s", [Span(0, 4, 4)]), WriteRefused), "and cannot be mended"
+
+
 @pytest.mark.covers("H08")
 def test_of_revoke_and_the_last_end_on_two_threads_exactly_one_says_quiet() -> None:
     table = Admissions(1, BLOCK_BYTES, PIECE_BYTES)

@@ -145,6 +145,64 @@ def test_a_lease_is_one_over_all_ways_written_once_and_quiet_once(choosing: Choo
     assert receiver.said.of(RevokeDone) == [RevokeDone(1)]
 
 
+def keeping_out(endpoints: list[pb.Endpoint]) -> list[pb.Endpoint]:
+    """A receiver that is reached over shm and lets nobody in that way."""
+    for endpoint in endpoints:
+        if endpoint.transport == "shm":
+            endpoint.link_secret = b"x" * 16
+    return endpoints
+
+
+@pytest.mark.covers("H12")
+def test_a_way_that_led_nowhere_is_taken_last_and_again_after_a_while(choosing: ChoosingNet) -> None:
+    sender, receiver = choosing.node("auto", "sender"), choosing.node("auto", "receiver")
+    endpoints = keeping_out(receiver.transport.endpoints())
+    sender.transport.open("receiver@1/1", endpoints)
+    choosing.until(lambda: bool(sender.said.of(LinkClosed)))
+    sender.transport.open("receiver@1/2", endpoints)
+    assert sender.shows("links") == {"receiver@1/2": "zmq"}
+    sender.transport.notify("receiver@1/2", commit(1))
+    choosing.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    sender.transport.open("receiver@1/3", endpoints[:1])  # no other way
+    choosing.until(lambda: len(sender.said.of(LinkClosed)) == 2)
+    assert "not let in" in sender.said.of(LinkClosed)[1].reason
+    other = choosing.node("auto", "other")  # nothing is wrong with the way to somebody else
+    sender.transport.open("other@1/1", other.transport.endpoints())
+    assert sender.shows("links")["other@1/1"] == "shm"
+
+
+@pytest.mark.covers("H12")
+def test_a_way_is_not_avoided_for_ever_nor_because_its_link_was_closed_or_has_served(choosing: ChoosingNet) -> None:
+    sender, receiver = choosing.node("auto", "sender"), choosing.node("auto", "receiver")
+    sender.transport.avoid_s = 0.0
+    endpoints = receiver.transport.endpoints()
+    sender.transport.open("receiver@1/1", keeping_out(receiver.transport.endpoints()))
+    choosing.until(lambda: bool(sender.said.of(LinkClosed)))
+    sender.transport.open("receiver@1/2", endpoints)
+    assert sender.shows("links") == {"receiver@1/2": "shm"}
+    other = choosing.node("auto", "other")
+    other.transport.open("receiver@1/1", endpoints)
+    other.transport.close("receiver@1/1")
+    choosing.until(lambda: bool(other.said.of(LinkClosed)))
+    other.transport.open("receiver@1/2", endpoints)
+    other.transport.write("receiver@1/2", LEASE, [(0, 5)])
+    choosing.until(lambda: other.said.taken(1) == [0])
+    assert other.shows("links") == {"receiver@1/2": "shm"}
+
+
+@pytest.mark.covers("H12")
+def test_a_host_without_abstract_sockets_leaves_zmq_to_auto_and_is_an_error_for_shm(
+    choosing: ChoosingNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden() -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("connector.shm_receiver.listen", forbidden)
+    assert [endpoint.transport for endpoint in choosing.node("auto", "boxed").transport.endpoints()] == ["zmq"]
+    with pytest.raises(PermissionError):
+        choosing.node("shm", "boxed")
+
+
 def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     shared = SharedBytes(1, 512)
     num_threads = threading.active_count()

@@ -1,0 +1,284 @@
+"""`python -m bench.transport_node`: one end of bench/transport.py's transfers, in a process of its own as a node is.
+
+stdin: a JSON object per line, what to do; stdout: a JSON object per line, what came of it, or {"error": sentence}. The first line
+says what this end is like (`Setup`). A transfer lasts from the sender's giving it away until the receiver's word that all of it is
+in place is back; blocks are written once per lease, so each transfer has a lease of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Event, Thread
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+import zmq
+
+from connector.shm_transport import ShmTransport
+from connector.transport import (
+    Answered,
+    BlocksLanded,
+    Emit,
+    LeaseRef,
+    LinkClosed,
+    NotifyArrived,
+    ReceiverEvent,
+    SenderEvent,
+    WriteRefused,
+)
+from connector.zmq_options import QUEUED_MESSAGES, Socket, bound_link
+from connector.zmq_transport import ZmqTransport
+from engine.shared_bytes import SharedBytes
+from proto import baton_pb2 as pb
+from runtime.process import die_with_parent
+
+TRANSPORTS: Final = ("zmq", "zmq+checksum", "shm", "shm+checksum")
+_SECRET: Final = b"bench/transport."
+_MESSAGE_BYTES: Final = 1 << 20  # of raw TCP: as large as zmq's
+_PATIENCE_S: Final = 120.0
+_LINK: Final = "receiver@1/1"
+
+
+class Failed(Exception):
+    """A transfer did not happen; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an end is like; the fields are the keys of its first line."""
+
+    role: str  # "sender" or "receiver"
+    block_bytes: int
+    num_blocks: int
+    transports: tuple[str, ...]
+    parent_pid: int
+
+
+class _Way:
+    """A transport of this end, and what it said about the transfer that is under way."""
+
+    def __init__(self, name: str, memory: SharedBytes, role: str) -> None:
+        self._landed: Counter[int] = Counter()  # blocks, by lease
+        self._problem: str | None = None
+        self._answered = Event()
+        self._num_blocks = len(memory.bytes)
+        checksums = name.endswith("+checksum")
+        emit: Emit = self._on_event
+        self.transport = (
+            ZmqTransport(memory.bytes, role, 1, emit, checksums=checksums)
+            if name.startswith("zmq")
+            else ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, checksums=checksums)
+        )
+
+    def admit(self, lease_id: int) -> None:
+        self._landed.clear()
+        self._problem = None
+        self.transport.admit(lease_id, _SECRET, range(self._num_blocks))
+
+    def send(self, lease_id: int) -> None:
+        """Write all blocks and wait until the receiver has said that they are in place; raises Failed."""
+        self._answered.clear()
+        self.transport.write(_LINK, LeaseRef(lease_id, _SECRET), [(i, i) for i in range(self._num_blocks)])
+        commit = pb.DataMessage(commit=pb.Commit(lease_id=lease_id, secret=_SECRET))
+        self.transport.notify(_LINK, commit.SerializeToString())
+        if not self._answered.wait(_PATIENCE_S):
+            raise Failed(f"no answer within {_PATIENCE_S:.0f} s")
+        if self._problem is not None:
+            raise Failed(self._problem)
+
+    def _on_event(self, event: SenderEvent | ReceiverEvent) -> None:
+        """On the transport's threads."""
+        match event:
+            case BlocksLanded():
+                self._landed[event.lease_id] += len(event.block_indices)
+            case WriteRefused():
+                self._problem = event.reason
+            case NotifyArrived():
+                num_landed = self._landed[pb.DataMessage.FromString(event.payload).commit.lease_id]
+                is_whole = num_landed == self._num_blocks
+                error = None if is_whole else pb.PDError(message=f"{num_landed} blocks landed: {self._problem}")
+                answer = pb.DataMessage(answer=pb.CommitAnswer(error=error))
+                self.transport.answer(event.reply_to, answer.SerializeToString())
+            case Answered():
+                self._problem = pb.DataMessage.FromString(event.payload).answer.error.message or None
+                self._answered.set()
+            case LinkClosed():
+                self._problem = event.reason
+                self._answered.set()
+
+
+class _End:
+    """What both ends have: memory, and a transport of each kind over it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.memory = SharedBytes(setup.num_blocks, setup.block_bytes)
+        self.flat = self.memory.bytes.reshape(-1)
+        self.ways = {name: _Way(name, self.memory, setup.role) for name in setup.transports}
+
+    def digest(self) -> str:
+        """Of all bytes."""
+        return xxhash.xxh3_128_hexdigest(self.flat.data)
+
+    def stop(self) -> None:
+        for way in self.ways.values():
+            way.transport.stop()
+
+
+class _Receiver(_End):
+    """Takes transfers; and copies within its own process, for comparison."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._source = SharedBytes(setup.num_blocks, setup.block_bytes)
+        self._source.bytes[:] = 1
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        Thread(target=self._serve_tcp, name="tcp", daemon=True).start()
+        self._bare: Socket = zmq.Context.instance().socket(zmq.ROUTER)
+        bound_link(self._bare, "tcp://127.0.0.1", _MESSAGE_BYTES)
+        self._bare.bind("tcp://127.0.0.1:*")
+        Thread(target=self._serve_libzmq, name="libzmq", daemon=True).start()
+
+    def hello(self) -> dict[str, Any]:
+        endpoints = {name: way.transport.endpoint().SerializeToString().hex() for name, way in self.ways.items()}
+        bare = self._bare.getsockopt_string(zmq.LAST_ENDPOINT)
+        return {"endpoints": endpoints, "tcp_port": self._listener.getsockname()[1], "libzmq": bare}
+
+    def do(self, asked: dict[str, Any]) -> dict[str, Any]:
+        match asked["do"]:
+            case "admit":
+                self.ways[asked["way"]].admit(asked["lease_id"])
+            case "revoke":
+                self.ways[asked["way"]].transport.revoke(asked["lease_id"])
+            case "clear":
+                self.flat[:] = 0
+            case "memcpy":
+                return {"seconds": self._memcpy_s()}
+        return {}
+
+    def _memcpy_s(self) -> float:
+        began = time.perf_counter()
+        for target, source in zip(self.memory.bytes, self._source.bytes, strict=True):
+            np.copyto(target, source)
+        return time.perf_counter() - began
+
+    def _serve_tcp(self) -> None:
+        """Fill the memory from the one connection, again and again."""
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while True:
+                target = memoryview(self.flat.data)
+                while target:
+                    num_received = connection.recv_into(target)
+                    if num_received == 0:
+                        return
+                    target = target[num_received:]
+                connection.sendall(b"\0")
+
+    def _serve_libzmq(self) -> None:
+        """Count bytes, which stay where libzmq put them."""
+        num_received = 0
+        while True:
+            sender = self._bare.recv()
+            num_received += len(self._bare.recv(copy=False))
+            if num_received == self.flat.nbytes:
+                num_received = 0
+                self._bare.send_multipart([sender, b""])
+
+
+class _Sender(_End):
+    """Gives transfers away."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.memory.bytes[:] = np.random.default_rng(1).integers(0, 256, self.memory.bytes.shape, np.uint8)
+        self._tcp = socket.socket()
+        self._bare: Socket = zmq.Context.instance().socket(zmq.DEALER)
+
+    def hello(self) -> dict[str, Any]:
+        return {}
+
+    def do(self, asked: dict[str, Any]) -> dict[str, Any]:
+        match asked["do"]:
+            case "open":
+                for name, endpoint in asked["endpoints"].items():
+                    self.ways[name].transport.open(_LINK, pb.Endpoint.FromString(bytes.fromhex(endpoint)))
+                self._tcp.settimeout(_PATIENCE_S)
+                self._tcp.connect(("127.0.0.1", asked["tcp_port"]))
+                self._tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                bound_link(self._bare, "tcp://127.0.0.1", _MESSAGE_BYTES)
+                self._bare.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+                self._bare.setsockopt(zmq.RCVTIMEO, int(1000 * _PATIENCE_S))
+                self._bare.connect(asked["libzmq"])
+            case "send":
+                return {"seconds": self._send_s(asked["way"], asked["lease_id"])}
+        return {}
+
+    def _send_s(self, way: str, lease_id: int) -> float:
+        began = time.perf_counter()
+        if way == "tcp":
+            self._send_over_tcp()
+        elif way == "libzmq":
+            self._send_over_libzmq()
+        else:
+            self.ways[way].send(lease_id)
+        return time.perf_counter() - began
+
+    def _send_over_tcp(self) -> None:
+        for message in self._messages():
+            self._tcp.sendall(message)
+        if self._tcp.recv(1) != b"\0":
+            raise Failed("the raw TCP connection was lost")
+
+    def _send_over_libzmq(self) -> None:
+        """As a link of the zmq transport, without its copies, its headers and its leases."""
+        for message in self._messages():
+            self._bare.send(message, copy=False)
+        self._bare.recv()
+
+    def _messages(self) -> Iterator[memoryview]:
+        for begin in range(0, self.flat.nbytes, _MESSAGE_BYTES):
+            yield self.flat[begin : begin + _MESSAGE_BYTES].data
+
+
+def _perform(end: _Sender | _Receiver, asked: dict[str, Any]) -> dict[str, Any]:
+    match asked["do"]:
+        case "cpu":
+            return {"cpu_s": time.process_time()}
+        case "digest":
+            return {"digest": end.digest()}
+    return end.do(asked)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever else prints goes to stderr
+    os.dup2(2, 1)
+
+    def say(content: dict[str, Any]) -> None:
+        out.write(json.dumps(content) + "\n")
+        out.flush()
+
+    setup = Setup(**json.loads(sys.stdin.readline()))
+    die_with_parent(setup.parent_pid)
+    make: Callable[[Setup], _Sender | _Receiver] = _Sender if setup.role == "sender" else _Receiver
+    end = make(setup)
+    say(end.hello())
+    for line in sys.stdin:
+        try:
+            say(_perform(end, json.loads(line)))
+        except Failed as failed:
+            say({"error": str(failed)})
+    end.stop()
+
+
+if __name__ == "__main__":
+    main()

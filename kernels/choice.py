@@ -1,0 +1,50 @@
+"""Which back end computes: the one asked for, or the best that there is.
+
+Imports torch. Not here: what a user is told about it (the node says which, and why not a faster one).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from kernels.cpu_build import library_path, usable_variants
+from kernels.cpu_kernels import CpuKernels
+from kernels.cpu_library import Library
+from kernels.interface import Kernels
+from kernels.torch_reference import TorchKernels, can_compute
+
+NAMES: Final = ("torch", "cpu")
+
+
+class Choice(NamedTuple):
+    """A back end, and why it is not the one that was asked for ("" where it is)."""
+
+    kernels: Kernels
+    shortfall: str
+
+
+class NoKernels(ValueError):
+    """No back end here computes this; the message is one sentence."""
+
+
+def choose_kernels(name: str, dtype: torch.dtype) -> Choice:
+    """Take "cpu", which falls back to torch where nothing was compiled for this CPU, or "torch".
+
+    Raises NoKernels where neither computes the dtype.
+    """
+    shortfall = ""
+    if name == "cpu":
+        for variant in usable_variants():
+            path = library_path(variant)
+            if not path.exists():
+                continue
+            try:
+                return Choice(CpuKernels(Library(path), variant.name), "")
+            except OSError as error:
+                shortfall = f"{path.name} cannot be loaded: {error}"
+        shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
+    if not can_compute(dtype):
+        raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears")
+    return Choice(TorchKernels(), shortfall)

@@ -1,0 +1,107 @@
+// Which tokens of a row can win its draw at all, so that the sampler takes two logarithms of a few dozen and not of all.
+//
+// engine/sampler.py draws argmax(score + noise) with noise = -log(-log(u)), u a hash of (stream, token). That is the least
+// -log(u) / exp(score): an exponential race. As -log(u) >= 1 - u, whoever has 1 - u above exp(score) times the least quotient
+// so far is out, for the price of a hash and an exp. What is left is a superset, decided in double precision by the sampler.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "vector.h"
+
+namespace baton {
+
+using Wide = uint64_t __attribute__((vector_size(64)));
+constexpr float MARGIN = 1.001f;  // thousandfold what fp32 loses of a score between -41 and 0
+
+struct Contest {
+    const float *temperatures;  // [num_rows]; 0: only the greatest is wanted
+    const uint64_t *streams;    // [num_rows]
+    float *greatest;            // [num_rows]; a NaN where the row has one
+    int32_t *greatest_ids;      // [num_rows], of equals the lowest
+    int32_t *ids;               // [num_rows, limit], ascending
+    int32_t *counts;            // [num_rows]; above limit where more contend
+    int32_t num_rows, vocab_size, limit;
+};
+
+inline uint64_t mixed(uint64_t x) {  // SplitMix64's finaliser
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+
+// 1 - u of 16 tokens from `id` on, rounded to fp32.
+BATON_INLINE Floats complements(uint64_t stream, int id) {
+    float parts[LANES];
+    for (int half = 0; half < 2; half++) {
+        Wide x = Wide{1, 2, 3, 4, 5, 6, 7, 8} + uint64_t(id + 8 * half);
+        x = x * GOLDEN + stream;
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+        x = (x ^ (x >> 31)) >> 12;
+        const Wide rest = ((uint64_t(1) << 52) - 1) - x;
+        using Narrow = float __attribute__((vector_size(32)));
+        // Signed: CPUs without AVX-512 convert nothing else.
+        using Signed = int64_t __attribute__((vector_size(64)));
+        const Narrow part = __builtin_convertvector((Signed)rest, Narrow);
+        std::memcpy(parts + 8 * half, &part, sizeof part);
+    }
+    return (load(parts) + 0.5f) * 0x1p-52f;
+}
+
+template <class T> void find_greatest(const T *logits, const Contest &contest, int row) {
+    const int size = contest.vocab_size;
+    const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats most = all(-std::numeric_limits<float>::infinity());
+    Bits broken = {}, where = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Bits first = where;
+    for (int id = 0; id < size; id += LANES) {
+        const int left = size - id;
+        Floats x = load_some(logits + id, left);
+        if (left < LANES) x = lane < float(left) ? x : all(-std::numeric_limits<float>::infinity());
+        broken |= (Bits)(x != x);
+        const Bits larger = (Bits)(x > most);
+        where = (larger & (first + uint32_t(id))) | (~larger & where);
+        most = x > most ? x : most;
+    }
+    int best = 0;
+    bool is_broken = false;
+    for (int i = 0; i < LANES; i++) {
+        is_broken |= broken[i] != 0;
+        if (most[i] > most[best] || (most[i] == most[best] && where[i] < where[best])) best = i;
+    }
+    contest.greatest[row] = is_broken ? std::numeric_limits<float>::quiet_NaN() : most[best];
+    contest.greatest_ids[row] = int32_t(where[best]);
+}
+
+template <class T> void contend(const T *logits, const Contest &contest, int row) {
+    find_greatest(logits, contest, row);
+    contest.counts[row] = 0;
+    const float greatest = contest.greatest[row];
+    if (contest.temperatures[row] <= 0 || !std::isfinite(greatest)) return;
+    const float sharpness = std::min(1.0f / contest.temperatures[row], std::numeric_limits<float>::max());
+    const uint64_t stream = contest.streams[row];
+    auto exponential_of = [&](int id) {  // -log(u)
+        return -std::log((double(mixed(stream + uint64_t(id + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52);
+    };
+    float least = float(exponential_of(contest.greatest_ids[row])) * MARGIN;
+    int32_t *ids = contest.ids + size_t(row) * contest.limit;
+    for (int id = 0; id < contest.vocab_size; id += LANES) {
+        const int left = contest.vocab_size - id;
+        const Floats weight = exponential((load_some(logits + id, left) - greatest) * sharpness);
+        const Bits in = (Bits)(complements(stream, id) <= weight * least);
+        const Bits any = in | (Bits)shifted<8>((Floats)in);
+        if (!((Wide)any)[0] && !((Wide)any)[1] && !((Wide)any)[2] && !((Wide)any)[3]) continue;
+        for (int i = 0; i < std::min(LANES, left); i++) {
+            if (!in[i]) continue;
+            if (contest.counts[row] < contest.limit) ids[contest.counts[row]] = id + i;
+            contest.counts[row]++;
+            if (weight[i] > 0) least = std::min(least, float(exponential_of(id + i)) / weight[i] * MARGIN);
+        }
+    }
+}
+
+}  // namespace baton

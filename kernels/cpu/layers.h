@@ -1,0 +1,151 @@
+// All decoder layers of one step in one call: threads meet at a barrier between the parts of a layer, nobody goes back to Python.
+#pragma once
+
+#include <omp.h>
+
+#include <chrono>
+
+#include "linear.h"
+#include "rows.h"
+#include "step.h"
+
+namespace baton {
+
+struct Layer {
+    const void *attention_norm;  // [hidden_size]
+    const void *mlp_norm;        // [hidden_size]
+    const void *query_norm;      // [head_dim] or null
+    const void *key_norm;        // [head_dim] or null
+    Linear qkv, attention_out, gate_up, down;
+    int32_t window;  // positions that a row sees, its own included; 0: all
+};
+
+struct Stack {
+    const Layer *layers;
+    int32_t num_layers, hidden_size;
+    float norm_eps;
+};
+
+struct Rotation {
+    const float *cos, *sin;  // [num_rows, head_dim / 2]
+};
+
+constexpr int NUM_PHASES = 7;  // norm, qkv, rotate and write, attend, attention out, gate and up, down
+constexpr int MAX_OWN_NORMS = 4;  // rows up to here each thread norms for itself: cheaper than meeting
+
+// Store a step's keys and values of one layer for heads share .. of all rows, rotating queries in place and keys on their way.
+template <class T>
+void rotate_and_write(const Layer &layer, int index, float eps, const Cache &cache, const Batch &batch, const Rotation &rotation,
+                      T *qkv, int share, int shares) {
+    const int D = cache.head_dim, heads = cache.num_heads + 2 * cache.num_kv_heads;
+    const int64_t all_heads = int64_t(batch.num_rows) * heads;
+    for (int64_t i = all_heads * share / shares; i < all_heads * (share + 1) / shares; i++) {
+        const int row = int(i / heads), head = int(i % heads);
+        T *x = qkv + i * D;
+        const float *cos = rotation.cos + size_t(row) * (D / 2), *sin = rotation.sin + size_t(row) * (D / 2);
+        if (head < cache.num_heads) {
+            if (layer.query_norm) norm_row(x, static_cast<const T *>(layer.query_norm), D, eps, x);
+            rotate_head(x, cos, sin, D, x);
+            continue;
+        }
+        const bool is_key = head < cache.num_heads + cache.num_kv_heads;
+        const int kv_head = (head - cache.num_heads) % cache.num_kv_heads;
+        const int64_t position = batch.write_positions[row];
+        T *to = cache.at<T>(index, is_key ? 0 : 1, position / cache.block_size, int(position % cache.block_size)) + kv_head * D;
+        if (!is_key) {
+            std::copy(x, x + D, to);
+            continue;
+        }
+        if (layer.key_norm) norm_row(x, static_cast<const T *>(layer.key_norm), D, eps, x);
+        rotate_head(x, cos, sin, D, to);
+    }
+}
+
+// What a thread's first share does to all phases' clocks: nothing unless somebody asks where the time goes.
+class Clock {
+  public:
+    Clock(double *seconds) : seconds_(seconds), last_(seconds ? now() : 0) {}
+    void phase(int number) {
+        if (!seconds_) return;
+        const double at = now();
+        seconds_[number] += at - last_;
+        last_ = at;
+    }
+
+  private:
+    static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+    double *seconds_, last_;
+};
+
+class Workspace {
+  public:
+    // Run the layers over hidden [num_rows, hidden_size], in place. `seconds` [NUM_PHASES]: added to, or null.
+    template <class T>
+    void run(const Stack &stack, const Cache &cache, const Batch &batch, const Rotation &rotation, T *hidden, int num_threads,
+             double *seconds) {
+        plan.make(batch, cache, num_threads);
+        const int rows = batch.num_rows, width = stack.hidden_size, heads_width = cache.num_heads * cache.head_dim;
+        const int qkv_width = heads_width + 2 * cache.num_kv_heads * cache.head_dim;
+        int gated_width = 0;
+        for (int i = 0; i < stack.num_layers; i++) gated_width = std::max(gated_width, stack.layers[i].down.in);
+        const bool norms_alone = rows <= MAX_OWN_NORMS;
+        const size_t normed_size = size_t(rows) * width + 64;
+        const size_t numbers = normed_size * (norms_alone ? num_threads : 1) +
+                               size_t(rows) * (qkv_width + heads_width + gated_width) + 4 * 64;
+        char *memory = activations_.at_least(numbers * sizeof(T));
+        T *qkv = take<T>(memory, size_t(rows) * qkv_width), *attended = take<T>(memory, size_t(rows) * heads_width);
+        T *gated = take<T>(memory, size_t(rows) * gated_width), *all_normed = reinterpret_cast<T *>(memory);
+#pragma omp parallel num_threads(num_threads)
+        {
+            const int share = omp_get_thread_num(), shares = omp_get_num_threads();
+            Clock clock(share ? nullptr : seconds);
+            T *normed = norms_alone ? all_normed + share * normed_size : all_normed;
+            auto norm = [&](const void *weight) {
+                const int first = norms_alone ? 0 : int64_t(rows) * share / shares;
+                const int last = norms_alone ? rows : int64_t(rows) * (share + 1) / shares;
+                for (int row = first; row < last; row++)
+                    norm_row(hidden + size_t(row) * width, static_cast<const T *>(weight), width, stack.norm_eps,
+                             normed + size_t(row) * width);
+                if (!norms_alone) meet();
+                clock.phase(0);
+            };
+            auto linear = [&](const Linear &linear, const T *x, T *to, const T *residual, int phase) {
+                linear_share(linear, x, linear.in, rows, Output<T>{to, residual, linear.out}, share, shares);
+                meet();
+                clock.phase(phase);
+            };
+            for (int i = 0; i < stack.num_layers; i++) {
+                const Layer &layer = stack.layers[i];
+                norm(layer.attention_norm);
+                linear(layer.qkv, normed, qkv, nullptr, 1);
+                rotate_and_write(layer, i, stack.norm_eps, cache, batch, rotation, qkv, share, shares);
+                if (share == 0) plan.next_drawn = 0;
+                meet();
+                clock.phase(2);
+                const Attend<T> attend{qkv, attended, qkv_width, heads_width, i, layer.window};
+                attend_share(attend, cache, batch, plan, share, shares);
+                meet();
+                if (!plan.shared.empty()) {
+                    attend_merge(attend, cache, batch, plan, share, shares);
+                    meet();
+                }
+                clock.phase(3);
+                linear(layer.attention_out, attended, hidden, hidden, 4);
+                norm(layer.mlp_norm);
+                linear(layer.gate_up, normed, gated, nullptr, 5);
+                linear(layer.down, gated, hidden, hidden, 6);
+            }
+        }
+    }
+
+    size_t bytes() const { return plan.bytes() + activations_.size(); }
+    StepPlan plan;
+
+  private:
+    static void meet() {
+#pragma omp barrier
+    }
+    Buffer activations_;
+};
+
+}  // namespace baton

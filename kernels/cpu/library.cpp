@@ -1,0 +1,130 @@
+// What Python calls (kernels/cpu_library.py), by plain C rules: pointers and integers, nothing is kept but a workspace.
+#include "contend.h"
+#include "layers.h"
+
+using namespace baton;
+
+namespace {
+
+// dtype everywhere: 0 fp32, 1 bf16, 2 fp16.
+
+// Threads, each with its share; one alone stays on the caller's.
+template <class F> void in_threads(int num_threads, F &&f) {
+    if (num_threads == 1) return f(0, 1);
+#pragma omp parallel num_threads(num_threads)
+    f(omp_get_thread_num(), omp_get_num_threads());
+}
+
+template <class F> void in_dtype(int dtype, F &&f) {
+    if (dtype == 0) f(float{});
+    else if (dtype == 1) f(Bf16{});
+    else f(Fp16{});
+}
+
+}  // namespace
+
+extern "C" {
+
+// Grows whenever a signature or structure here changes: a stale library is not loaded.
+int baton_interface() { return 1; }
+
+Workspace *baton_workspace_new() { return new Workspace; }
+
+void baton_workspace_delete(Workspace *workspace) { delete workspace; }
+
+size_t baton_workspace_bytes(const Workspace *workspace) { return workspace->bytes(); }
+
+// Numbers of the packed form.
+size_t baton_packed_size(const Linear *linear, int dtype) {
+    size_t panel = 0;
+    in_dtype(dtype, [&](auto t) { panel = panel_size<decltype(t)>(linear->in); });
+    return panel * num_panels(*linear);
+}
+
+void baton_pack(const Linear *linear, const void *weight, void *packed, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        pack_linear(*linear, static_cast<const T *>(weight), static_cast<T *>(packed));
+    });
+}
+
+void baton_linear(const Linear *linear, const void *x, int num_rows, void *to, int num_threads, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        in_threads(num_threads, [&](int share, int shares) {
+            const Output<T> output{static_cast<T *>(to), nullptr, linear->out};
+            linear_share(*linear, static_cast<const T *>(x), linear->in, num_rows, output, share, shares);
+        });
+    });
+}
+
+void baton_rms_norm(const void *x, const void *weight, int num_rows, int width, float eps, void *to, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        for (int row = 0; row < num_rows; row++)
+            norm_row(static_cast<const T *>(x) + size_t(row) * width, static_cast<const T *>(weight), width, eps,
+                     static_cast<T *>(to) + size_t(row) * width);
+    });
+}
+
+// x: [num_rows, heads, head_dim], a row `stride` numbers behind the one before; to: the same without gaps.
+void baton_rotate(const void *x, const Rotation *rotation, const int32_t *shape, int64_t stride, void *to, int dtype) {
+    const int num_rows = shape[0], heads = shape[1], D = shape[2];
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        for (int64_t i = 0; i < int64_t(num_rows) * heads; i++) {
+            const size_t angle = size_t(i / heads) * (D / 2);
+            rotate_head(static_cast<const T *>(x) + (i / heads) * stride + (i % heads) * D, rotation->cos + angle,
+                        rotation->sin + angle, D, static_cast<T *>(to) + i * D);
+        }
+    });
+}
+
+// gate_up: [num_rows, 2 * width], gate first.
+void baton_gate(const void *gate_up, int num_rows, int width, void *to, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        for (int row = 0; row < num_rows; row++)
+            for (int i = 0; i < width; i += LANES) {
+                const T *gate = static_cast<const T *>(gate_up) + size_t(row) * 2 * width + i;
+                const Floats value = gated<T>(load_some(gate, width - i), load_some(gate + width, width - i));
+                store_some(static_cast<T *>(to) + size_t(row) * width + i, value, width - i);
+            }
+    });
+}
+
+// Attention by itself; queries and result [num_rows, num_heads, head_dim].
+void baton_attend(Workspace *workspace, const Cache *cache, const Batch *batch, const void *queries, void *to, int layer,
+                  int window, int num_threads, int dtype) {
+    workspace->plan.make(*batch, *cache, num_threads);
+    workspace->plan.next_drawn = 0;
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+        const int width = cache->num_heads * cache->head_dim;
+        const Attend<T> attend{static_cast<const T *>(queries), static_cast<T *>(to), width, width, layer, window};
+        in_threads(num_threads, [&](int share, int shares) {
+            attend_share(attend, *cache, *batch, workspace->plan, share, shares);
+#pragma omp barrier
+            attend_merge(attend, *cache, *batch, workspace->plan, share, shares);
+        });
+    });
+}
+
+void baton_layers(Workspace *workspace, const Stack *stack, const Cache *cache, const Batch *batch, const Rotation *rotation,
+                  void *hidden, int num_threads, double *seconds, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        workspace->run(*stack, *cache, *batch, *rotation, static_cast<decltype(t) *>(hidden), num_threads, seconds);
+    });
+}
+
+// logits: [num_rows, vocab_size].
+void baton_contend(const Contest *contest, const void *logits, int num_threads, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+        for (int row = 0; row < contest->num_rows; row++)
+            contend(static_cast<const T *>(logits) + size_t(row) * contest->vocab_size, *contest, row);
+    });
+}
+
+}  // extern "C"

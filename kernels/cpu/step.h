@@ -1,0 +1,126 @@
+// One step's attention as units of work, and the threads that take them.
+//
+// Spans of a few rows (decode) are cut into parts of all heads, in memory order: each thread takes a stretch of them, and what
+// the parts gave is merged when all are done. Longer spans are cut into rows and heads, which need no merging; threads draw
+// them as they come free. Who computes what changes no bit.
+#pragma once
+
+#include <atomic>
+
+#include "attention.h"
+
+namespace baton {
+
+constexpr int MAX_SHARED_ROWS = 4;      // of a span that is cut into parts
+constexpr int CHUNK_QUERIES = 96;       // rows times group of a unit of a longer span
+constexpr int MIN_CHUNK_ROWS = 4;
+
+struct Unit {
+    int32_t span, first_row, num_rows;  // first_row within the span
+    int32_t head;                       // or part, of the shared ones
+    size_t mixed;                       // where its part goes; of the shared ones
+};
+
+class StepPlan {
+  public:
+    // Raises std::bad_alloc.
+    void make(const Batch &batch, const Cache &cache, int num_threads) {
+        shared.clear(), drawn.clear();
+        size_t mixed = 0;
+        num_queries = MAX_SHARED_ROWS * cache.group();
+        const int chunk_rows = std::max(MIN_CHUNK_ROWS, CHUNK_QUERIES / cache.group());
+        for (int i = 0; i < batch.num_spans; i++) {
+            const Span &span = batch.spans[i];
+            if (span.num_rows <= MAX_SHARED_ROWS) {
+                for (int part = 0; part < num_parts(span); part++) {
+                    shared.push_back({i, 0, span.num_rows, part, mixed});
+                    mixed += mixed_size(span, cache) * cache.num_kv_heads;
+                }
+                continue;
+            }
+            num_queries = std::max(num_queries, chunk_rows * cache.group());
+            for (int end = span.num_rows; end > 0; end -= chunk_rows) {  // the longest first
+                const int begin = std::max(0, end - chunk_rows);
+                for (int head = 0; head < cache.num_kv_heads; head++) drawn.push_back({i, begin, end - begin, head, 0});
+            }
+        }
+        mixed_memory = reinterpret_cast<float *>(mixed_buffer_.at_least(mixed * sizeof(float) + 64));
+        scratch_bytes = (Scratch<float>::bytes(cache, num_queries) + 4095) / 4096 * 4096;
+        scratch_memory = scratch_buffer_.at_least(scratch_bytes * num_threads);
+    }
+
+    static int num_parts(const Span &span) { return ceil_div(span.first_position + span.num_rows, PART); }
+    static size_t mixed_size(const Span &span, const Cache &cache) {
+        return size_t(span.num_rows) * cache.group() * (cache.padded() + 2);
+    }
+    size_t bytes() const {
+        return mixed_buffer_.size() + scratch_buffer_.size() + (shared.capacity() + drawn.capacity()) * sizeof(Unit);
+    }
+
+    std::vector<Unit> shared, drawn;
+    int num_queries = 0;
+    float *mixed_memory = nullptr;
+    char *scratch_memory = nullptr;
+    size_t scratch_bytes = 0;
+    std::atomic<int> next_drawn{0};
+
+  private:
+    Buffer mixed_buffer_, scratch_buffer_;
+};
+
+template <class T> Rows<T> rows_of(const Attend<T> &attend, const Cache &cache, const Batch &batch, const Unit &unit, int head) {
+    const Span &span = batch.spans[unit.span];
+    return {attend, cache, batch.tables + unit.span * batch.table_stride, span.first_row + unit.first_row,
+            span.first_position + unit.first_row, unit.num_rows, head};
+}
+
+// A thread's share of everything but the merging. A barrier and attend_merge follow.
+template <class T>
+void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batch, StepPlan &plan, int share, int shares) {
+    Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * share, cache, plan.num_queries);
+    const int padded = cache.padded();
+    const size_t first = plan.shared.size() * share / shares, last = plan.shared.size() * (share + 1) / shares;
+    for (size_t i = first; i < last; i++) {
+        const Unit &unit = plan.shared[i];
+        const Span &span = batch.spans[unit.span];
+        const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
+        attend_part(rows, cache.num_kv_heads, unit.head, rows.last_position() + 1, scratch, plan.mixed_memory + unit.mixed,
+                    StepPlan::mixed_size(span, cache));
+    }
+    for (;;) {
+        const int drawn = plan.next_drawn.fetch_add(1);
+        if (drawn >= int(plan.drawn.size())) break;
+        const Unit &unit = plan.drawn[drawn];
+        const Rows<T> rows = rows_of(attend, cache, batch, unit, unit.head);
+        const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
+        Mixed(row).clear(rows.num_queries(), padded);
+        for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
+            attend_part(rows, 1, number, 0, scratch, scratch.part, 0);
+            merge(row, part, rows.num_queries(), padded);
+        }
+        finish(rows, row);
+    }
+}
+
+// Merge the parts of the shared spans; whoever has a span's first part merges it.
+template <class T>
+void attend_merge(const Attend<T> &attend, const Cache &cache, const Batch &batch, const StepPlan &plan, int share, int shares) {
+    const int padded = cache.padded();
+    for (size_t i = plan.shared.size() * share / shares; i < plan.shared.size() * (share + 1) / shares; i++) {
+        const Unit &unit = plan.shared[i];
+        if (unit.head != 0) continue;
+        const Span &span = batch.spans[unit.span];
+        const size_t size = StepPlan::mixed_size(span, cache);
+        for (int head = 0; head < cache.num_kv_heads; head++) {
+            const Rows<T> rows = rows_of(attend, cache, batch, unit, head);
+            const Mixed row(plan.mixed_memory + unit.mixed + head * size, rows.num_queries(), padded);
+            for (int part = 1; part < StepPlan::num_parts(span); part++) {
+                const size_t at = unit.mixed + (size_t(part) * cache.num_kv_heads + head) * size;
+                merge(row, Mixed(plan.mixed_memory + at, rows.num_queries(), padded), rows.num_queries(), padded);
+            }
+            finish(rows, row);
+        }
+    }
+}
+
+}  // namespace baton

@@ -1,0 +1,196 @@
+// Sixteen fp32 numbers at a time: loads, rounding, exp, sums in a fixed order.
+//
+// Written with the compiler's vector types, so that every variant of the library (see build.py) comes from the same lines;
+// intrinsics stand only where those types cannot say it. Nothing here depends on how many numbers a caller has: a lane's
+// result is the same in a full vector and in the tail of a row.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include <immintrin.h>
+
+#define BATON_INLINE inline __attribute__((always_inline))
+
+namespace baton {
+
+constexpr int LANES = 16;
+using Floats = float __attribute__((vector_size(64)));
+using Bits = uint32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+struct Fp16 {
+    uint16_t bits;
+};
+
+BATON_INLINE Floats all(float x) { return x - Floats{}; }
+
+BATON_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof x), std::memcpy(y, &b, sizeof y), std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    std::memcpy(&c, z, sizeof z);
+    return c;
+#else
+    Floats sum;
+    for (int i = 0; i < LANES; i++) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return sum;
+#endif
+}
+
+BATON_INLINE Floats load(const float *from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+BATON_INLINE Floats load(const Bf16 *from) {
+    Halves x;
+    std::memcpy(&x, from, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Bits) << 16);
+}
+
+// Round to nearest even; a NaN stays one.
+BATON_INLINE Halves to_bf16(Floats x) {
+    Bits bits = (Bits)x;
+    Bits rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const Bits is_nan = (Bits)(x != x);
+    rounded = (is_nan & 0x7FC0u) | (~is_nan & rounded);
+    return __builtin_convertvector(rounded, Halves);
+}
+
+#if defined(__AVX512F__)
+BATON_INLINE Floats from_fp16(Halves x) { return (Floats)_mm512_cvtph_ps((__m256i)x); }
+BATON_INLINE Halves to_fp16(Floats x) { return (Halves)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+BATON_INLINE Floats from_fp16(Halves x) {
+    __m128i halves[2];
+    __m256 wide[2];
+    std::memcpy(halves, &x, sizeof halves);
+    for (int i = 0; i < 2; i++) wide[i] = _mm256_cvtph_ps(halves[i]);
+    Floats y;
+    std::memcpy(&y, wide, sizeof y);
+    return y;
+}
+BATON_INLINE Halves to_fp16(Floats x) {
+    __m256 wide[2];
+    __m128i halves[2];
+    std::memcpy(wide, &x, sizeof wide);
+    for (int i = 0; i < 2; i++) halves[i] = _mm256_cvtps_ph(wide[i], _MM_FROUND_TO_NEAREST_INT);
+    Halves y;
+    std::memcpy(&y, halves, sizeof y);
+    return y;
+}
+#endif
+
+BATON_INLINE Floats load(const Fp16 *from) {
+    Halves x;
+    std::memcpy(&x, from, sizeof x);
+    return from_fp16(x);
+}
+
+BATON_INLINE void store(Fp16 *to, Floats x) {
+    Halves rounded = to_fp16(x);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+
+BATON_INLINE void store(float *to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+BATON_INLINE void store(Bf16 *to, Floats x) {
+    Halves rounded = to_bf16(x);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+
+// The first n lanes; the others are zero, and memory behind them is not touched.
+template <class T> BATON_INLINE Floats load_some(const T *from, int n) {
+    if (n >= LANES) return load(from);
+    T lanes[LANES] = {};
+    std::memcpy(lanes, from, sizeof(T) * n);
+    return load(lanes);
+}
+
+template <class T> BATON_INLINE void store_some(T *to, Floats x, int n) {
+    if (n >= LANES) return store(to, x);
+    T lanes[LANES];
+    store(lanes, x);
+    std::memcpy(to, lanes, sizeof(T) * n);
+}
+
+// What is left of x after a store and a load.
+template <class T> BATON_INLINE Floats rounded(Floats x);
+template <> BATON_INLINE Floats rounded<float>(Floats x) { return x; }
+template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
+    return (Floats)(__builtin_convertvector(to_bf16(x), Bits) << 16);
+}
+
+template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return from_fp16(to_fp16(x)); }
+
+// 32 numbers in whatever order is cheapest; in_order puts two vectors in that order right again.
+template <class T> BATON_INLINE void load_pair(const T *from, Floats &first, Floats &second) {
+    first = load(from), second = load(from + LANES);
+}
+BATON_INLINE void load_pair(const Bf16 *from, Floats &first, Floats &second) {
+    Bits pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    first = (Floats)(pairs << 16), second = (Floats)(pairs & 0xFFFF0000u);
+}
+template <class T> BATON_INLINE void in_order(Floats &, Floats &) {}
+template <> BATON_INLINE void in_order<Bf16>(Floats &first, Floats &second) {
+    const Floats even = first, odd = second;
+    first = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    second = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Lane i of the result is lane i + 8, 4, 2 or 1 of x.
+template <int BY> BATON_INLINE Floats shifted(Floats x) {
+    return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, 15, 15, 15, 15, 15, 15, 15, 15);
+}
+
+BATON_INLINE float sum_of(Floats x) {
+    x += shifted<8>(x);
+    x += shifted<4>(x);
+    x += shifted<2>(x);
+    x += shifted<1>(x);
+    return x[0];
+}
+
+BATON_INLINE float largest_of(Floats x) {
+    auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+    x = larger(x, shifted<8>(x));
+    x = larger(x, shifted<4>(x));
+    x = larger(x, shifted<2>(x));
+    x = larger(x, shifted<1>(x));
+    return x[0];
+}
+
+// exp, off by less than 2 units in the last place; 0 below -87, a NaN of a NaN. The polynomial is Cephes' expf.
+BATON_INLINE Floats exponential(Floats x) {
+    const Floats lowest = all(-87.0f), highest = all(88.0f), magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
+    Floats y = x > highest ? highest : x;
+    y = y < lowest ? lowest : y;
+    Floats shifted = multiply_add(y, all(1.44269504088896341f), magic);
+    Floats n = shifted - magic;
+    y = multiply_add(n, all(-0.693359375f), y);
+    y = multiply_add(n, all(2.12194440e-4f), y);
+    Floats p = all(1.9875691500e-4f);
+    p = multiply_add(p, y, all(1.3981999507e-3f));
+    p = multiply_add(p, y, all(8.3334519073e-3f));
+    p = multiply_add(p, y, all(4.1665795894e-2f));
+    p = multiply_add(p, y, all(1.6666665459e-1f));
+    p = multiply_add(p, y, all(5.0000001201e-1f));
+    p = multiply_add(p, y * y, y) + 1.0f;
+    Floats power = (Floats)(((Bits)shifted - (Bits)magic + 127u) << 23);
+    Floats value = p * power;
+    return (Floats)(~(Bits)(x < lowest) & (Bits)value);
+}
+
+}  // namespace baton

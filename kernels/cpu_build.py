@@ -1,0 +1,122 @@
+"""Compiles the C++ of kernels/cpu into one library per kind of CPU, and finds the one that suits this machine.
+
+    python -m kernels.cpu_build        what `make setup` runs; says in one line what it did, and fails never
+
+A library is named after its variant and a hash of its sources and flags, so a stale one is never loaded, and all variants of
+this architecture are built: an image may be built on one CPU and run on another. A node compiles nothing (start within 10 s).
+Without C++ compiler, or on other architectures, there is no library, and the node runs, and says that it runs, on torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+SOURCE_DIR: Final = Path(__file__).resolve().parent / "cpu"
+BUILD_DIR: Final = SOURCE_DIR / "built"
+COMPILERS: Final = ("g++", "c++", "clang++")
+# No contraction: a product and a sum are one rounding only where the source says so, with any compiler.
+_FLAGS: Final = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC -Wno-psabi".split()
+_COMPILE_LIMIT_S: Final = 300.0
+
+
+class Variant(NamedTuple):
+    """One compilation, and what a CPU must have to run it."""
+
+    name: str
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]  # as /proc/cpuinfo spells them
+
+
+_V3: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
+_V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Best first.
+X86_VARIANTS: Final = (
+    Variant(
+        "avx512bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+        _V4 | {"avx512_bf16"},
+    ),
+    Variant("avx512", ("-march=x86-64-v4", "-mprefer-vector-width=512"), _V4),
+    Variant("avx2", ("-march=x86-64-v3",), _V3),
+)
+
+
+class BuildError(RuntimeError):
+    """The library cannot be compiled; the message is one sentence."""
+
+
+def variants() -> tuple[Variant, ...]:
+    """What is built on this architecture, best first."""
+    return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else ()
+
+
+def library_path(variant: Variant) -> Path:
+    """Where this variant of the sources as they are now belongs."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, *variant.flags)).encode())
+    for path in sorted(SOURCE_DIR.glob("*.[ch]*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return BUILD_DIR / f"baton-{variant.name}-{digest.hexdigest()[:16]}.so"
+
+
+def usable_variants() -> tuple[Variant, ...]:
+    """What this CPU can run, best first, built or not."""
+    found = cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return tuple(each for each in variants() if each.cpu_flags <= found)
+
+
+def cpu_flags(cpuinfo: str) -> frozenset[str]:
+    """The flags that /proc/cpuinfo gives its first CPU."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def build(variant: Variant) -> Path:
+    """Compile unless it is there already; remove what older sources left. Raises BuildError."""
+    path = library_path(variant)
+    if path.exists():
+        return path
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
+    BUILD_DIR.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=BUILD_DIR
+    ) as folder:  # moved when whole: an interrupted build leaves no half library
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, *variant.flags, str(SOURCE_DIR / "library.cpp"), "-o", str(made)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_LIMIT_S)
+        if result.returncode:
+            reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
+            raise BuildError(f"{compiler} does not compile the {variant.name} kernels: {reason.strip()}")
+        made.rename(path)
+    for stale in BUILD_DIR.glob(f"baton-{variant.name}-*.so"):
+        if stale != path:
+            stale.unlink()
+    return path
+
+
+def main() -> int:
+    """Build everything; a machine that cannot still has a working Baton, so that is no failure."""
+    try:
+        for variant in variants():
+            build(variant)
+    except (BuildError, OSError, subprocess.TimeoutExpired) as error:
+        sys.stdout.write(f"kernels: {error}; nodes here will compute on torch, several times slower\n")
+        return 0
+    names = ", ".join(variant.name for variant in usable_variants()) or "none that this CPU runs"
+    sys.stdout.write(f"kernels: built for {names}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The fast back end: C++ compiled by `make setup` (kernels/cpu), for one CPU's vector instructions.
+
+It keeps the law of interface.py by construction rather than by measurement: every sum is one chain over one row's own numbers
+in an order that the model's shape fixes, however many rows and threads there are. Where numbers are rounded to the dtype is
+where the reference rounds, but for one thing: attention scores and weights stay fp32 in both, in another order of summation.
+
+One variant's bits are not another's: the variant is part of the back end's name, and with it of the fingerprint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu_library import (
+    DTYPE_CODES,
+    MAX_HEAD_DIM,
+    NUM_PHASES,
+    CBatch,
+    CCache,
+    CContest,
+    CLayer,
+    CLinear,
+    CRotation,
+    CStack,
+    Library,
+    Workspace,
+    reference,
+)
+from kernels.interface import AttentionBatch, Contenders, Linear, StackLayer, StepAttention
+
+MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
+
+
+class CpuLinear:
+    """A weight in panels (kernels/cpu/product.h)."""
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
+        self._library = library
+        self._dtype_code = DTYPE_CODES[weight.dtype]
+        num_columns, in_features = weight.shape
+        out_features = num_columns // 2 if is_gated else num_columns
+        self.c: Final = CLinear(None, None, in_features, out_features, int(is_gated))
+        size = library.call.baton_packed_size(reference(self.c), self._dtype_code)
+        self._packed = torch.empty(size, dtype=weight.dtype)
+        weight = weight.contiguous()
+        library.call.baton_pack(reference(self.c), weight.data_ptr(), self._packed.data_ptr(), self._dtype_code)
+        self.c.weight = self._packed.data_ptr()
+        self._bias = None if bias is None else _bias_of_panels(bias.float(), is_gated)
+        if self._bias is not None:
+            self.c.bias = self._bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]; gated ones give silu(gate) * up."""
+        x = x.contiguous()
+        out = x.new_empty((x.shape[0], self.c.out_features))
+        arguments = x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads(), self._dtype_code
+        self._library.call.baton_linear(reference(self.c), *arguments)
+        return out
+
+
+def _bias_of_panels(bias: Tensor, is_gated: bool) -> Tensor:
+    """fp32, in the order and with the padding of the weight's panels."""
+    if is_gated:
+        halves = torch.nn.functional.pad(bias.view(2, -1), (0, -bias.numel() // 2 % 16))
+        return halves.view(2, -1, 16).transpose(0, 1).contiguous().view(-1)
+    return torch.nn.functional.pad(bias, (0, -bias.numel() % 32))
+
+
+class _CStep:
+    """A step's batch in C's terms; keeps what the pointers point to."""
+
+    def __init__(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> None:
+        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+        self._kept = (kv, batch.block_tables, batch.write_positions)
+        self._spans = np.array(batch.spans, np.int32)
+        self.cache: Final = CCache(kv.data_ptr(), num_layers, block_size, num_kv_heads, head_dim, num_heads)
+        self.batch: Final = CBatch(
+            self._spans.ctypes.data,
+            batch.block_tables.data_ptr(),
+            batch.write_positions.data_ptr(),
+            batch.block_tables.stride(0),
+            len(batch.spans),
+            batch.write_positions.shape[0],
+        )
+
+
+class CpuAttention:
+    """kernels.interface.StepAttention by itself; the layers of a whole model run in CpuStack."""
+
+    def __init__(self, library: Library, kv: Tensor, batch: AttentionBatch, num_heads: int) -> None:
+        self._library = library
+        self._workspace = Workspace(library)
+        self._step = _CStep(kv, batch, num_heads)
+        self._kv, self._batch = kv, batch
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the step's keys and values of one layer."""
+        block_size = self._kv.shape[3]
+        block, offset = self._batch.write_positions // block_size, self._batch.write_positions % block_size
+        self._kv[block, layer, 0, offset] = keys
+        self._kv[block, layer, 1, offset] = values
+
+    def attend(self, layer: int, queries: Tensor, window: int | None = None) -> Tensor:
+        """Attend over all positions up to each row's own, or the last `window` of them."""
+        queries = queries.contiguous()
+        out = torch.empty_like(queries)
+        self._library.call.baton_attend(
+            self._workspace.address,
+            reference(self._step.cache),
+            reference(self._step.batch),
+            queries.data_ptr(),
+            out.data_ptr(),
+            layer,
+            window or 0,
+            torch.get_num_threads(),
+            DTYPE_CODES[queries.dtype],
+        )
+        return out
+
+
+class CpuStack:
+    """kernels.interface.LayerStack: every layer of a step in one call."""
+
+    def __init__(self, library: Library, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        self._library = library
+        self._layers = tuple(layers)  # keeps the weights
+        self._num_heads = num_heads
+        self._workspace = Workspace(library)
+        hidden_size = layers[0].attention_norm.shape[0]
+        self._c_layers = (CLayer * len(layers))(*(_c_layer(layer) for layer in layers))
+        self._c = CStack(self._c_layers, len(layers), hidden_size, norm_eps)
+        self._seconds = (ctypes.c_double * NUM_PHASES)()
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run the layers over hidden in place, and return it."""
+        return self._run(hidden, cos, sin, _CStep(kv, batch, self._num_heads))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What is kept for the next step."""
+        return self._workspace.num_bytes
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all steps so far went, by part of a layer."""
+        return dict(zip(PHASES, self._seconds, strict=True))
+
+    def _run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: _CStep) -> Tensor:
+        self._library.call.baton_layers(
+            self._workspace.address,
+            reference(self._c),
+            reference(step.cache),
+            reference(step.batch),
+            reference(CRotation(cos.data_ptr(), sin.data_ptr())),
+            hidden.data_ptr(),
+            torch.get_num_threads(),
+            self._seconds,
+            DTYPE_CODES[hidden.dtype],
+        )
+        return hidden
+
+
+PHASES: Final = ("norm", "qkv", "rotate and write", "attend", "attention out", "gate and up", "down")
+
+
+def _c_layer(layer: StackLayer) -> CLayer:
+    norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+    linears = []
+    for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+        if not isinstance(linear, CpuLinear):
+            raise TypeError("the layers of a stack are packed by its own back end")
+        linears.append(linear.c)
+    return CLayer(*(None if norm is None else norm.data_ptr() for norm in norms), *linears, layer.window or 0)
+
+
+class CpuKernels:
+    """kernels.interface.Kernels on one variant of the library."""
+
+    def __init__(self, library: Library, variant: str) -> None:
+        self._library = library
+        self.name: Final = f"cpu-{variant}"
+
+    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
+        """By construction."""
+        return dtype in DTYPE_CODES
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Lay [out_features, in_features] out as panels."""
+        return CpuLinear(self._library, weight, bias)
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Lay gate and up out side by side, so that their product is taken in registers."""
+        return CpuLinear(self._library, weight, bias, is_gated=True)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise in fp32 and round before the weight."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        self._library.call.baton_rms_norm(
+            x.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), DTYPE_CODES[x.dtype]
+        )
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate in x's dtype: element i pairs with i + head_dim / 2."""
+        if x.stride()[1:] != (x.shape[2], 1):
+            x = x.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        shape = (ctypes.c_int32 * 3)(*x.shape)
+        rotation = CRotation(cos.data_ptr(), sin.data_ptr())
+        self._library.call.baton_rotate(
+            x.data_ptr(), reference(rotation), shape, x.stride(0), out.data_ptr(), DTYPE_CODES[x.dtype]
+        )
+        return out
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """Compute silu in fp32, round, multiply."""
+        gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, width))
+        self._library.call.baton_gate(gate_up.data_ptr(), rows, width, out.data_ptr(), DTYPE_CODES[gate_up.dtype])
+        return out
+
+    def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
+        """Prepare one step."""
+        if kv.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim {kv.shape[-1]} is more than {MAX_HEAD_DIM}")
+        return CpuAttention(self._library, kv, batch, num_heads)
+
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> CpuStack:
+        """All layers of a step in one call."""
+        return CpuStack(self._library, layers, num_heads, norm_eps)
+
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders:
+        """Leave few: the others' noise cannot make up for their logits."""
+        logits = logits.contiguous()
+        num_rows, vocab_size = logits.shape
+        greatest, greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+        ids, counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
+        arrays = (temperatures, streams, greatest, greatest_ids, ids, counts)
+        contest = CContest(*(array.ctypes.data for array in arrays), num_rows, vocab_size, MAX_CONTENDERS)
+        self._library.call.baton_contend(
+            reference(contest), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
+        )
+        found = [row[:count] if count <= MAX_CONTENDERS else None for row, count in zip(ids, counts, strict=True)]
+        return Contenders(greatest, greatest_ids, found)

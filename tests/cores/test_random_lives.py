@@ -1,0 +1,34 @@
+"""Both cores alone under random orders of everything that can happen to attempts of several branches, hostile peers included."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.cores import decode_life, prefill_life
+
+NUM_LIVES = 60
+NUM_EVENTS = 250
+
+
+@pytest.mark.covers("R04", "H04", "H05", "H06", "H07", "D01", "D02", "A02")
+def test_a_decode_node_keeps_its_blocks_slots_and_fences_in_any_order_of_events(fresh_seed: int) -> None:
+    happened: Counter[str] = Counter()
+    for number in range(NUM_LIVES):
+        life = decode_life.Life(fresh_seed + number)
+        life.live(NUM_EVENTS)
+        happened += life.happened
+    rare = {"granted to some", "started with others", "started without all", "the same lease", "NO_BLOCKS", "BUSY"}
+    assert all(happened[event] for event in {*decode_life.EVENTS} | rare), happened
+
+
+@pytest.mark.covers("R04", "H04", "H06", "P08", "A02")
+def test_a_prefill_node_says_each_token_once_and_hands_over_who_is_left_in_any_order_of_events(fresh_seed: int) -> None:
+    happened: Counter[str] = Counter()
+    for number in range(NUM_LIVES):
+        life = prefill_life.Life(fresh_seed + number)
+        life.live(NUM_EVENTS)
+        happened += life.happened
+    rare = {"stale", "busy", "partly replaced", "cancelled among others", "committed", "committed in part"}
+    assert all(happened[event] for event in {*prefill_life.EVENTS} | rare), happened

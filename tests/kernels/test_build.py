@@ -1,0 +1,81 @@
+"""Which library a machine gets, and what happens where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import choice, cpu_build
+from kernels.choice import choose_kernels
+from kernels.cpu_build import X86_VARIANTS, BuildError, build, cpu_flags, library_path, usable_variants
+from tests.kernels.back_ends import COMPILED
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\nflags\t\t: other\n"
+
+
+def test_the_flags_of_the_first_cpu_are_read() -> None:
+    assert cpu_flags(CPUINFO) == {"fpu", "avx2", "fma"}
+    assert cpu_flags("Features : neon") == frozenset()
+
+
+@pytest.mark.covers("M04")
+def test_the_best_variant_that_was_built_computes() -> None:
+    found = choose_kernels("cpu", torch.float32)
+    assert (found.kernels.name, found.shortfall) == (COMPILED[0].name, "")
+    assert choose_kernels("torch", torch.float32).kernels.name == "torch"
+
+
+def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    best, *others = usable_variants()
+    if not others:
+        pytest.skip("this CPU runs one variant only")
+    monkeypatch.setattr(choice, "library_path", lambda each: tmp_path / "none" if each == best else library_path(each))
+    assert choose_kernels("cpu", torch.float32).kernels.name == f"cpu-{others[0].name}"
+
+
+@pytest.mark.covers("M04")
+def test_without_a_library_torch_computes_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
+    found = choose_kernels("cpu", torch.float32)
+    assert found.kernels.name == "torch"
+    assert "make setup" in found.shortfall
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(choice, "library_path", lambda _: broken)
+    found = choose_kernels("cpu", torch.float32)
+    assert found.kernels.name == "torch"
+    assert "broken.so cannot be loaded" in found.shortfall
+
+
+def test_a_change_of_sources_or_flags_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert len({library_path(variant) for variant in X86_VARIANTS}) == len(X86_VARIANTS)
+    monkeypatch.setattr(cpu_build, "SOURCE_DIR", tmp_path)
+    (tmp_path / "library.cpp").write_text("int one;")
+    before = library_path(X86_VARIANTS[0])
+    assert library_path(X86_VARIANTS[0]) == before
+    (tmp_path / "library.cpp").write_text("int two;")
+    assert library_path(X86_VARIANTS[0]) != before
+
+
+def test_building_says_in_one_sentence_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_build, "BUILD_DIR", tmp_path)
+    monkeypatch.setattr(cpu_build, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler on the PATH"):
+        build(X86_VARIANTS[0])
+    if cpu_build.variants():
+        assert cpu_build.main() == 0
+        assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_code_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "library.cpp").write_text("this is not C++")
+    monkeypatch.setattr(cpu_build, "SOURCE_DIR", tmp_path / "sources")
+    monkeypatch.setattr(cpu_build, "BUILD_DIR", tmp_path / "built")
+    with pytest.raises(BuildError, match=r"does not compile the avx512bf16 kernels: .*error"):
+        build(X86_VARIANTS[0])
+    assert list((tmp_path / "built").iterdir()) == []

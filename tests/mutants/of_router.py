@@ -1,0 +1,217 @@
+"""Bugs of the router's decisions: token log, owner rule, fences, retries, load."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_LOG: Final = ("tests/router/test_token_log.py",)
+_OWNER: Final = ("tests/handoff/test_owner_rule.py",)
+_CORE: Final = ("tests/router/test_core.py", "tests/router/test_core_fence.py")
+_RANDOM: Final = ("tests/router/test_core_random.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "log-takes-a-gap",
+        "The token log is off by one: a batch that leaves a hole of one token is taken.",
+        "router/token_log.py",
+        "if first_index > length:",
+        "if first_index > length + 1:",
+        _LOG,
+    ),
+    Mutant(
+        "log-takes-a-repeat",
+        "A repeated batch is appended a second time.",
+        "router/token_log.py",
+        "fresh = tuple(token_ids[num_known:])",
+        "fresh = tuple(token_ids)",
+        _LOG,
+    ),
+    Mutant(
+        "log-one-over-max-tokens",
+        "The log takes one token more than the client asked for.",
+        "router/token_log.py",
+        "> self._max_tokens:",
+        "> self._max_tokens + 1:",
+        _LOG,
+    ),
+    Mutant(
+        "log-overlooks-the-last-difference",
+        "Of a repeat the last known token is not compared.",
+        "router/token_log.py",
+        "for offset in range(num_known):",
+        "for offset in range(num_known - 1):",
+        _LOG,
+    ),
+    Mutant(
+        "unsure-is-retried",
+        "An attempt whose Commit has no answer is retried, while the receiver may run it.",
+        "router/ownership.py",
+        "(_O.SENDER, _W.SENDER_UNSURE): (_O.UNSURE, _V.AWAIT_RECEIVER),",
+        "(_O.SENDER, _W.SENDER_UNSURE): (_O.NOBODY, _V.RETRY),",
+        _OWNER,
+    ),
+    Mutant(
+        "sender-takes-back",
+        "A late word of the sender's loss ends an attempt that the receiver runs.",
+        "router/ownership.py",
+        "(_O.RECEIVER, _W.SENDER_TOKENS): (_O.RECEIVER, _V.TAKE),  # late, and a repeat: the log drops it",
+        "(_O.RECEIVER, _W.SENDER_TOKENS): (_O.RECEIVER, _V.TAKE),\n    (_O.RECEIVER, _W.SENDER_LOST): (_O.NOBODY, _V.FAIL),",
+        _OWNER,
+    ),
+    Mutant(
+        "unsure-for-ever",
+        "The grace after an unanswered Commit decides nothing, and the attempt never ends.",
+        "router/ownership.py",
+        "(_O.UNSURE, _W.GRACE_OVER): (_O.NOBODY, _V.FAIL),",
+        "(_O.UNSURE, _W.GRACE_OVER): (_O.UNSURE, _V.AWAIT_RECEIVER),",
+        _OWNER,
+    ),
+    Mutant(
+        "receiver-unheard-while-unsure",
+        "After an unanswered Commit the receiver's batch is not believed.",
+        "router/ownership.py",
+        "**{(owner, _W.RECEIVER_TOKENS): (_O.RECEIVER, _V.TAKE) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},",
+        "**{(owner, _W.RECEIVER_TOKENS): (_O.RECEIVER, _V.TAKE) for owner in (_O.SENDER, _O.RECEIVER)},",
+        _OWNER,
+    ),
+    Mutant(
+        "old-attempt-believed",
+        "A message of an older attempt counts as one of the newest.",
+        "router/core.py",
+        " or key.attempt != branch.attempt:",
+        ":",
+        _CORE,
+    ),
+    Mutant(
+        "old-node-believed",
+        "A node that is not the attempt's is believed.",
+        "router/core.py",
+        "return (branch, pair) if node in (pair.prefill, pair.decode) else None",
+        "return (branch, pair)",
+        _CORE,
+    ),
+    Mutant(
+        "old-attempt-runs-on",
+        "A stale batch is dropped, but what sent it is not cancelled.",
+        "router/core.py",
+        "        self._send(node, pb.RouterMessage(cancel=pb.Cancel(key=key, ms_left=ms_left)))\n",
+        "",
+        _CORE,
+    ),
+    Mutant(
+        "retry-without-cancel",
+        "A retry does not fence the attempt before it.",
+        "router/core.py",
+        "self._cancel(branch, now)\n        self._nodes.vacate(branch.key, pair)\n        branch.phase = Waiting()",
+        "self._nodes.vacate(branch.key, pair)\n        branch.phase = Waiting()",
+        _CORE,
+    ),
+    Mutant(
+        "attempt-number-reused",
+        "A retry runs under the number of the attempt before it.",
+        "router/core.py",
+        "attempt = 1 + max(branch.attempt for branch in group)",
+        "attempt = max(0, *(branch.attempt for branch in group))",
+        _CORE,
+    ),
+    Mutant(
+        "retry-forgets-the-tokens",
+        "A retry starts without the tokens that the client has already.",
+        "router/requests.py",
+        "seed=each.seed, generated_token_ids=each.log.token_ids",
+        "seed=each.seed, generated_token_ids=each.request.generated_token_ids",
+        _CORE,
+    ),
+    Mutant(
+        "refusal-costs-a-retry",
+        "A full node uses up the retries of a request.",
+        "router/core.py",
+        "        if error.retryable and error.code in REFUSALS:\n",
+        "        if error.retryable and error.code in REFUSALS and branch.retries_left > 0:\n"
+        "            branch.retries_left -= 1\n",
+        _CORE,
+    ),
+    Mutant(
+        "retries-unlimited",
+        "A handoff that always breaks is retried until the deadline.",
+        "router/core.py",
+        "            branch.retries_left -= 1\n            self._count",
+        "            self._count",
+        _CORE,
+    ),
+    Mutant(
+        "prefill-load-leaks",
+        "A prefill node counts as busy until the request ends.",
+        "router/core.py",
+        "        self._nodes.vacate_prefill(branch.key, phase.pair)\n",
+        "",
+        _CORE,
+    ),
+    Mutant(
+        "load-leaks-at-the-end",
+        "A request that ends leaves its load on its nodes.",
+        "router/core.py",
+        "        key = branch.key\n        if branch.pair is not None:\n            self._nodes.vacate(key, branch.pair)\n",
+        "        key = branch.key\n",
+        _CORE,
+    ),
+    Mutant(
+        "deadline-starts-anew",
+        "A retry is given the whole time limit again.",
+        "router/requests.py",
+        "ms_left=head.ms_left(now),",
+        "ms_left=head.ms_left(head.request.deadline - 600),",
+        _CORE,
+    ),
+    Mutant(
+        "no-wake-up-at-the-deadline",
+        "A request past its deadline ends when something else happens, not before.",
+        "router/requests.py",
+        "instants = [self.request.deadline]",
+        "instants = [self.request.deadline + 60]",
+        _CORE,
+    ),
+    Mutant(
+        "grace-without-a-timer",
+        "After an unanswered Commit nothing wakes the router, and the client waits for its deadline.",
+        "router/requests.py",
+        "if isinstance(self.phase, CommitUnknown | AwaitingPrompt):",
+        "if isinstance(self.phase, AwaitingPrompt):",
+        _CORE,
+    ),
+    Mutant(
+        "restarted-node-not-noticed",
+        "A process that took over a node's address does not replace it.",
+        "router/nodes.py",
+        " or other.entry.grpc_address == entry.grpc_address):",
+        "):",
+        _CORE,
+    ),
+    Mutant(
+        "lost-node-keeps-its-requests",
+        "A lost node's requests are not told, and wait for their deadlines.",
+        "router/nodes.py",
+        "        change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))\n",
+        "",
+        _CORE,
+    ),
+    Mutant(
+        "ended-twice",
+        "A choice that has finished is still known, and a late batch finishes it again.",
+        "router/core.py",
+        "        self._actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n"
+        "        self._forget(branch)\n",
+        "        self._actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n",
+        _RANDOM,
+    ),
+    Mutant(
+        "timer-left-behind",
+        "The timer of a branch that has ended fires.",
+        "router/core.py",
+        "        self._timers.discard(key)\n        self._may_place = True",
+        "        self._may_place = True",
+        _RANDOM,
+    ),
+)
