@@ -77,7 +77,9 @@ def _run_many(console: Console, config: SimConfig) -> int:
     for seed in sorted(failures)[: config.max_failures]:
         _report(console, seed, config.shrink)
     told = ("client:finished", "client:aborted", "sessions lost", "dispatches:", "plans")
-    console.print(f"{num_done} seeds, {len(failures)} failed; " + ", ".join(f"{counters[name]} {name}" for name in told))
+    console.print(
+        f"{num_done} seeds, {len(failures)} failed; " + ", ".join(f"{counters[name]} {name}" for name in told)
+    )
     return int(bool(failures))
 
 

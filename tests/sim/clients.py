@@ -1,7 +1,7 @@
-"""The clients: what each asked for, the right answer, and what came. A wrong token, a gap, a repeat and a second end are found here.
+"""The clients: what each asked for, the right answer, and what came. Wrong tokens, gaps, repeats and second ends are found here.
 
-The right answer is known beforehand (engine/fake_runner.py expected_tokens). A choice is checked as an OpenAI client would see it: a
-stop string cuts it where it stands, and of several ends the first one counts, as in router/answer.py.
+The right answer is known beforehand (engine/fake_runner.py expected_tokens). A choice is checked as an OpenAI client would see
+it: a stop string cuts it where it stands, and of several ends the first one counts, as in router/answer.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Client:
     choices: list[Choice]
     router: str  # label of the process that took the request
     submitted_at: float
+    deadline_at: float  # in the world's time; its router, if awake, has ended it by then
     hosts: dict[str, None]  # that had to do with it
     end: str | None = None  # "finished", "aborted", "router lost", "refused", or an error code
     ended_at: float = 0.0
@@ -84,7 +85,9 @@ class Client:
         choice = self.choices[finished.choice]
         name = f"{self.plan.name}/{finished.choice}"
         assert not self.is_over and choice.finish_reason is None, f"{name}: a second end"
-        assert tuple(choice.received[: len(finished.token_ids)]) == finished.token_ids, f"{name}: ends with other tokens"
+        assert tuple(choice.received[: len(finished.token_ids)]) == finished.token_ids, (
+            f"{name}: ends with other tokens"
+        )
         choice.finish_reason = "stop" if choice.is_stopped else finished.finish_reason
         tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason
         if choice.is_stopped:  # what came behind the stop string is not shown
@@ -107,7 +110,7 @@ class Client:
         self.end, self.ended_at = end, now
 
 
-def new_client(plan: ClientPlan, router: str, host: str, now: float) -> Client:
+def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at: float) -> Client:
     """A client with the right answers to its request."""
     stops = dict(plan.stops)
     choices = []
@@ -123,7 +126,7 @@ def new_client(plan: ClientPlan, router: str, host: str, now: float) -> Client:
         ends = [index for index, token_id in enumerate(tokens) if token_id in plan.stop_token_ids]
         expected = tuple(tokens[: ends[0] + 1] if ends else tokens)
         choices.append(Choice(expected, "stop" if ends else "length", stops.get(number)))
-    return Client(plan, choices, router, now, {host: None})
+    return Client(plan, choices, router, now, deadline_at, {host: None})
 
 
 def request_of(plan: ClientPlan, deadline: float) -> rev.GenerationRequest:

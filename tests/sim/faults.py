@@ -104,7 +104,7 @@ class Faults:
             case "broken row":
                 process = network.find(who)
                 if process is not None:
-                    process.breaks_next_row = True  # type: ignore[attr-defined]
+                    process.runner.breaks_next_row = True  # type: ignore[attr-defined]
             case _:
                 world.links.arm(fault.kind, who, other, fault.number)
 

@@ -1,7 +1,8 @@
 """Time and order of the simulated world: one queue of events, one clock, no other source of chance than the seed.
 
-A process (here: something with a clock of its own that can crash or be stopped) does nothing outside `run_on`. So there is one place
-at which a dead one does nothing, a stopped one does it later, alarms are set, and the invariants are looked at after every event.
+A process (here: something with a clock of its own that can crash or be stopped) does nothing outside `run_on`. So there is one
+place at which a dead one does nothing, a stopped one does it later, alarms are set, and the invariants are looked at after every
+event.
 
 Chance comes from generators that are named after what they decide about: leaving a request or a fault out of a scenario changes
 little of what chance does to the others, and that is what lets the shrinker make progress.
@@ -77,18 +78,18 @@ class Kernel:
         self.trace = trace
         self.num_events = 0
         self._check = check
-        self._queue: list[tuple[float, int, Callable[[], None], Process | None]] = []
+        self._queue: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._serial = count()
 
     def rng(self, name: str) -> random.Random:
         """A generator of its own for whatever has this name."""
         return random.Random(f"{self.seed}/{name}")
 
-    def at(self, when: float, act: Callable[[], None], process: Process | None = None) -> None:
+    def at(self, when: float, act: Callable[[], object], process: Process | None = None) -> None:
         """Do it at that instant; equal instants keep the order in which they were given."""
         heappush(self._queue, (when, next(self._serial), act, process))
 
-    def after(self, seconds: float, act: Callable[[], None], process: Process | None = None) -> None:
+    def after(self, seconds: float, act: Callable[[], object], process: Process | None = None) -> None:
         """Do it so much later."""
         self.at(self.now + seconds, act, process)
 
@@ -105,7 +106,7 @@ class Kernel:
         else:
             self.run_on(process, act)
 
-    def run_on(self, process: Process, act: Callable[[], None]) -> None:
+    def run_on(self, process: Process, act: Callable[[], object]) -> None:
         """Let a process do something: now, once it goes on, or never."""
         if not process.is_alive:
             return

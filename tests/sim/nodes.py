@@ -9,17 +9,17 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import Message
 
 from connector.memory_transport import MemoryHub, MemoryTransport
-from connector.transport import ReceiverEvent, RevokeDone, SenderEvent
+from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool, BlockState
-from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner
-from engine.plan import BROKEN_ROW, Plan, StepResult
+from engine.fake_runner import BYTES_PER_TOKEN
+from engine.plan import StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
@@ -33,9 +33,10 @@ from proto.block_key import seed_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
 from tests.sim.kernel import Kernel, Process
+from tests.sim.runner import SimRunner
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
 from tests.sim.sessions import Listener
-from tests.sim.trace import describe_to_node, describe_to_router, name_of
+from tests.sim.trace import describe_event, describe_to_router, name_of
 
 FINGERPRINT = pb.Fingerprint(
     architecture="fake",
@@ -83,11 +84,15 @@ class SimNode(Process):
         self.limits = NodeLimits(knobs.max_model_len, VOCAB_SIZE, knobs.max_attempts, knobs.max_fences)
         self.core = self._make_core()
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)
-        self.breaks_next_row = False
         self.is_registering = True
-        self.leases: dict[int, tuple[int, ...]] = {}  # admitted and not yet quiet: block ids, -1 for held ones
-        self.plans: deque[Plan] = deque()
-        self._runner = FakeRunner(self.memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
+        self.leases: dict[int, tuple[int, ...]] = {}  # not yet quiet: block ids, -1 for what nobody writes
+        self.num_held: dict[int, int] = {}  # of those, blocks that the node had already
+        self.reading: dict[tuple[str, int], deque[int]] = {}  # blocks that a link will read, by link and lease
+        self.num_slots = knobs.num_slots
+        self.is_busy = False
+        self.is_changed = True  # since the invariants of the core were looked at
+        parts = (self.scheduler, self.pool, self.memory)
+        self.runner = SimRunner(self, parts, knobs, self.rng, self._step_done, around.count)
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
@@ -132,7 +137,7 @@ class SimNode(Process):
     def on_alarm(self) -> None:
         """Tick everything."""
         self.listener.tick()
-        self._perform(self.core.tick(self.clock()))
+        self._tick()
 
     # ---------------------------------------------------------------- the loop
 
@@ -143,42 +148,34 @@ class SimNode(Process):
             self.kernel.after(0.0, self._turn, self)
 
     def _emitted(self, event: SenderEvent | ReceiverEvent) -> None:
-        if isinstance(event, RevokeDone):
-            del self.leases[event.lease_id]
+        match event:
+            case RevokeDone(lease_id):
+                del self.leases[lease_id], self.num_held[lease_id]
+            case BlocksTaken(link_id, lease_id, block_indices):
+                for _ in block_indices:
+                    self.reading[link_id, lease_id].popleft()
+            case LinkClosed(link_id):
+                self.reading = {name: blocks for name, blocks in self.reading.items() if name[0] != link_id}
         if self.is_alive:
             self.post(event)
+
+    def _tick(self) -> None:
+        now, due = self.clock(), self.core.next_deadline()
+        actions = self.core.tick(now)
+        self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._perform(actions)
 
     def _turn(self) -> None:
         event = self._inbox.popleft()
         if self._inbox:
             self.kernel.after(0.0, self._turn, self)
-        self._perform(self.core.tick(self.clock()))
+        self._tick()
         if self.kernel.trace is not None:
-            self._tell_event(event)
+            self._tell(*describe_event(event))
+        if isinstance(event, ev.StepDone):
+            self.runner.read()
+        self.is_changed = True
         self._perform(self.core.receive(event, self.clock()))
-
-    def _tell_event(self, event: ev.Event) -> None:
-        match event:
-            case ev.FromRouter(router, message):
-                self._tell("takes", f"{describe_to_node(message)} from {router.name}")
-            case ev.RouterLost(router):
-                self._tell("takes", f"the loss of {router.name}")
-            case ev.ReserveAsked(_, request):
-                self._tell("takes", f"Reserve {name_of(request.key)} from {request.sender.name}")
-            case ev.ReserveAnswered(key, reply):
-                answer = "no answer" if reply is None else _reply_text(reply)
-                self._tell("takes", f"the answer to Reserve {name_of(key.to_proto())}: {answer}")
-            case ev.RenewAnswered(key, reply):
-                answer = "none" if reply is None else f"{reply.life_ms} ms"
-                self._tell("takes", f"the answer to Renew {name_of(key.to_proto())}: {answer}")
-            case ev.RenewAsked(_, request):
-                self._tell("takes", f"Renew {name_of(request.key)}")
-            case ev.ReleaseAsked(request):
-                self._tell("takes", f"Release {name_of(request.key)}")
-            case ev.StepDone(result):
-                self._tell("step done", f"{result.step_id}: {[slot.token_id for slot in result.slots]}")
-            case _:
-                self._tell("takes", _transport_text(event))
 
     def _perform(self, actions: Sequence[ev.Action]) -> None:
         touches_links = False
@@ -191,7 +188,7 @@ class SimNode(Process):
                     self.listener.send(Peer(router.name, router.incarnation), message)
                     self._around.moment("tokens", self.host)
                 case ev.RunStep(plan):
-                    self._submit(plan)
+                    self.runner.submit(plan)
                 case ev.SendReserve() | ev.SendRenew() | ev.SendRelease():
                     self._call(action)
                 case ev.AnswerReserve(call_id, reply):
@@ -215,6 +212,9 @@ class SimNode(Process):
             case ev.OpenLink(link_id, endpoints):
                 self.transport.open(link_id, endpoints[0])
             case ev.WriteBlocks(link_id, lease, blocks):
+                if self._around.hub.find_open(self.transport.link_key(link_id)) is not None:
+                    source = (block_id for _, block_id in blocks)
+                    self.reading.setdefault((link_id, lease.lease_id), deque()).extend(source)
                 self.transport.write(link_id, lease, blocks)
                 self._around.moment("write", self.host)
             case ev.NotifyLink(link_id, message):
@@ -237,44 +237,9 @@ class SimNode(Process):
 
     # ---------------------------------------------------------------- the runner
 
-    def _submit(self, plan: Plan) -> None:
-        self.plans.append(plan)
-        assert len(self.plans) <= 2, f"{self.label}: more than two plans under way"
-        self._around.count("plans")
-        if any(start.branch_seeds for start in plan.starts):
-            self._around.count("plans with several branches")
-        if len(self.plans) == 1:
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        """KV is read and written somewhere within the step: now, or as late as can be."""
-        result = self._run() if self.rng.random() < 0.3 else None
-        step_s = self._around.knobs.step_s * self.rng.uniform(0.5, 1.5)
-        self.kernel.after(step_s, lambda: self._end_step(result), self)
-
-    def _run(self) -> StepResult:
-        plan = self.plans[0]
-        before = self.memory.copy()
-        result = self._runner.run(plan)
-        states = self.block_states()
-        for block_id in np.flatnonzero((before != self.memory).any(axis=1)):
-            assert states[block_id] is BlockState.USED, (
-                f"{self.label}: a step wrote into block {block_id}, which is {states[block_id].value}"
-            )
-        if self.breaks_next_row and result.slots:
-            self.breaks_next_row = False
-            self._around.count("broken row")
-            first = replace(result.slots[0], token_id=BROKEN_ROW, logprobs=None, branch_tokens=())
-            result = replace(result, slots=(first, *result.slots[1:]))
-        return result
-
-    def _end_step(self, result: StepResult | None) -> None:
-        result = result or self._run()
-        self.plans.popleft()
+    def _step_done(self, result: StepResult) -> None:
         self._around.moment("step", self.host)
         self.post(ev.StepDone(result))
-        if self.plans:
-            self._begin_step()
 
     def block_states(self) -> tuple[BlockState, ...]:
         """Of every block."""
@@ -302,6 +267,11 @@ class SimNode(Process):
         self.post(ev.RouterLost(ev.RouterId(*router)))
 
     # ---------------------------------------------------------------- calls: node/handoff_client.py, node/service.py
+
+    @property
+    def num_events_waiting(self) -> int:
+        """Events that the core has not heard yet."""
+        return len(self._inbox)
 
     def _call(self, action: ev.SendReserve | ev.SendRenew | ev.SendRelease) -> None:
         host = action.address.partition(":")[0]
@@ -363,6 +333,7 @@ class SimNode(Process):
         completed = pb.ReserveReply.FromString(reply.SerializeToString())
         if reply.WhichOneof("result") == "lease":
             completed.lease.endpoints.append(self.transport.endpoint())
+            self.num_held[reply.lease.lease_id] = reply.lease.num_blocks_held
             self._around.moment("lease", self.host)
         self._answers.pop(call_id)(completed)
 
@@ -387,15 +358,3 @@ class SimNode(Process):
         self._num_calls += 1
         self._answers[self._num_calls] = answer
         return self._num_calls
-
-
-def _reply_text(reply: pb.ReserveReply) -> str:
-    if reply.WhichOneof("result") == "error":
-        return reply.error.message
-    return f"a lease of {reply.lease.num_blocks} blocks, {reply.lease.num_blocks_held} of them held"
-
-
-def _transport_text(event: ev.Event) -> str:
-    """A transport's event without what only a machine can read."""
-    fields = [f"{name}={getattr(event, name)}" for name in ("link_id", "block_indices", "reason") if hasattr(event, name)]
-    return f"{type(event).__name__} {' '.join(fields)}"

@@ -44,6 +44,8 @@ class SimRouter(Process):
         self._hosts: dict[rev.NodeRef, str] = {}
         self._events: deque[rev.Event] = deque()
         self._is_woken = False
+        self.is_changed = True  # since the invariants of the core were looked at
+        self.is_busy = False
 
     def _tell(self, what: str, why: str) -> None:
         if what == "session up":
@@ -62,13 +64,17 @@ class SimRouter(Process):
         """Tick everything."""
         self._report(self.listing.expire(self.clock()))
         self.dialer.tick()
-        self._perform(self.core.tick(self.clock()))
+        self._tick()
 
     # ---------------------------------------------------------------- clients
 
     def submit(self, client: Client) -> None:
         """A request that is in `clients` arrives."""
         self._feed(rev.Submitted(request_of(client.plan, self.clock() + client.plan.timeout_s)))
+
+    def open_clients(self) -> list[Client]:
+        """Those that have not ended, as far as this process knows."""
+        return [client for client in self.clients.values() if not client.is_over]
 
     def abort(self, client: Client) -> None:
         """The client has gone; without effect once the request has ended."""
@@ -138,15 +144,39 @@ class SimRouter(Process):
             self._is_woken = True
             self.kernel.after(0.0, self._run, self)
 
+    def _tick(self) -> None:
+        now, due = self.clock(), self.core.next_deadline()
+        actions = self.core.tick(now)
+        self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._perform(actions)
+
     def _run(self) -> None:
         self._is_woken = False
-        self._perform(self.core.tick(self.clock()))
+        self._tick()
         while self._events:
             event = self._events.popleft()
             if self.kernel.trace is not None and isinstance(event, rev.FromNode):
                 self._tell("takes", f"{describe_to_router(event.message)} from {event.node.name}")
-            self._perform(self.core.receive(event, self.clock()))
-            self._perform(self.core.tick(self.clock()))
+            self.is_changed = True
+            num_queued = self._num_queued() if isinstance(event, rev.Submitted) else None
+            actions = self.core.receive(event, self.clock())
+            if num_queued is not None:
+                self._check_door(num_queued, actions)
+            self._perform(actions)
+            self._tick()
+
+    def _num_queued(self) -> int:
+        number = self.core.snapshot()["queued"]
+        assert isinstance(number, int)
+        return number
+
+    def _check_door(self, num_queued: int, actions: Sequence[rev.Action]) -> None:
+        """The queue is bounded: a full one lets nobody in, and no other one turns anybody away."""
+        is_refused = any(isinstance(action, rev.Failed) and action.code == "OVERLOADED" for action in actions)
+        is_full = num_queued >= self.config.max_queue
+        assert is_refused == is_full, (
+            f"{self.label}: a request came to {num_queued} queued, {self.config.max_queue} at most"
+        )
 
     def _perform(self, actions: Sequence[rev.Action]) -> None:
         for action in actions:

@@ -77,6 +77,7 @@ class Dialer:
         self._tell = tell
         self._timing = SessionTiming()
         self._lines: dict[Peer, _Line] = {}
+        self._touched: dict[SessionEnd, None] = {}
         self._rng = wire.kernel.rng(f"sessions of {process.label}")
 
     def dial(self, entry: pb.NodeEntry) -> None:
@@ -120,6 +121,11 @@ class Dialer:
         """Of every node the newest one, if any is open or being dialed."""
         return [line.stream for line in self._lines.values() if line.stream is not None]
 
+    def take_touched(self) -> list[SessionEnd]:
+        """Ends that had an input since this was asked last."""
+        touched, self._touched = self._touched, {}
+        return list(touched)
+
     def ends(self) -> list[SessionEnd]:
         """Every session's end."""
         return [line.end for line in self._lines.values()]
@@ -157,6 +163,7 @@ class Dialer:
 
     def _feed(self, line: _Line, what: Input) -> None:
         end = line.end
+        self._touched[end] = None
         self._tick(line)
         self._perform_all(line, end, end.receive(what, self._process.clock()))
         self._write(line)
@@ -230,6 +237,7 @@ class Listener:
         self._numbers: dict[Stream, int] = {}
         self._ends: dict[int, SessionEnd] = {}  # by our number of the stream
         self._woken: dict[SessionEnd, None] = {}
+        self._touched: dict[SessionEnd, None] = {}
         self._num_streams = 0
 
     def knows(self, router: Peer) -> bool:
@@ -261,6 +269,11 @@ class Listener:
     def streams(self) -> list[Stream]:
         """Every stream whose Hello was taken and that is not over."""
         return list(self._streams.values())
+
+    def take_touched(self) -> list[SessionEnd]:
+        """Ends that had an input since this was asked last."""
+        touched, self._touched = self._touched, {}
+        return list(touched)
 
     def ends(self) -> list[SessionEnd]:
         """Every session's end."""
@@ -309,6 +322,7 @@ class Listener:
     # ---------------------------------------------------------------- the ends
 
     def _feed(self, end: SessionEnd, what: Input) -> None:
+        self._touched[end] = None
         self._perform_all(end, end.tick(self._process.clock()))
         self._perform_all(end, end.receive(what, self._process.clock()))
         self._write(end)

@@ -1,8 +1,8 @@
-"""From a failing scenario to a short one that fails in the same way: delta debugging (Zeller & Hildebrandt, 2002), then simpler parts.
+"""From a failing scenario to a short one that fails in the same way: delta debugging (Zeller, Hildebrandt 2002).
 
-First clients and faults are left out, as many at a time as can be; then what is left is made simpler, one value at a time, as long as
-the run still ends with the same kind of error. Chance is named after what it decides about (kernel.py), so most of what stays goes on
-happening as before.
+First clients and faults are left out, as many at a time as can be; then what is left is made simpler, one value at a time, as long
+as the run still ends with the same kind of error. Chance is named after what it decides about (kernel.py), so most of what stays
+goes on happening as before.
 """
 
 from __future__ import annotations

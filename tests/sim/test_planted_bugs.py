@@ -22,7 +22,6 @@ from router.waiting import WaitingBranches
 from runtime.session_end import SessionEnd
 from tests.sim.outcome import Outcome, run_scenario
 from tests.sim.scenario import draw_scenario
-from tests.sim.shrink import Shrinker
 
 MAX_SEEDS = 150
 Patch = pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The cluster in a box: whatever a seed does to it, streams are right, nothing leaks, every request ends, and then it serves again."""
+"""The cluster in a box: whatever a seed does to it, streams are right, nothing leaks, every request ends, and it serves again."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """The log of a run, for people: one line an event, who did what and why, oldest first.
 
-Nothing in a line depends on the machine: two runs of a seed give the same bytes. A line has the world's time in seconds, the process
-(host and how many processes that host has had), what happened, and what to know about it.
+Nothing in a line depends on the machine: two runs of a seed give the same bytes. A line has the world's time in seconds, the
+process (host and how many processes that host has had), what happened, and what to know about it.
 """
 
 from __future__ import annotations
 
+from node import events as ev
 from proto import baton_pb2 as pb
 
 
@@ -51,3 +52,42 @@ def describe_to_router(message: pb.NodeMessage) -> str:
         finish = f" {pb.FinishReason.Name(tokens.finish)}" if tokens.finish else ""
         parts.append(f"{name_of(tokens.key)}[{tokens.first_index}:{end}]{finish}")
     return f"tokens as {'receiver' if message.tokens.from_receiver else 'sender'} {' '.join(parts)}"
+
+
+def describe_event(event: ev.Event) -> tuple[str, str]:
+    """What a node's core hears: what, and what to know about it."""
+    match event:
+        case ev.FromRouter(router, message):
+            return "takes", f"{describe_to_node(message)} from {router.name}"
+        case ev.RouterLost(router):
+            return "takes", f"the loss of {router.name}"
+        case ev.ReserveAsked(_, request):
+            return "takes", f"Reserve {name_of(request.key)} from {request.sender.name}"
+        case ev.ReserveAnswered(key, reply):
+            answer = "no answer" if reply is None else _reply_text(reply)
+            return "takes", f"the answer to Reserve {name_of(key.to_proto())}: {answer}"
+        case ev.RenewAnswered(key, reply):
+            answer = "none" if reply is None else f"{reply.life_ms} ms"
+            return "takes", f"the answer to Renew {name_of(key.to_proto())}: {answer}"
+        case ev.RenewAsked(_, request):
+            return "takes", f"Renew {name_of(request.key)}"
+        case ev.ReleaseAsked(request):
+            return "takes", f"Release {name_of(request.key)}"
+        case ev.StepDone(result):
+            return "step done", f"{result.step_id}: {[slot.token_id for slot in result.slots]}"
+        case _:
+            return "takes", _transport_text(event)
+
+
+def _reply_text(reply: pb.ReserveReply) -> str:
+    if reply.WhichOneof("result") == "error":
+        return reply.error.message
+    return f"a lease of {reply.lease.num_blocks} blocks, {reply.lease.num_blocks_held} of them held"
+
+
+def _transport_text(event: ev.Event) -> str:
+    """A transport's event without what only a machine can read."""
+    fields = [
+        f"{name}={getattr(event, name)}" for name in ("link_id", "block_indices", "reason") if hasattr(event, name)
+    ]
+    return f"{type(event).__name__} {' '.join(fields)}"

@@ -1,7 +1,8 @@
 """A whole cluster in one thread: R routers, P prefill and D decode nodes, their registries and clients, and a network in between.
 
-All that decides is production code: the cores, schedulers, pools, leases, handoff tables, fences, listings, the in-memory transport, and
-a session's end on both sides. Here are only shells without asyncio, a fake runner that is honest about KV, and a clock.
+All that decides is production code: the cores, schedulers, pools, leases, handoff tables, fences, listings, the in-memory
+transport, and a session's end on both sides. Here are only shells without asyncio, a fake runner that is honest about KV, and a
+clock.
 
     scenario --> kernel (events in order) --> processes --> network --> processes …
                     every event: invariants          every token: the right answer
@@ -13,6 +14,8 @@ again; then the routers go, and nothing may be left anywhere.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from connector.fence import MAX_REST_S
@@ -64,7 +67,7 @@ class World:
         for host in scenario.hosts:
             self._start(host)
         for plan in scenario.clients:
-            self.kernel.at(plan.at, lambda plan=plan: self._submit(plan))  # type: ignore[misc]
+            self.kernel.at(plan.at, partial(self._submit, plan))
 
     def count(self, name: str) -> None:
         """Something that tests want to know happened."""
@@ -115,9 +118,13 @@ class World:
             return
 
         def outcome(reply: pb.RegisterReply | None) -> None:
-            is_welcome = reply is None or not reply.refused or not node.is_registering  # it may have said goodbye meanwhile
+            is_welcome = (
+                reply is None or not reply.refused or not node.is_registering
+            )  # it may have said goodbye meanwhile
             assert is_welcome, f"{node.label} is alive and refused: {reply}"
-            wait_s, next_s = (backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)) if reply is None else (PERIOD_S, BACKOFF_MIN_S)
+            wait_s, next_s = (
+                (backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)) if reply is None else (PERIOD_S, BACKOFF_MIN_S)
+            )
             self.kernel.after(node.seconds(wait_s), lambda: self._register(node, router, next_s), node)
 
         serve = SimRouter.serve_register
@@ -199,17 +206,24 @@ class World:
         for offset in range(num_routers):
             router = self.network.find(f"router-{(plan.router + offset) % num_routers}")
             if isinstance(router, SimRouter):
-                client = new_client(plan, router.label, router.host, self.kernel.now)
-                self._tell(router, "is asked", f"{plan.name}: {plan}")
-                router.clients[plan.name] = client
-                self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)
-                if plan.aborts_after_s is not None:
-                    self.kernel.after(plan.aborts_after_s, lambda: self._abort(router, client), router)
+                client = self._ask(router, plan)
                 break
         else:
-            client = new_client(plan, "nobody", f"router-{plan.router}", self.kernel.now)
+            client = new_client(plan, "nobody", f"router-{plan.router}", self.kernel.now, FOREVER)
             client.close("no router", self.kernel.now)
         self.clients.append(client)
+        return client
+
+    def _ask(self, router: SimRouter, plan: ClientPlan) -> Client:
+        now = self.kernel.now
+        client = new_client(
+            plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
+        )
+        self._tell(router, "is asked", f"{plan.name}: {plan}")
+        router.clients[plan.name] = client
+        self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)
+        if plan.aborts_after_s is not None:
+            self.kernel.after(plan.aborts_after_s, lambda: self._abort(router, client), router)
         return client
 
     def _abort(self, router: SimRouter, client: Client) -> None:
@@ -226,11 +240,12 @@ class World:
         self._check_ends(self.clients)
         self.links.disarm()
         for node in self.nodes:
-            node.breaks_next_row = False
+            node.runner.breaks_next_row = False
         self._run_until(self._is_whole, _WHOLE_WITHIN_S, "the cluster is not whole again")
         for plan in self._probes():
             probe = self._submit(plan)
-            self._run_until(lambda probe=probe: probe.is_over, _SERVED_WITHIN_S + self._patience_s, f"{plan.name} does not end")  # type: ignore[misc]
+            within_s = _SERVED_WITHIN_S + self._patience_s
+            self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
             assert probe.end == "finished", f"{plan.name} failed in a whole cluster: {probe.error}"
         self._run_until(lambda: not any(router.core.snapshot()["requests"] for router in self.routers), 5.0, "requests")
         for router in self.routers:
@@ -247,8 +262,7 @@ class World:
         is_struck = faults.num_pending == 0 and faults.ends_at + _NOTICED_S <= self.kernel.now and self._num_ending == 0
         return is_struck and len(self.clients) == len(self.scenario.clients)
 
-    def _run_until(self, is_true: object, within_s: float | None = None, otherwise: str = "") -> None:
-        assert callable(is_true)
+    def _run_until(self, is_true: Callable[[], bool], within_s: float | None = None, otherwise: str = "") -> None:
         limit = FOREVER if within_s is None else self.kernel.now + within_s
         while not is_true():
             if within_s is None and self._is_load_over():
@@ -275,7 +289,9 @@ class World:
             if end == "OVERLOADED" and knobs.max_queue < 1024:
                 continue
             hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
-            assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), f"{text}; nothing had struck it"
+            assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
+                f"{text}; nothing had struck it"
+            )
             if end == "INTERNAL":
                 assert "no numbers" in client.error and self.counters["broken row"], text
 
