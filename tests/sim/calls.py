@@ -88,14 +88,23 @@ class Calls:
     def _send(self, call: _Call) -> None:
         listening = self._network.find(call.host)
         pair = frozenset((call.caller.host, call.host))
-        if not self._is_lost(pair):
+        if not self._is_lost(pair, call, "call"):
             self._network.send(call.caller.host, call.host, lambda: self._arrive(call, listening))
         if self._repeating_until.get(pair, 0.0) > self._kernel.now and self._rng.random() < _P_REPEATED:
+            self._tell(call, "repeats", "call")
             again = replace(call, on_outcome=_ignore)  # its answer reaches nobody: the call has one stream
             self._network.send(call.caller.host, call.host, lambda: self._arrive(again, listening))
 
-    def _is_lost(self, pair: frozenset[str]) -> bool:
-        return self._lossy_until.get(pair, 0.0) > self._kernel.now and self._rng.random() < _P_LOST
+    def _is_lost(self, pair: frozenset[str], call: _Call, what: str) -> bool:
+        is_lost = self._lossy_until.get(pair, 0.0) > self._kernel.now and self._rng.random() < _P_LOST
+        if is_lost:
+            self._tell(call, "loses", what)
+        return is_lost
+
+    def _tell(self, call: _Call, does: str, what: str) -> None:
+        self._kernel.count(f"{does} {'an' if what == 'answer' else 'a'} {what}")
+        name = type(call.request).__name__.removesuffix("Request")
+        self._kernel.tell("NETWORK", does, f"the {what} {name} of {call.caller.label} to {call.host}")
 
     def _arrive(self, call: _Call, listening: Process | None) -> None:
         """`listening`: the process that the caller was connected with, if with any; another one resets its connection."""
@@ -113,7 +122,7 @@ class Calls:
 
     def _answered(self, call: _Call, server: Process, reply: Message) -> None:
         self._served.get(server, {}).pop(call, None)
-        if not self._is_lost(frozenset((call.caller.host, call.host))):
+        if not self._is_lost(frozenset((call.caller.host, call.host)), call, "answer"):
             copied = copy_of(reply)
             self._network.send(server.host, call.caller.host, lambda: self._outcome(call, copied))
 

@@ -36,7 +36,7 @@ class Faults:
     def __init__(self, world: World, faults: tuple[Fault, ...]) -> None:
         self._world = world
         self._waiting: list[Fault] = []  # for their moment
-        self.blames: list[Blame] = []
+        self._blames: list[Blame] = []
         self.num_pending = len(faults)
         self.ends_at = 0.0
         for fault in faults:
@@ -67,12 +67,13 @@ class Faults:
         seconds = fault.seconds
         self.ends_at = max(self.ends_at, now + seconds)
         hosts = frozenset((fault.who, fault.other) if fault.other else (fault.who,))
-        self.blames.append(Blame(hosts, now, now + seconds + AFTERMATH_S, fault.kind))
-        if world.kernel.trace is not None:
-            world.kernel.trace.add(now, "FAULT", fault.kind, str(fault))
+        self.blame(Blame(hosts, now, now + seconds + AFTERMATH_S, fault.kind))
+        world.kernel.tell("FAULT", fault.kind, str(fault))
+        if seconds:
+            world.kernel.after(seconds, lambda: world.kernel.tell("FAULT", "over", str(fault)))
         armed = fault.kind in ("cut link", "flip bit", "lose ack", "broken row")
         if not armed:  # those are counted when they find something to hurt
-            world.count(fault.kind)
+            world.kernel.count(fault.kind)
         self._do(fault)
 
     def _do(self, fault: Fault) -> None:
@@ -110,6 +111,10 @@ class Faults:
 
     # ---------------------------------------------------------------- excuses
 
+    def blame(self, blame: Blame) -> None:
+        """Something has struck."""
+        self._blames.append(blame)
+
     def excuses(self, end: str, hosts: frozenset[str], begins: float, ends: float) -> bool:
         """Whether something struck hosts that are all among these, and was felt between these instants.
 
@@ -117,6 +122,6 @@ class Faults:
         """
         return any(
             blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
-            for blame in self.blames
+            for blame in self._blames
             if (blame.kind == "repeat calls") == (end == "CANCELLED")
         )

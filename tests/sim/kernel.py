@@ -11,6 +11,7 @@ little of what chance does to the others, and that is what lets the shrinker mak
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -77,9 +78,19 @@ class Kernel:
         self.now = 0.0
         self.trace = trace
         self.num_events = 0
+        self.counters: Counter[str] = Counter()  # what happened, by name: tests want to know
         self._check = check
         self._queue: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._serial = count()
+
+    def count(self, name: str) -> None:
+        """It has happened once more."""
+        self.counters[name] += 1
+
+    def tell(self, who: str, what: str, why: str = "") -> None:
+        """A line of the log, if there is one."""
+        if self.trace is not None:
+            self.trace.add(self.now, who, what, why)
 
     def rng(self, name: str) -> random.Random:
         """A generator of its own for whatever has this name."""
@@ -111,6 +122,7 @@ class Kernel:
         if not process.is_alive:
             return
         if process.paused_until > self.now:
+            self.count("done after a pause")
             self.at(process.paused_until, act, process)
             return
         self.num_events += 1

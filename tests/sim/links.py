@@ -6,8 +6,6 @@ is pending. Every write that lands is watched: the bytes of a block may change o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from connector.memory_transport import LinkKey, LinkStep, MemoryHub
@@ -20,12 +18,10 @@ from tests.sim.nodes import SimNode
 class Links:
     """Every link between nodes."""
 
-    def __init__(self, kernel: Kernel, network: Network, hub: MemoryHub, count: Callable[[str], None]) -> None:
-        """`count` hears which armed faults fired."""
+    def __init__(self, kernel: Kernel, network: Network, hub: MemoryHub) -> None:
         self._kernel = kernel
         self._network = network
         self._hub = hub
-        self._count = count
         self._nodes: dict[str, SimNode] = {}  # by transport address, dead ones too
         self._scheduled: dict[tuple[LinkKey, str], None] = {}
         self._armed: list[tuple[str, str, str, int]] = []  # kind, sender's host, receiver's host, number
@@ -117,4 +113,5 @@ class Links:
                 is_struck = step.kind == "return" and self._hub.drop_answer(step.key)
             if is_struck:
                 self._armed.remove(armed)
-                self._count(kind)
+                self._kernel.count(kind)
+                self._kernel.tell("NETWORK", kind, f"on the link from {sender} to {receiver}")

@@ -27,6 +27,7 @@ class Network:
         self._blocked_until: dict[tuple[str, str], float] = {}  # by direction
         self._slow_until: dict[frozenset[str], float] = {}
         self._off_until: dict[str, float] = {}
+        self._latest: dict[tuple[str, str], float] = {}  # arrival of what was sent that way
         self._processes: dict[str, Process] = {}  # by host
 
     # ---------------------------------------------------------------- hosts
@@ -76,7 +77,17 @@ class Network:
         else:
             seconds = rng.uniform(0.01, 0.35) if rng.random() < 0.1 else rng.expovariate(1000)
         is_slow = self._slow_until and self._slow_until.get(frozenset((source, target)), 0.0) > self._kernel.now
-        return seconds * _SLOWNESS if is_slow else seconds
+        seconds *= _SLOWNESS if is_slow else 1
+        self._note(source, target, self._kernel.now + seconds)
+        return seconds
+
+    def _note(self, source: str, target: str, arrives_at: float) -> None:
+        """Count what overtakes something that was sent before it, on another channel."""
+        latest = self._latest.get((source, target), 0.0)
+        if arrives_at < latest:
+            self._kernel.count("overtaken")
+        else:
+            self._latest[source, target] = arrives_at
 
     def send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
         """Something that is ordered behind nothing."""
@@ -86,6 +97,7 @@ class Network:
         """It would arrive now: so it does, or behind the partition."""
         until = self.blocked_until(source, target)
         if until > self._kernel.now:
+            self._kernel.count("held up by a partition")
             self._kernel.at(until, lambda: self.pass_on(source, target, arrive))
         else:
             arrive()
@@ -128,3 +140,5 @@ class Channel:
         self._num_arrived += 1
         if self._limit is None or number <= self._limit:
             arrive()
+        else:
+            self._kernel.count("lost with a connection")

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
 from decode_node.core import DecodeCore
+from decode_node.lease import keys_of
 from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import BYTES_PER_TOKEN
 from engine.plan import StepResult
@@ -28,10 +29,11 @@ from node.pd_error import pd_error
 from node.validate import Bounds, cancel_problem, dispatch_problem, release_problem, renew_problem, reserve_problem
 from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
-from proto.attempt_key import attempt_key
+from proto.attempt_key import AttemptKey, attempt_key
 from proto.block_key import seed_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
+from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
@@ -59,7 +61,6 @@ class Surroundings:
     hub: MemoryHub
     calls: Calls
     knobs: Knobs
-    count: Callable[[str], None]
     moment: Callable[[str, str], None]  # what has just happened, and at which host: faults may wait for it
     look: Callable[[], None]  # at the links
 
@@ -81,7 +82,9 @@ class SimNode(Process):
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
-        self.limits = NodeLimits(knobs.max_model_len, VOCAB_SIZE, knobs.max_attempts, knobs.max_fences)
+        self.limits = NodeLimits(
+            knobs.max_model_len, VOCAB_SIZE, knobs.max_attempts, knobs.max_fences, lease_life_s=knobs.lease_life_s
+        )
         self.core = self._make_core()
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)
         self.is_registering = True
@@ -92,11 +95,13 @@ class SimNode(Process):
         self.is_busy = False
         self.is_changed = True  # since the invariants of the core were looked at
         parts = (self.scheduler, self.pool, self.memory)
-        self.runner = SimRunner(self, parts, knobs, self.rng, self._step_done, around.count)
+        self.runner = SimRunner(self, parts, knobs, self.rng, self._step_done)
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
         self._num_calls = 0
+        self._fences = FenceModel()
+        self._asked: dict[int, tuple[AttemptKey, ...]] = {}  # by call: what a lease is asked for
 
     def _peer(self) -> tuple[str, int]:
         return self.identity.name, self.identity.incarnation
@@ -124,8 +129,7 @@ class SimNode(Process):
     def _tell(self, what: str, why: str) -> None:
         if what == "session up":
             self._around.moment(what, self.host)
-        if self.kernel.trace is not None:
-            self.kernel.trace.add(self.kernel.now, self.label, what, why)
+        self.kernel.tell(self.label, what, why)
 
     # ---------------------------------------------------------------- Process
 
@@ -174,8 +178,18 @@ class SimNode(Process):
             self._tell(*describe_event(event))
         if isinstance(event, ev.StepDone):
             self.runner.read()
+        self._note_fences(event)
         self.is_changed = True
         self._perform(self.core.receive(event, self.clock()))
+
+    def _note_fences(self, event: ev.Event) -> None:
+        match event:
+            case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
+                self._fences.end([attempt_key(message.cancel.key)], self.clock())
+            case ev.ReleaseAsked(request):
+                self._fences.end(keys_of(request), self.clock())
+            case ev.ReserveAsked(call_id, request):
+                self._asked[call_id] = keys_of(request)
 
     def _perform(self, actions: Sequence[ev.Action]) -> None:
         touches_links = False
@@ -197,10 +211,10 @@ class SimNode(Process):
                     self._answers.pop(call_id)(answer)
                 case ev.Count(name, amount):
                     for _ in range(amount):
-                        self._around.count(name)
+                        self.kernel.count(name)
                 case ev.Ended(key, outcome):
                     self._tell("attempt ended", f"{name_of(key.to_proto())}: {outcome}") if self.kernel.trace else None
-                    self._around.count(f"ended:{outcome}")
+                    self.kernel.count(f"ended:{outcome}")
                 case _:
                     touches_links = True
                     self._move_kv(action)
@@ -318,7 +332,7 @@ class SimNode(Process):
         refusal: tuple[pb.ErrorCode.ValueType, str] | None = None
         if message.to_incarnation != self.identity.incarnation:
             refusal = (pb.TRANSFER_FAILED, "Reserve is meant for an earlier process at this address")
-            self._around.count("wrong_incarnation")
+            self.kernel.count("wrong_incarnation")
         elif problem := reserve_problem(message, self._bounds):
             raise AssertionError(f"{self.label} was asked for an unsound lease: {problem}")
         elif not self.listener.knows(Peer(message.router.name, message.router.incarnation)):
@@ -330,11 +344,14 @@ class SimNode(Process):
         self.post(ev.ReserveAsked(self._remember(answer), message))
 
     def _answer_reserve(self, call_id: int, reply: pb.ReserveReply) -> None:
+        keys = self._asked.pop(call_id)
         completed = pb.ReserveReply.FromString(reply.SerializeToString())
         if reply.WhichOneof("result") == "lease":
             completed.lease.endpoints.append(self.transport.endpoint())
             self.num_held[reply.lease.lease_id] = reply.lease.num_blocks_held
             self._around.moment("lease", self.host)
+            is_stale = self._fences.forbids(keys, self.clock())
+            assert not is_stale, f"{self.label}: a lease for {keys[0]}, which was cancelled or released here"
         self._answers.pop(call_id)(completed)
 
     def serve_renew(self, message: Message, answer: Answer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,14 +33,17 @@ class Outcome:
 def run_scenario(scenario: Scenario, *, is_traced: bool = False) -> Outcome:
     """Run it; whatever goes wrong, in the world or in the code under test, is the outcome's error."""
     trace = Trace() if is_traced else None
-    world = World(scenario, trace)
+    world: World | None = None
     error, where = None, ""
     try:
+        world = World(scenario, trace)  # a scenario that the shrinker made may be none at all
         world.run()
     except Exception as problem:  # any exception of the code under test is a finding, and the seed must be told with it
         first_line = (str(problem).splitlines() or [""])[0]
         error = f"{type(problem).__name__}: {first_line}"
         where = "".join(traceback.format_exception(problem, limit=-4))
-        if trace is not None:
-            trace.add(world.kernel.now, "CHECK", "failed", error)
-    return Outcome(scenario, error, where, dict(world.counters), world.kernel.num_events, trace)
+        if world is not None:
+            world.kernel.tell("CHECK", "failed", error)
+    kernel = None if world is None else world.kernel
+    counters = Counter[str]() if kernel is None else kernel.counters
+    return Outcome(scenario, error, where, counters, 0 if kernel is None else kernel.num_events, trace)

@@ -50,8 +50,7 @@ class SimRouter(Process):
     def _tell(self, what: str, why: str) -> None:
         if what == "session up":
             self._around.moment(what, self.host)
-        if self.kernel.trace is not None:
-            self.kernel.trace.add(self.kernel.now, self.label, what, why)
+        self.kernel.tell(self.label, what, why)
 
     # ---------------------------------------------------------------- Process
 
@@ -95,7 +94,7 @@ class SimRouter(Process):
         self._feed(rev.SessionBroken(rev.NodeRef(*node)))
 
     def on_lost(self, node: Peer) -> None:
-        self._around.count("sessions lost")
+        self.kernel.count("sessions lost")
         self._feed(rev.SessionLost(rev.NodeRef(*node)))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
@@ -192,7 +191,7 @@ class SimRouter(Process):
                 case rev.HangUp(node):
                     self.dialer.hang_up(Peer(node.name, node.incarnation))
                 case rev.Count(name, label):
-                    self._around.count(f"{name}:{label}")
+                    self.kernel.count(f"{name}:{label}")
                 case rev.Observe():
                     pass
 
@@ -213,7 +212,7 @@ class SimRouter(Process):
             client.take_prompt_logprobs(news)
         elif (num_tokens := client.take(news)) is not None:
             self._tell("stop string", f"in {client.plan.name}/{news.choice} at {num_tokens}")
-            self._around.count("stop string")
+            self.kernel.count("stop string")
             self._events.append(rev.Stopped(client.plan.name, news.choice, num_tokens))
 
     def _end(self, client: Client, end: rev.Finished | rev.Failed) -> None:
@@ -223,8 +222,8 @@ class SimRouter(Process):
         if isinstance(end, rev.Finished):
             client.finish(end, self.kernel.now)
             self._tell("finishes", f"{name}/{end.choice}: {end.finish_reason}")
-            self._around.count("Finished")
+            self.kernel.count("Finished")
         else:
             client.fail(end, self.kernel.now)
             self._tell("fails", f"{name}: {end.code} {end.message}")
-            self._around.count(f"Failed:{end.code}")
+            self.kernel.count(f"Failed:{end.code}")

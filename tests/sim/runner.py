@@ -42,7 +42,6 @@ class SimRunner:
         knobs: Knobs,
         rng: random.Random,
         done: Callable[[StepResult], None],
-        count: Callable[[str], None],
     ) -> None:
         """`parts`: the node's scheduler, pool and KV memory."""
         self._process = process
@@ -50,7 +49,6 @@ class SimRunner:
         self._knobs = knobs
         self._rng = rng
         self._done = done
-        self._count = count
         self._runner = FakeRunner(self._memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
         self._plans: deque[Plan] = deque()
         self.unread: deque[Launched] = deque()
@@ -65,9 +63,9 @@ class SimRunner:
         self.unread.append(Launched(plan, tuple((name, self._scheduler.block_ids(name)) for name in owners)))
         self._plans.append(plan)
         assert len(self._plans) <= 2, f"{self._process.label}: more than two plans under way"
-        self._count("plans")
+        self._process.kernel.count("plans")
         if any(start.branch_seeds for start in plan.starts):
-            self._count("plans with several branches")
+            self._process.kernel.count("plans with several branches")
         if len(self._plans) == 1:
             self._begin()
 
@@ -98,7 +96,7 @@ class SimRunner:
             )
         if self.breaks_next_row and result.slots:
             self.breaks_next_row = False
-            self._count("broken row")
+            self._process.kernel.count("broken row")
             first = replace(result.slots[0], token_id=BROKEN_ROW, logprobs=None, branch_tokens=())
             result = replace(result, slots=(first, *result.slots[1:]))
         return result

@@ -14,6 +14,8 @@ from typing import Final
 VOCAB_SIZE: Final = 11
 BLOCK_SIZE: Final = 4
 NO_LIMIT: Final = 1 << 16
+MANY_ATTEMPTS: Final = 256  # more than any run has
+SLOW_STEP_S: Final = 0.2  # so that tokens go on coming for longer than a session's grace
 
 # Every kind of fault. "who" and "other" are hosts; what a fault does is in faults.py.
 FAULT_KINDS: Final = (
@@ -94,7 +96,7 @@ class Knobs:
     num_slots: int = 4
     max_batched_tokens: int = 16
     max_model_len: int = 96
-    max_attempts: int = 256
+    max_attempts: int = MANY_ATTEMPTS
     max_fences: int = NO_LIMIT
     max_queue: int = 1024
     max_inflight_prefills: int = 32
@@ -102,6 +104,7 @@ class Knobs:
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
+    lease_life_s: float = 10.0
     clock_spread: float = 0.0  # clocks run at 1 ± this
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
@@ -158,14 +161,15 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         num_slots=num_slots,
         max_batched_tokens=max(num_slots, rng.choice((4, 8, 16, 64))),
         max_model_len=max_model_len,
-        max_attempts=rng.choice((1, 2, 4)) if is_tight else 256,
+        max_attempts=rng.choice((1, 2, 4)) if is_tight else MANY_ATTEMPTS,
         max_fences=64 if is_tight and rng.random() < 0.5 else NO_LIMIT,
         max_queue=rng.choice((1, 4)) if is_tight and rng.random() < 0.5 else 1024,
         max_inflight_prefills=rng.choice((1, 2, 32)),
         retries=rng.choice((0, 1, 3, 3)),
         policy=rng.choice(("least_loaded", "round_robin", "power_of_two", "random")),
         network=rng.choice(("even", "jitter", "heavy")),
-        step_s=rng.choice((0.001, 0.005, 0.02)),
+        step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),
+        lease_life_s=rng.choice((10.0, 10.0, 1.5)),
         clock_spread=rng.choice((0.0, 0.001, 0.05)),
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
@@ -177,7 +181,7 @@ def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[Clie
     p_abort, p_stop = rng.choice((0.0, 0.1, 0.4)), rng.choice((0.0, 0.2))
     p_logprobs, p_short = rng.choice((0.0, 0.3)), rng.choice((0.0, 0.0, 0.2))
     clients = []
-    for number in range(rng.randint(1, 22)):
+    for number in range(rng.randint(1, 22 if knobs.step_s < SLOW_STEP_S else 6)):
         max_tokens = rng.choice((1, 2, rng.randint(3, 24), rng.randint(3, 24)))
         room = knobs.max_model_len - max_tokens
         head = shared[: rng.choice((0, 0, 4, 8, 12))]

@@ -20,18 +20,20 @@ from typing import Final
 
 from connector.fence import MAX_REST_S
 from connector.memory_transport import MemoryHub
+from engine.sequence import Phase
 from proto import baton_pb2 as pb
+from router.entrance import RouterCoreConfig
 from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.calls import Calls
 from tests.sim.clients import Client, new_client
-from tests.sim.faults import NEVER, Faults
+from tests.sim.faults import AFTERMATH_S, NEVER, Blame, Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel, Process
 from tests.sim.links import Links
 from tests.sim.network import Network
 from tests.sim.nodes import SimNode, Surroundings
 from tests.sim.routers import SimRouter
-from tests.sim.scenario import NO_LIMIT, ClientPlan, Scenario
+from tests.sim.scenario import MANY_ATTEMPTS, NO_LIMIT, ClientPlan, Scenario
 from tests.sim.stream import ListenerSide, Stream, Wire
 from tests.sim.trace import Trace
 
@@ -40,6 +42,7 @@ _ENDS_WITHIN_S: Final = 60.0  # of world time, once no fault is felt any more: w
 _NOTICED_S: Final = 3.0  # after a fault: a session's grace, by any clock
 _WHOLE_WITHIN_S: Final = 10.0
 _SERVED_WITHIN_S: Final = 20.0
+GIVES_UP_WITHIN_S: Final = 3.0  # a session's grace and the way there, by any clock
 _MAX_EVENTS: Final = 400_000  # a run that has more goes round in circles
 
 
@@ -48,18 +51,15 @@ class World:
 
     def __init__(self, scenario: Scenario, trace: Trace | None = None) -> None:
         self.scenario = scenario
-        self.counters: Counter[str] = Counter()
         self.kernel = Kernel(scenario.seed, trace, check_process)
         self.network = Network(self.kernel, scenario.knobs.network)
         self.calls = Calls(self.kernel, self.network)
         self.hub = MemoryHub()
-        self.links = Links(self.kernel, self.network, self.hub, self.count)
+        self.links = Links(self.kernel, self.network, self.hub)
         self.clients: list[Client] = []
         self._rng = self.kernel.rng("world")
         self._generations: Counter[str] = Counter()
-        self._around = Surroundings(
-            self.kernel, self.hub, self.calls, scenario.knobs, self.count, self._moment, self.links.look
-        )
+        self._around = Surroundings(self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look)
         self._wire = Wire(self.kernel, self.network, _listener_of)
         self.faults = Faults(self, scenario.faults)
         self._num_ending = 0  # processes that are down and will be started again
@@ -68,10 +68,6 @@ class World:
             self._start(host)
         for plan in scenario.clients:
             self.kernel.at(plan.at, partial(self._submit, plan))
-
-    def count(self, name: str) -> None:
-        """Something that tests want to know happened."""
-        self.counters[name] += 1
 
     def _moment(self, what: str, host: str) -> None:
         self.faults.moment(what, host)
@@ -109,8 +105,7 @@ class World:
         process.rearm()
 
     def _tell(self, process: Process, what: str, why: str) -> None:
-        if self.kernel.trace is not None:
-            self.kernel.trace.add(self.kernel.now, process.label, what, why)
+        self.kernel.tell(process.label, what, why)
 
     def _register(self, node: SimNode, router: str, backoff_s: float) -> None:
         """As runtime/registry_client.py."""
@@ -118,17 +113,23 @@ class World:
             return
 
         def outcome(reply: pb.RegisterReply | None) -> None:
-            is_welcome = (
-                reply is None or not reply.refused or not node.is_registering
-            )  # it may have said goodbye meanwhile
-            assert is_welcome, f"{node.label} is alive and refused: {reply}"
-            wait_s, next_s = (
-                (backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)) if reply is None else (PERIOD_S, BACKOFF_MIN_S)
-            )
+            if reply is not None and reply.refused and node.is_registering:  # else it has said goodbye meanwhile
+                self._refused(node, reply.refused)
+                return
+            wait_s, next_s = backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)
+            if reply is not None:
+                wait_s, next_s = PERIOD_S, BACKOFF_MIN_S
             self.kernel.after(node.seconds(wait_s), lambda: self._register(node, router, next_s), node)
 
         serve = SimRouter.serve_register
         self.calls.call(node, router, node.entry(), serve, outcome, timeout_s=_REGISTER_TIMEOUT_S)
+
+    def _refused(self, node: SimNode, why: str) -> None:
+        """As node/process.py: the process ends. Only a late word of its predecessor can bring that about."""
+        assert self._generations[node.host] > 1 and self.scenario.knobs.keeps_names, f"{node.label} is refused: {why}"
+        self.kernel.count("refused by a registry")
+        self.faults.blame(Blame(frozenset((node.host,)), self.kernel.now, self.kernel.now + AFTERMATH_S, "refused"))
+        self.end(node, "stop", 0.1, 0)
 
     def end(self, process: Process, kind: str, down_s: float, number: int) -> None:
         """A process ends: "crash", "power off" or in order ("stop"); another one follows on its host."""
@@ -176,8 +177,22 @@ class World:
             for client in process.clients.values():
                 if not client.is_over:
                     client.close("router lost", self.kernel.now)
+            self.kernel.after(GIVES_UP_WITHIN_S, lambda: self._check_abandoned(process))
         self._num_ending += 1
         self.kernel.after(down_s, lambda: self._restart(process.host))
+
+    def _check_abandoned(self, router: SimRouter) -> None:
+        """C09: a grace after a router's death no node computes for it any more, unless the node was stopped meanwhile."""
+        for node in self.nodes:
+            if node.paused_until > self.kernel.now - GIVES_UP_WITHIN_S:
+                continue
+            phases = node.scheduler.snapshot()["phases"]
+            assert isinstance(phases, dict)
+            self.kernel.count("work of dead routers looked for")
+            left = [
+                key for key, phase in phases.items() if phase is not Phase.FINISHED and key.request_id in router.clients
+            ]
+            assert not left, f"{node.label} still computes {left} for {router.label}, which is dead"
 
     def _restart(self, host: str) -> None:
         self._num_ending -= 1
@@ -229,7 +244,7 @@ class World:
     def _abort(self, router: SimRouter, client: Client) -> None:
         if not client.is_over:
             self._tell(router, "client leaves", client.plan.name)
-            self.count("abort")
+            self.kernel.count("abort")
             router.abort(client)
 
     # ---------------------------------------------------------------- the run
@@ -254,8 +269,18 @@ class World:
 
     @property
     def _patience_s(self) -> float:
-        """A full table of fences turns work away until the oldest ones have had their rest."""
-        return 0.0 if self.scenario.knobs.max_fences == NO_LIMIT else 2 * MAX_REST_S
+        """One slot may have to do all the work; a full table of fences turns work away until the oldest have had their rest."""
+        knobs = self.scenario.knobs
+        work = sum(len(plan.prompt) + plan.num_choices * plan.max_tokens for plan in self.scenario.clients)
+        patience_s = work * knobs.step_s
+        if (
+            knobs.max_attempts < MANY_ATTEMPTS
+        ):  # whoever is refused asks again so much later, and holds up those behind it
+            num_branches = sum(plan.num_choices for plan in self.scenario.clients)
+            patience_s += num_branches * RouterCoreConfig.max_refusal_wait_s
+        if knobs.max_fences != NO_LIMIT:
+            patience_s += 2 * MAX_REST_S
+        return patience_s
 
     def _is_load_over(self) -> bool:
         faults = self.faults
@@ -279,7 +304,7 @@ class World:
         knobs = self.scenario.knobs
         for client in clients:
             name, end = client.plan.name, client.end
-            self.count(f"client:{end}")
+            self.kernel.count(f"client:{end}")
             if end in ("finished", "aborted"):
                 continue
             text = f"{name} at {client.router} ended with {end} {client.error}"
@@ -293,7 +318,7 @@ class World:
                 f"{text}; nothing had struck it"
             )
             if end == "INTERNAL":
-                assert "no numbers" in client.error and self.counters["broken row"], text
+                assert "no numbers" in client.error and self.kernel.counters["broken row"], text
 
     def _is_whole(self) -> bool:
         """Every router has a session with every node process, and with no other."""
