@@ -277,7 +277,7 @@ class World:
             knobs.max_attempts < MANY_ATTEMPTS
         ):  # whoever is refused asks again so much later, and holds up those behind it
             num_branches = sum(plan.num_choices for plan in self.scenario.clients)
-            patience_s += num_branches * RouterCoreConfig.max_refusal_wait_s
+            patience_s += num_branches * RouterCoreConfig().max_refusal_wait_s
         if knobs.max_fences != NO_LIMIT:
             patience_s += 2 * MAX_REST_S
         return patience_s
