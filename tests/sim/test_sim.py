@@ -36,7 +36,8 @@ def hold(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-@pytest.mark.covers("C01", "H04", "H05", "H06", "H07", "H09", "H11", "R04", "R12", "R15", "R21", "P08", "D02", "S13")
+@pytest.mark.covers("C01", "H04", "H05", "H06", "H07", "H08", "H09", "H11", "D02", "D05", "P08")
+@pytest.mark.covers("Q05", "Q08", "R04", "R12", "R15", "R17", "R21", "S13")
 def test_everything_holds_whatever_the_seed_does(seed: int) -> None:
     hold(seed)
 
@@ -79,6 +80,8 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "repeats a call",
         "work of dead routers looked for",
         "leases_expired",
+        "commits_refused",
+        "stale_refused",
         "stop string",
         "client:finished",
         "client:router lost",
