@@ -38,7 +38,7 @@ from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
 from tests.sim.sessions import Listener
-from tests.sim.trace import describe_event, describe_to_router, name_of
+from tests.sim.trace import describe_action, describe_event
 
 FINGERPRINT = pb.Fingerprint(
     architecture="fake",
@@ -196,9 +196,10 @@ class SimNode(Process):
         for action in actions:
             if not self.is_alive:
                 return
+            if self.kernel.trace is not None and (line := describe_action(action)) is not None:
+                self._tell(*line)
             match action:
                 case ev.ToRouter(router, message):
-                    self._tell("says", f"{describe_to_router(message)}") if self.kernel.trace is not None else None
                     self.listener.send(Peer(router.name, router.incarnation), message)
                     self._around.moment("tokens", self.host)
                 case ev.RunStep(plan):
@@ -212,8 +213,7 @@ class SimNode(Process):
                 case ev.Count(name, amount):
                     for _ in range(amount):
                         self.kernel.count(name)
-                case ev.Ended(key, outcome):
-                    self._tell("attempt ended", f"{name_of(key.to_proto())}: {outcome}") if self.kernel.trace else None
+                case ev.Ended(_, outcome):
                     self.kernel.count(f"ended:{outcome}")
                 case _:
                     touches_links = True
@@ -232,7 +232,6 @@ class SimNode(Process):
                 self.transport.write(link_id, lease, blocks)
                 self._around.moment("write", self.host)
             case ev.NotifyLink(link_id, message):
-                self._tell("writes", f"Commit {name_of(message.commit.key)}") if self.kernel.trace is not None else None
                 self.transport.notify(link_id, message.SerializeToString())
                 self._around.moment("commit", self.host)
             case ev.CloseLink(link_id):
@@ -243,9 +242,6 @@ class SimNode(Process):
             case ev.RevokeLease(lease_id):
                 self.transport.revoke(lease_id)
             case ev.AnswerCommit(reply_to, message):
-                is_refused = message.answer.HasField("error")
-                text = f"{'refusal' if is_refused else 'acknowledgement'} of Commit {name_of(message.answer.key)}"
-                self._tell("writes", text) if self.kernel.trace is not None else None
                 self.transport.answer(reply_to, message.SerializeToString())
                 self._around.moment("activate", self.host)
 

@@ -192,6 +192,8 @@ class SimRouter(Process):
                     self.dialer.hang_up(Peer(node.name, node.incarnation))
                 case rev.Count(name, label):
                     self.kernel.count(f"{name}:{label}")
+                    if name == "retries":
+                        self._tell("retries", f"because of {label}")
                 case rev.Observe():
                     pass
 

@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 VOCAB_SIZE: Final = 11
@@ -128,7 +128,10 @@ class Scenario:
 
     def lines(self) -> list[str]:
         """The scenario for people."""
-        lines = [f"seed {self.seed}: {self.knobs}"]
+        plain = Knobs()
+        values = {each.name: getattr(self.knobs, each.name) for each in fields(Knobs)}
+        told = [f"{name} {value}" for name, value in values.items() if value != getattr(plain, name)]
+        lines = [f"seed {self.seed}: {', '.join(told) or 'every knob at its default'}"]
         lines += [f"client {plan.at:9.6f}  {plan.name:<6} asks router-{plan.router}: {plan}" for plan in self.clients]
         lines += [f"fault  {fault.at:9.6f}  {fault}" for fault in self.faults]
         return lines

@@ -79,6 +79,35 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
             return "takes", _transport_text(event)
 
 
+def describe_action(action: ev.Action) -> tuple[str, str] | None:
+    """What a node's core wants done: what, and what to know about it; None for what is only counted."""
+    match action:
+        case ev.ToRouter(_, message):
+            return "says", describe_to_router(message)
+        case ev.RunStep(plan):
+            rows = f"{len(plan.decodes)} decodes, chunks of {[len(chunk.token_ids) for chunk in plan.chunks]}"
+            return "launches", f"{plan.step_id}: {rows}"
+        case ev.SendReserve(key, address) | ev.SendRenew(key, address):
+            return "asks", f"{type(action).__name__.removeprefix('Send')} {name_of(key.to_proto())} of {address}"
+        case ev.SendRelease(address, request):
+            return "asks", f"Release {name_of(request.key)} of {address}"
+        case ev.AnswerReserve(_, reply):
+            return "answers", f"Reserve: {_reply_text(reply)}"
+        case ev.WriteBlocks(link_id, _, blocks):
+            return "writes", f"blocks {[index for index, _ in blocks]} of the lease on {link_id}"
+        case ev.NotifyLink(_, message):
+            return "writes", f"Commit {name_of(message.commit.key)}"
+        case ev.AnswerCommit(_, message):
+            word = "refuses" if message.answer.HasField("error") else "acknowledges"
+            return word, f"Commit {name_of(message.answer.key)}"
+        case ev.RevokeLease() | ev.CloseLink():
+            return "ends", "a lease" if isinstance(action, ev.RevokeLease) else f"link {action.link_id}"
+        case ev.Ended(key, outcome):
+            return "attempt ended", f"{name_of(key.to_proto())}: {outcome}"
+        case _:
+            return None
+
+
 def _reply_text(reply: pb.ReserveReply) -> str:
     if reply.WhichOneof("result") == "error":
         return reply.error.message
