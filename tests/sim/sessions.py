@@ -78,10 +78,13 @@ class Dialer:
         self._timing = SessionTiming()
         self._lines: dict[Peer, _Line] = {}
         self._touched: dict[SessionEnd, None] = {}
+        self._deadline: float | None = None
+        self._is_changed = True  # since the deadline was looked for
         self._rng = wire.kernel.rng(f"sessions of {process.label}")
 
     def dial(self, entry: pb.NodeEntry) -> None:
         """Open a session with this node process and keep it."""
+        self._is_changed = True
         peer = Peer(entry.node.name, entry.node.incarnation)
         host = entry.grpc_address.partition(":")[0]
         if peer in self._lines:
@@ -114,8 +117,10 @@ class Dialer:
 
     def next_deadline(self) -> float | None:
         """When tick must be called, by the process's clock."""
-        due = [at for line in self._lines.values() if (at := line.end.next_deadline()) is not None]
-        return min(due, default=None)
+        if self._is_changed:
+            due = [at for line in self._lines.values() if (at := line.end.next_deadline()) is not None]
+            self._deadline, self._is_changed = min(due, default=None), False
+        return self._deadline
 
     def streams(self) -> list[Stream]:
         """Of every node the newest one, if any is open or being dialed."""
@@ -158,6 +163,7 @@ class Dialer:
         return SessionEnd(self._me, peer, session_id, self._timing, dial_at=self._process.clock() + delay_s)
 
     def _end(self, line: _Line, how: HangUp | Superseded) -> None:
+        self._is_changed = True
         del self._lines[line.peer]  # first: no new session follows
         self._feed(line, how)
 
@@ -169,6 +175,7 @@ class Dialer:
         self._write(line)
 
     def _tick(self, line: _Line) -> None:
+        self._is_changed = True
         self._perform_all(line, line.end, line.end.tick(self._process.clock()))
 
     def _perform_all(self, line: _Line, end: SessionEnd, outputs: list[Output]) -> None:
@@ -214,6 +221,7 @@ class Dialer:
 
     def _write(self, line: _Line) -> None:
         """The writer's turn. It writes nothing before the connection is there."""
+        self._is_changed = True
         stream = line.stream
         if stream is None or not stream.is_connected or not line.is_woken:
             return
@@ -238,6 +246,8 @@ class Listener:
         self._ends: dict[int, SessionEnd] = {}  # by our number of the stream
         self._woken: dict[SessionEnd, None] = {}
         self._touched: dict[SessionEnd, None] = {}
+        self._deadline: float | None = None
+        self._is_changed = True  # since the deadline was looked for
         self._num_streams = 0
 
     def knows(self, router: Peer) -> bool:
@@ -257,14 +267,17 @@ class Listener:
 
     def tick(self) -> None:
         """Fire what is due at every end."""
+        self._is_changed = True
         for end in self._book.sessions():
             self._perform_all(end, end.tick(self._process.clock()))
             self._write(end)
 
     def next_deadline(self) -> float | None:
         """When tick must be called, by the process's clock."""
-        due = [at for end in self._book.sessions() if (at := end.next_deadline()) is not None]
-        return min(due, default=None)
+        if self._is_changed:
+            due = [at for end in self._book.sessions() if (at := end.next_deadline()) is not None]
+            self._deadline, self._is_changed = min(due, default=None), False
+        return self._deadline
 
     def streams(self) -> list[Stream]:
         """Every stream whose Hello was taken and that is not over."""
@@ -323,6 +336,7 @@ class Listener:
 
     def _feed(self, end: SessionEnd, what: Input) -> None:
         self._touched[end] = None
+        self._is_changed = True
         self._perform_all(end, end.tick(self._process.clock()))
         self._perform_all(end, end.receive(what, self._process.clock()))
         self._write(end)
@@ -358,6 +372,7 @@ class Listener:
                 assert_never(output)
 
     def _write(self, end: SessionEnd) -> None:
+        self._is_changed = True
         if end not in self._woken:
             return
         del self._woken[end]
