@@ -8,6 +8,9 @@ PORT    ?= 8000
 RUN_DIR ?= run
 UP_FLAGS ?=
 TEST_FLAGS ?=
+SEEDS   ?= 1000
+SEED    ?=
+SIM_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -16,7 +19,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs mutants coverage-table clean
+.PHONY: help setup up test lint format proto tree docs sim soak mutants coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +76,12 @@ tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's 
 docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew, from the registries and the machines' tables
 	@$(BIN)/python -m tests.router.metrics_table
 	@$(BIN)/python -m tests.architecture.protocol_page
+
+sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
+	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
+
+soak: $(STAMP) ## the same, from 10000 seeds that nobody has seen; exit code 1 if one fails
+	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(BIN)/python -m tests.mutants $(ONLY)

@@ -37,6 +37,14 @@ class LinkKey(NamedTuple):
     link_id: str
 
 
+class LinkStep(NamedTuple):
+    """A step that the hub could take now; of each link and kind there is one at most."""
+
+    key: LinkKey
+    receiver: str | None  # address of the receiving transport; None: nobody listens
+    kind: str  # "take", "deliver", "return", or "close" where the sender is told that the link is gone
+
+
 class _Message(NamedTuple):
     """What travels: one frame, or header and payload."""
 
@@ -82,6 +90,16 @@ class MemoryHub:
     def pending(self) -> int:
         """How many different steps could be taken now."""
         return len(self._steps())
+
+    def due(self) -> tuple[LinkStep, ...]:
+        """The pending steps by name, in the order that `step` counts them in."""
+        steps = []
+        for perform, link in self._steps():
+            kind = perform.__name__.removeprefix("_")
+            if kind == "return" and isinstance(link.answers[0], LinkClosed):
+                kind = "close"
+            steps.append(LinkStep(link.key, None if link.receiver is None else link.receiver.address, kind))
+        return tuple(steps)
 
     def step(self, i: int = 0) -> None:
         """Take the i-th pending step; raises IndexError if there is none."""

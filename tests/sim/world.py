@@ -1,385 +1,360 @@
-"""A whole cluster in one thread: the production cores, fake runners, in-memory KV, and a network that a seed decides about.
+"""A whole cluster in one thread: R routers, P prefill and D decode nodes, their registries and clients, and a network in between.
 
-Nothing here knows the protocol: it carries what cores say to whom they say it, in every order that a real network could give,
-and loses what a real network could lose. What is ordered stays ordered: each direction of a session, each link, each runner.
-RPCs and everything between channels are not.
+All that decides is production code: the cores, schedulers, pools, leases, handoff tables, fences, listings, the in-memory
+transport, and a session's end on both sides. Here are only shells without asyncio, a fake runner that is honest about KV, and a
+clock.
+
+    scenario --> kernel (events in order) --> processes --> network --> processes …
+                    every event: invariants          every token: the right answer
+
+A run has four parts: load and faults; what is left must end; new requests of every kind must be served by a cluster that is whole
+again; then the routers go, and nothing may be left anywhere.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
-import numpy as np
-
-from connector.memory_transport import MemoryHub, MemoryTransport
-from connector.transport import ReceiverEvent, SenderEvent
-from decode_node.core import DecodeCore
-from engine.block_pool import BlockPool
-from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner, expected_tokens
-from engine.plan import SamplingParams
-from engine.scheduler import Scheduler, SchedulerConfig
-from node import events as ev
-from node.identity import NodeIdentity, NodeLimits
-from prefill_node.core import PrefillCore
+from connector.fence import MAX_REST_S
+from connector.memory_transport import MemoryHub
+from engine.sequence import Phase
 from proto import baton_pb2 as pb
-from proto.block_key import seed_key
-from router import events as rev
-from router.core import RouterCore
 from router.entrance import RouterCoreConfig
-from router.placement import Placement
-from router.seeds import branch_seed
-from tests.sim.parts import Client, Rpc, SimNode, Sizes
+from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
+from tests.sim.calls import Calls
+from tests.sim.clients import Client, new_client
+from tests.sim.faults import AFTERMATH_S, NEVER, Blame, Faults
+from tests.sim.invariants import check_idle_node, check_idle_router, check_process
+from tests.sim.kernel import FOREVER, Kernel, Process
+from tests.sim.links import Links
+from tests.sim.network import Network
+from tests.sim.nodes import SimNode, Surroundings
+from tests.sim.routers import SimRouter
+from tests.sim.scenario import MANY_ATTEMPTS, NO_LIMIT, ClientPlan, Scenario
+from tests.sim.stream import ListenerSide, Stream, Wire
+from tests.sim.trace import Trace
 
-BLOCK_SIZE = 4
-VOCAB_SIZE = 11
-ROUTER = ev.RouterId("router", 77)
-FINGERPRINT = pb.Fingerprint(
-    architecture="fake", num_layers=1, dtype="i4", block_size=BLOCK_SIZE, weights="w", kernels="f"
-)
-KEY_SEED = seed_key(FINGERPRINT.SerializeToString(deterministic=True))
+_REGISTER_TIMEOUT_S: Final = 0.5  # of one call, as in runtime/registry_client.py
+_ENDS_WITHIN_S: Final = 60.0  # of world time, once no fault is felt any more: what runs then has ended
+_NOTICED_S: Final = 3.0  # after a fault: a session's grace, by any clock
+_WHOLE_WITHIN_S: Final = 10.0
+_SERVED_WITHIN_S: Final = 20.0
+GIVES_UP_WITHIN_S: Final = 3.0  # a session's grace and the way there, by any clock
+_MAX_EVENTS: Final = 400_000  # a run that has more goes round in circles
 
 
 class World:
-    """Run it with step() until is_quiet(); every step checks the invariants."""
+    """One run of a scenario."""
 
-    def __init__(self, seed: int, sizes: Sizes) -> None:
-        self.rng = random.Random(seed)
-        self.sizes = sizes
-        self.now = 1000.0
-        self.counters: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.clients: dict[tuple[str, int], Client] = {}  # by request and choice
-        self.rpcs: list[Rpc] = []
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-        self.calls: dict[int, Callable[[pb.ReserveReply | pb.RenewReply], None]] = {}
+    def __init__(self, scenario: Scenario, trace: Trace | None = None) -> None:
+        self.scenario = scenario
+        self.kernel = Kernel(scenario.seed, trace, check_process)
+        self.network = Network(self.kernel, scenario.knobs.network)
+        self.calls = Calls(self.kernel, self.network)
         self.hub = MemoryHub()
-        self.router = RouterCore(RouterCoreConfig(), Placement("round_robin", "least_loaded"))
-        self.nodes: dict[str, SimNode] = {}
-        for index in range(sizes.num_prefill):
-            self._add_node(f"prefill-{index}", pb.ROLE_PREFILL)
-        for index in range(sizes.num_decode):
-            self._add_node(f"decode-{index}", pb.ROLE_DECODE)
+        self.links = Links(self.kernel, self.network, self.hub)
+        self.clients: list[Client] = []
+        self._rng = self.kernel.rng("world")
+        self._generations: Counter[str] = Counter()
+        self._around = Surroundings(self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look)
+        self._wire = Wire(self.kernel, self.network, _listener_of)
+        self.faults = Faults(self, scenario.faults)
+        self._num_ending = 0  # processes that are down and will be started again
+        self._may_restart = True
+        for host in scenario.hosts:
+            self._start(host)
+        for plan in scenario.clients:
+            self.kernel.at(plan.at, partial(self._submit, plan))
 
-    def _add_node(self, name: str, role: pb.Role.ValueType) -> None:
-        sizes = self.sizes
-        identity = NodeIdentity(name, self.rng.getrandbits(63) + 1)
-        pool = BlockPool(sizes.num_blocks, BLOCK_SIZE)
-        config = SchedulerConfig(sizes.num_slots, sizes.max_batched_tokens, sizes.max_model_len)
-        scheduler = Scheduler(config, pool, KEY_SEED)
-        memory = np.zeros((sizes.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
-        inbox: deque[SenderEvent | ReceiverEvent] = deque()
-        transport = MemoryTransport(memory, name, self.hub, inbox.append)
-        limits = NodeLimits(max_model_len=sizes.max_model_len, vocab_size=VOCAB_SIZE)
-        core: PrefillCore | DecodeCore
-        if role == pb.ROLE_PREFILL:
-            core = PrefillCore(identity, limits, scheduler, pool, FINGERPRINT, KEY_SEED)
-        else:
-            core = DecodeCore(identity, limits, scheduler, pool, FINGERPRINT, KEY_SEED, self._draw)
-        runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, sizes.num_slots)
-        node = SimNode(identity, role, core, pool, scheduler, runner, transport, inbox=inbox)
-        self.nodes[name] = node
-        entry = pb.NodeEntry(
-            node=identity.to_proto(),
-            role=role,
-            grpc_address=name,
-            http_address=f"{name}:80",
-            fingerprint=FINGERPRINT,
-            num_blocks=sizes.num_blocks,
-            max_num_seqs=sizes.num_slots,
-            max_model_len=sizes.max_model_len,
-        )
-        self._feed_router(rev.NodeListed(entry))
-        self._feed_router(rev.SessionUp(node.ref))
+    def _moment(self, what: str, host: str) -> None:
+        self.faults.moment(what, host)
 
-    def _draw(self) -> tuple[int, bytes]:
-        return self.rng.getrandbits(63) + 1, self.rng.randbytes(16)
-
-    # ------------------------------------------------------------ clients
-
-    def submit(
-        self, prompt: tuple[int, ...], max_tokens: int, temperature: float, stop: tuple[int, ...], num_choices: int = 1
-    ) -> None:
-        """Send a request of a new client; the right answers are computed here and now."""
-        request_id, seed = f"r{len(self.clients)}", self.rng.getrandbits(53)
-        for choice in range(num_choices):
-            sampling = SamplingParams(temperature, seed=branch_seed(seed, choice))
-            tokens = expected_tokens(prompt, (), sampling, max_tokens, VOCAB_SIZE)
-            stops = [i for i, token in enumerate(tokens) if token in stop]
-            expected = tuple(tokens[: stops[0] + 1] if stops else tokens)
-            self.clients[request_id, choice] = Client(expected, "stop" if stops else "length")
-        request = rev.GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            seed=seed,
-            sampling=rev.Sampling(temperature, max_tokens, stop),
-            deadline=self.now + 600,
-            num_choices=num_choices,
-        )
-        self._feed_router(rev.Submitted(request))
-
-    def _open_choices(self, request_id: str) -> list[Client]:
-        return [client for (name, _), client in self.clients.items() if name == request_id and client.end is None]
-
-    def abort(self, request_id: str) -> None:
-        """The client goes away."""
-        for client in self._open_choices(request_id):
-            client.end = "aborted"
-        self.faults["abort"] += 1
-        self._feed_router(rev.Aborted(request_id))
-
-    def stop(self, request_id: str, choice: int) -> None:
-        """A stop string is found somewhere in what has arrived of a choice."""
-        client = self.clients[request_id, choice]
-        num_tokens = self.rng.randint(1, len(client.received))
-        client.expected, client.expected_reason = tuple(client.received[:num_tokens]), "stop"
-        self.faults["stop string"] += 1
-        self._feed_router(rev.Stopped(request_id, choice, num_tokens))
+    # ---------------------------------------------------------------- processes
 
     @property
-    def open_requests(self) -> list[str]:
-        """Requests with a choice that has no end."""
-        return list(dict.fromkeys(name for (name, _), client in self.clients.items() if client.end is None))
+    def routers(self) -> list[SimRouter]:
+        """Those that run."""
+        found = [self.network.find(host) for host in self.scenario.hosts]
+        return [process for process in found if isinstance(process, SimRouter)]
 
-    # ------------------------------------------------------------ one step of the world
+    @property
+    def nodes(self) -> list[SimNode]:
+        """Those that run."""
+        found = [self.network.find(host) for host in self.scenario.hosts]
+        return [process for process in found if isinstance(process, SimNode)]
 
-    def step(self) -> bool:
-        """Let one thing happen; False if nothing can but the passing of time."""
-        self.now += self.rng.expovariate(1000)
-        self._fire_timers()
-        choices = self._choices()
-        if choices:
-            self.rng.choice(choices)()
-        self.check()
-        return bool(choices)
+    def _start(self, host: str) -> None:
+        self._generations[host] += 1
+        generation, knobs = self._generations[host], self.scenario.knobs
+        rate = 1 + self.kernel.rng(f"rate {host}").uniform(-1, 1) * knobs.clock_spread
+        process: Process
+        if host.startswith("router"):
+            process = SimRouter(self._around, self._wire, host, generation, rate)
+        else:
+            port = 7000 if knobs.keeps_addresses else 7000 + generation
+            process = node = SimNode(self._around, host, generation, f"{host}:{port}", rate)
+            self.links.add(node)
+        self._tell(process, "starts", "")
+        self.network.start(process)
+        if isinstance(process, SimNode):
+            for number in range(knobs.num_routers):
+                self._register(process, f"router-{number}", BACKOFF_MIN_S)
+        process.rearm()
 
-    def pass_time(self) -> bool:
-        """Jump to the next instant at which something is due; False if nothing ever is."""
-        deadlines = [core.next_deadline() for core in (self.router, *(node.core for node in self.nodes.values()))]
-        due = [at for at in deadlines if at is not None] + [at for at, _ in self.timers]
-        if not due:
-            return False
-        self.now = max(self.now, min(due))
-        self._fire_timers()
-        self.check()
-        return True
+    def _tell(self, process: Process, what: str, why: str) -> None:
+        self.kernel.tell(process.label, what, why)
+
+    def _register(self, node: SimNode, router: str, backoff_s: float) -> None:
+        """As runtime/registry_client.py."""
+        if not node.is_registering:
+            return
+
+        def outcome(reply: pb.RegisterReply | None) -> None:
+            if reply is not None and reply.refused and node.is_registering:  # else it has said goodbye meanwhile
+                self._refused(node, reply.refused)
+                return
+            wait_s, next_s = backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)
+            if reply is not None:
+                wait_s, next_s = PERIOD_S, BACKOFF_MIN_S
+            self.kernel.after(node.seconds(wait_s), lambda: self._register(node, router, next_s), node)
+
+        serve = SimRouter.serve_register
+        self.calls.call(node, router, node.entry(), serve, outcome, timeout_s=_REGISTER_TIMEOUT_S)
+
+    def _refused(self, node: SimNode, why: str) -> None:
+        """As node/process.py: the process ends. Only a late word of its predecessor can bring that about."""
+        assert self._generations[node.host] > 1 and self.scenario.knobs.keeps_names, f"{node.label} is refused: {why}"
+        self.kernel.count("refused by a registry")
+        self.faults.blame(Blame(frozenset((node.host,)), self.kernel.now, self.kernel.now + AFTERMATH_S, "refused"))
+        self.end(node, "stop", 0.1, 0)
+
+    def end(self, process: Process, kind: str, down_s: float, number: int) -> None:
+        """A process ends: "crash", "power off" or in order ("stop"); another one follows on its host."""
+        if kind == "stop" and process.paused_until <= self.kernel.now:
+            self._say_goodbye(process)
+            self.kernel.after(0.02, lambda: self._die(process, False, 0.0, down_s))
+        else:
+            self._die(process, kind == "power off", number / 3, down_s)
+
+    def _say_goodbye(self, process: Process) -> None:
+        self._tell(process, "stops", "")
+        if isinstance(process, SimRouter):
+            for client in process.clients.values():
+                if not client.is_over:
+                    client.close("router lost", self.kernel.now)
+                    self.kernel.run_on(process, lambda c=client: process.stop_serving(c))  # type: ignore[misc]
+            self.kernel.after(0.01, process.dialer.hang_up_all, process)
+        elif isinstance(process, SimNode):
+            process.is_registering = False
+            goodbye = process.identity.to_proto()
+            for each in range(self.scenario.knobs.num_routers):
+                serve = SimRouter.serve_deregister
+                self.calls.call(process, f"router-{each}", goodbye, serve, lambda reply: None, timeout_s=0.5)
+            self.kernel.after(0.01, process.listener.hang_up_all, process)
+
+    def _die(self, process: Process, is_silent: bool, share_lost: float, down_s: float) -> None:
+        if not process.is_alive:
+            return
+        self._tell(process, "dies", "and its host is silent" if is_silent else "")
+        process.is_alive = False
+        self.network.end(process, down_s if is_silent else 0.0)
+        for stream in self._streams_of(process):
+            stream.end_died(process, not is_silent, share_lost)
+        if is_silent:
+            self.calls.forget_all(process)
+        else:
+            self.calls.fail_all(process)
+        if isinstance(process, SimNode):
+            for key in self.hub.links():
+                if key.sender == process.transport.address:
+                    self.hub.cut(key, round((1 - share_lost) * 3))
+            process.transport.stop()
+            self.links.look()
+        elif isinstance(process, SimRouter):
+            for client in process.clients.values():
+                if not client.is_over:
+                    client.close("router lost", self.kernel.now)
+            self.kernel.after(GIVES_UP_WITHIN_S, lambda: self._check_abandoned(process))
+        self._num_ending += 1
+        self.kernel.after(down_s, lambda: self._restart(process.host))
+
+    def _check_abandoned(self, router: SimRouter) -> None:
+        """C09: a grace after a router's death no node computes for it any more, unless the node was stopped meanwhile."""
+        for node in self.nodes:
+            if node.paused_until > self.kernel.now - GIVES_UP_WITHIN_S:
+                continue
+            phases = node.scheduler.snapshot()["phases"]
+            assert isinstance(phases, dict)
+            self.kernel.count("work of dead routers looked for")
+            left = [
+                key for key, phase in phases.items() if phase is not Phase.FINISHED and key.request_id in router.clients
+            ]
+            assert not left, f"{node.label} still computes {left} for {router.label}, which is dead"
+
+    def _restart(self, host: str) -> None:
+        self._num_ending -= 1
+        self._start(host)
+
+    def _streams_of(self, process: Process) -> list[Stream]:
+        streams: dict[Stream, None] = {}
+        for router in self.routers if isinstance(process, SimNode) else [process]:
+            assert isinstance(router, SimRouter)
+            streams |= dict.fromkeys(each for each in router.dialer.streams() if process in (each.node, each.router))
+        for node in self.nodes if isinstance(process, SimRouter) else [process]:
+            assert isinstance(node, SimNode)
+            streams |= dict.fromkeys(each for each in node.listener.streams() if process in (each.node, each.router))
+        return list(streams)
+
+    def streams_between(self, router: str, node: str) -> list[Stream]:
+        """Every stream between two hosts."""
+        process = self.network.find(router)
+        return [] if process is None else [each for each in self._streams_of(process) if each.host == node]
+
+    # ---------------------------------------------------------------- clients
+
+    def _submit(self, plan: ClientPlan) -> Client:
+        """Ask the router of the plan, or the next one that listens."""
+        num_routers = self.scenario.knobs.num_routers
+        for offset in range(num_routers):
+            router = self.network.find(f"router-{(plan.router + offset) % num_routers}")
+            if isinstance(router, SimRouter):
+                client = self._ask(router, plan)
+                break
+        else:
+            client = new_client(plan, "nobody", f"router-{plan.router}", self.kernel.now, FOREVER)
+            client.close("no router", self.kernel.now)
+        self.clients.append(client)
+        return client
+
+    def _ask(self, router: SimRouter, plan: ClientPlan) -> Client:
+        now = self.kernel.now
+        client = new_client(
+            plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
+        )
+        self._tell(router, "is asked", f"{plan.name}: {plan}")
+        router.clients[plan.name] = client
+        self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)
+        if plan.aborts_after_s is not None:
+            self.kernel.after(plan.aborts_after_s, lambda: self._abort(router, client), router)
+        return client
+
+    def _abort(self, router: SimRouter, client: Client) -> None:
+        if not client.is_over:
+            self._tell(router, "client leaves", client.plan.name)
+            self.kernel.count("abort")
+            router.abort(client)
+
+    # ---------------------------------------------------------------- the run
 
     def run(self) -> None:
-        """Until nothing is under way and no timer is set."""
-        while self.step() or self.pass_time():
-            pass
+        """From the start to the check that nothing is left; raises whatever is wrong."""
+        self._run_until(lambda: self._is_load_over() and all(client.is_over for client in self.clients))
+        self._check_ends(self.clients)
+        self.links.disarm()
+        for node in self.nodes:
+            node.runner.breaks_next_row = False
+        self._run_until(self._is_whole, _WHOLE_WITHIN_S, "the cluster is not whole again")
+        for plan in self._probes():
+            probe = self._submit(plan)
+            within_s = _SERVED_WITHIN_S + self._patience_s
+            self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
+            assert probe.end == "finished", f"{plan.name} failed in a whole cluster: {probe.error}"
+        self._run_until(lambda: not any(router.core.snapshot()["requests"] for router in self.routers), 5.0, "requests")
+        for router in self.routers:
+            check_idle_router(router)
+        self._run_down()
 
-    def _choices(self) -> list[Callable[[], None]]:
-        choices: list[Callable[[], None]] = []
-        for node in self.nodes.values():
-            if node.plans:
-                choices.append(partial(self._finish_step, node))
-            if node.inbox:
-                choices.append(partial(self._take_inbox, node))
-            if node.to_router:
-                choices.append(partial(self._take_up, node))
-            if node.from_router:
-                choices.append(partial(self._take_down, node))
-        choices += [partial(self._carry, index) for index in range(len(self.rpcs))]
-        choices += [partial(self._move_bytes, index) for index in range(self.hub.pending())]
-        if self.rng.random() < self.sizes.p_abort and (open_requests := self.open_requests):
-            choices.append(lambda: self.abort(self.rng.choice(open_requests)))
-        if self.rng.random() < self.sizes.p_stop:
-            begun = [key for key, client in self.clients.items() if client.end is None and client.received]
-            choices += [partial(self.stop, *self.rng.choice(begun))] if begun else []
-        return choices
+    @property
+    def _patience_s(self) -> float:
+        """One slot may have to do all the work; a full table of fences turns work away until the oldest have had their rest."""
+        knobs = self.scenario.knobs
+        work = sum(len(plan.prompt) + plan.num_choices * plan.max_tokens for plan in self.scenario.clients)
+        patience_s = work * knobs.step_s
+        if (
+            knobs.max_attempts < MANY_ATTEMPTS
+        ):  # whoever is refused asks again so much later, and holds up those behind it
+            num_branches = sum(plan.num_choices for plan in self.scenario.clients)
+            patience_s += num_branches * RouterCoreConfig().max_refusal_wait_s
+        if knobs.max_fences != NO_LIMIT:
+            patience_s += 2 * MAX_REST_S
+        return patience_s
 
-    def _fire_timers(self) -> None:
-        for _, fire in sorted((t for t in self.timers if t[0] <= self.now), key=lambda t: t[0]):
-            fire()
-        self.timers = [t for t in self.timers if t[0] > self.now]
-        self._perform_router(self.router.tick(self.now))
-        for node in self.nodes.values():
-            self._perform(node, node.core.tick(self.now))
+    def _is_load_over(self) -> bool:
+        faults = self.faults
+        is_struck = faults.num_pending == 0 and faults.ends_at + _NOTICED_S <= self.kernel.now and self._num_ending == 0
+        return is_struck and len(self.clients) == len(self.scenario.clients)
 
-    def _finish_step(self, node: SimNode) -> None:
-        self._feed(node, ev.StepDone(node.runner.run(node.plans.popleft())))
+    def _run_until(self, is_true: Callable[[], bool], within_s: float | None = None, otherwise: str = "") -> None:
+        limit = FOREVER if within_s is None else self.kernel.now + within_s
+        while not is_true():
+            if within_s is None and self._is_load_over():
+                within_s, otherwise = _ENDS_WITHIN_S + self._patience_s, "requests do not end"
+                limit = self.kernel.now + within_s
+            if self.kernel.next_at > limit:
+                still = [client.plan.name for client in self.clients if not client.is_over]
+                raise AssertionError(f"{otherwise} within {within_s:g} s; open are {still}")
+            self.kernel.step()
+            assert self.kernel.num_events < _MAX_EVENTS, "the run goes round in circles"
 
-    def _take_inbox(self, node: SimNode) -> None:
-        self._feed(node, node.inbox.popleft())
-
-    def _take_up(self, node: SimNode) -> None:
-        self._feed_router(rev.FromNode(node.ref, node.to_router.popleft()))
-
-    def _take_down(self, node: SimNode) -> None:
-        self._feed(node, ev.FromRouter(ROUTER, node.from_router.popleft()))
-
-    def _carry(self, index: int) -> None:
-        rpc = self.rpcs.pop(index)
-        if self.rng.random() < self.sizes.p_lose_rpc:
-            self.faults["lost rpc"] += 1
-            self.timers.append((self.now + rpc.timeout_s, rpc.on_lost))
-        else:
-            rpc.deliver()
-
-    def _move_bytes(self, index: int) -> None:
-        for link in self.hub.links():
-            if self.rng.random() < self.sizes.p_flip and self.hub.flip(link, self.rng.randrange(1 << 20)):
-                self.faults["flipped bit"] += 1
-            if self.rng.random() < self.sizes.p_lose_answer and self.hub.drop_answer(link):
-                self.faults["lost commit ack"] += 1
-            if self.rng.random() < self.sizes.p_cut_link and self.hub.cut(link, self.rng.randrange(4)):
-                self.faults["cut link"] += 1
-        if index < self.hub.pending():
-            self.hub.step(index)
-
-    # ------------------------------------------------------------ what the shells do
-
-    def _feed(self, node: SimNode, event: ev.Event) -> None:
-        self._perform(node, node.core.receive(event, self.now))
-
-    def _feed_router(self, event: rev.Event) -> None:
-        self._perform_router(self.router.receive(event, self.now))
-
-    def _perform_router(self, actions: list[rev.Action]) -> None:
-        for action in actions:
-            match action:
-                case rev.ToNode(ref, message):
-                    self.nodes[ref.name].from_router.append(message)
-                case rev.Emitted(request_id, first_index, token_ids, choice):
-                    client = self.clients[request_id, choice]
-                    assert client.end is None, f"{request_id}/{choice}: tokens behind the end"
-                    assert first_index == len(client.received), f"{request_id}/{choice}: gap or repeat at {first_index}"
-                    client.received += token_ids
-                    right = client.expected[: len(client.received)]
-                    assert tuple(client.received) == right, f"{request_id}/{choice}: wrong token"
-                case rev.Finished(request_id, _, _, choice):
-                    client = self.clients[request_id, choice]
-                    assert client.end is None, f"{request_id}/{choice}: a second end"
-                    client.end = action
-                    self.counters["router:Finished"] += 1
-                case rev.Failed(request_id):
-                    clients = self._open_choices(request_id)
-                    assert clients, f"{request_id}: a second end"
-                    for client in clients:
-                        client.end = action
-                    self.counters["router:Failed"] += 1
-                case rev.Count(name, label):
-                    self.counters[f"router:{name}:{label}"] += 1
-                case rev.Dial() | rev.HangUp():
-                    pass  # sessions are up for good in this world
-
-    def _perform(self, node: SimNode, actions: list[ev.Action]) -> None:
-        for action in actions:
-            match action:
-                case ev.ToRouter(_, message):
-                    node.to_router.append(message)
-                case ev.RunStep(plan):
-                    self.counters["plans with several branches"] += any(start.branch_seeds for start in plan.starts)
-                    node.plans.append(plan)
-                case ev.SendReserve(key, address, request, timeout_s):
-                    self._send_reserve(node, self.nodes[address], ev.ReserveAnswered(key, None), request, timeout_s)
-                case ev.SendRenew(key, address, request, timeout_s):
-                    self._send_renew(node, self.nodes[address], ev.RenewAnswered(key, None), request, timeout_s)
-                case ev.SendRelease(address, request):
-                    deliver = partial(self._feed, self.nodes[address], ev.ReleaseAsked(request))
-                    self.rpcs.append(Rpc(deliver, _nothing, 0.0))
-                case ev.AnswerReserve(call_id, reply):
-                    if reply.WhichOneof("result") == "lease":
-                        reply.lease.endpoints.append(node.transport.endpoint())
-                    self.calls.pop(call_id)(reply)
-                case ev.AnswerRenew(call_id, answer):
-                    self.calls.pop(call_id)(answer)
-                case ev.OpenLink(link_id, endpoints):
-                    node.transport.open(link_id, endpoints[0])
-                case ev.WriteBlocks(link_id, lease, blocks):
-                    node.transport.write(link_id, lease, blocks)
-                case ev.NotifyLink(link_id, message):
-                    node.transport.notify(link_id, message.SerializeToString())
-                case ev.CloseLink(link_id):
-                    node.transport.close(link_id)
-                case ev.AdmitLease(lease_id, secret, block_ids):
-                    node.transport.admit(lease_id, secret, block_ids)
-                case ev.RevokeLease(lease_id):
-                    node.transport.revoke(lease_id)
-                case ev.AnswerCommit(reply_to, message):
-                    node.transport.answer(reply_to, message.SerializeToString())
-                case ev.Count(name, amount):
-                    self.counters[f"{node.identity.name}:{name}"] += amount
-                case ev.Ended(_, outcome):
-                    self.counters[f"{node.identity.name}:ended:{outcome}"] += 1
-
-    def _send_reserve(
-        self, node: SimNode, target: SimNode, lost: ev.ReserveAnswered, request: pb.ReserveRequest, timeout_s: float
-    ) -> None:
-        on_lost = partial(self._feed, node, lost)
-
-        def arrive(is_repeat: bool = False) -> None:
-            call_id = self.rng.getrandbits(64)
-            self.calls[call_id] = _ignore if is_repeat else answered
-            self._feed(target, ev.ReserveAsked(call_id, request))
-            if not is_repeat and self.rng.random() < self.sizes.p_repeat_reserve:
-                self.faults["repeated reserve"] += 1
-                self.rpcs.append(Rpc(partial(arrive, is_repeat=True), _nothing, 0.0))
-
-        def answered(reply: pb.ReserveReply | pb.RenewReply) -> None:
-            assert isinstance(reply, pb.ReserveReply)
-            self.rpcs.append(Rpc(partial(self._feed, node, ev.ReserveAnswered(lost.key, reply)), on_lost, timeout_s))
-
-        self.rpcs.append(Rpc(arrive, on_lost, timeout_s))
-
-    def _send_renew(
-        self, node: SimNode, target: SimNode, lost: ev.RenewAnswered, request: pb.RenewRequest, timeout_s: float
-    ) -> None:
-        on_lost = partial(self._feed, node, lost)
-
-        def arrive() -> None:
-            call_id = self.rng.getrandbits(64)
-            self.calls[call_id] = answered
-            self._feed(target, ev.RenewAsked(call_id, request))
-
-        def answered(reply: pb.ReserveReply | pb.RenewReply) -> None:
-            assert isinstance(reply, pb.RenewReply)
-            self.rpcs.append(Rpc(partial(self._feed, node, ev.RenewAnswered(lost.key, reply)), on_lost, timeout_s))
-
-        self.rpcs.append(Rpc(arrive, on_lost, timeout_s))
-
-    # ------------------------------------------------------------ invariants
-
-    def check(self) -> None:
-        """What must hold after every event (design, section 9)."""
-        for node in self.nodes.values():
-            counts = node.pool.counts()
-            total = counts.free + counts.cached + counts.used + counts.leased + counts.quarantined
-            assert total == node.pool.num_blocks, f"{node.identity.name}: {counts} do not add up"
-            assert 0 <= node.pool.num_promised <= counts.free + counts.cached
-            leased = node.core.snapshot().get("blocks_of_leases", 0)
-            assert counts.leased + counts.quarantined == leased, f"{node.identity.name}: leased blocks without a lease"
-            assert len(node.plans) <= 2, "the runner's queue is two deep"
-
-    def check_idle(self) -> None:
-        """What must hold when every request has ended and every timer has fired: nothing is held anywhere."""
-        assert not self.open_requests, f"never ended: {self.open_requests}"
-        state = self.router.snapshot()
-        assert state["requests"] == {} and state["queued"] == 0 and state["timers"] == 0, state
-        nodes = state["nodes"]
-        assert isinstance(nodes, dict)
-        for name, held in nodes.items():
-            assert (held["prefilling"], held["attempts"], held["prefill_tokens"], held["branches"]) == (0, 0, 0, 0), (
-                f"{name}: {held}"
+    def _check_ends(self, clients: list[Client]) -> None:
+        """A request that failed had a reason to."""
+        knobs = self.scenario.knobs
+        for client in clients:
+            name, end = client.plan.name, client.end
+            self.kernel.count(f"client:{end}")
+            if end in ("finished", "aborted"):
+                continue
+            text = f"{name} at {client.router} ended with {end} {client.error}"
+            assert end not in NEVER, text
+            if end == "DEADLINE" and client.plan.timeout_s < 600:
+                continue
+            if end == "OVERLOADED" and knobs.max_queue < 1024:
+                continue
+            hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
+            assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
+                f"{text}; nothing had struck it"
             )
-        for node in self.nodes.values():
-            counts = node.pool.counts()
-            assert (counts.used, counts.leased, counts.quarantined) == (0, 0, 0), f"{node.identity.name}: {counts}"
-            assert node.pool.num_promised == 0
-            assert node.scheduler.num_free_slots == self.sizes.num_slots
-            core = node.core.snapshot()
-            held_by_core = {
-                k: core[k] for k in core.keys() & {"attempts", "reserves_unanswered", "leases", "branches", "fences"}
-            }
-            assert not any(held_by_core.values()), f"{node.identity.name}: {held_by_core}"
+            if end == "INTERNAL":
+                assert "no numbers" in client.error and self.kernel.counters["broken row"], text
+
+    def _is_whole(self) -> bool:
+        """Every router has a session with every node process, and with no other."""
+        names = {f"{node.identity.name}@{node.identity.incarnation}" for node in self.nodes}
+        for router in self.routers:
+            nodes = router.core.snapshot()["nodes"]
+            assert isinstance(nodes, dict)
+            if nodes.keys() != names or not all(each["session"] == "up" and each["listed"] for each in nodes.values()):
+                return False
+        return len(names) == self.scenario.knobs.num_prefill + self.scenario.knobs.num_decode
+
+    def _probes(self) -> list[ClientPlan]:
+        rng = self.kernel.rng("probes")
+        plans = []
+        for number in range(self.scenario.knobs.num_routers):
+            for kind in range(2):
+                prompt = tuple(rng.randrange(11) for _ in range(rng.randint(1, 20)))
+                plan = ClientPlan(f"p{number}{kind}", self.kernel.now, number, prompt, 8, rng.getrandbits(53))
+                plans.append(plan if kind else ClientPlan(plan.name, plan.at, number, prompt, 8, 1, num_choices=3))
+        return plans
+
+    def _run_down(self) -> None:
+        """The routers go; the nodes free everything, without anybody asking them to."""
+        for node in self.nodes:
+            node.is_registering = False
+        for router in self.routers:
+            self.kernel.run_on(router, router.dialer.hang_up_all)
+            router.is_alive = False
+            self.network.end(router)
+        while self.kernel.next_at < FOREVER:
+            self.kernel.step()
+            assert self.kernel.num_events < _MAX_EVENTS, "the run goes round in circles"
+        for node in self.nodes:
+            check_idle_node(node)
 
 
-def _nothing() -> None:
-    """What the caller of a one-way message sees of its loss."""
-
-
-def _ignore(reply: pb.ReserveReply | pb.RenewReply) -> None:
-    """The answer to a repeat: nobody waits for it."""
+def _listener_of(process: Process) -> ListenerSide:
+    assert isinstance(process, SimNode)
+    return process.listener

@@ -1,0 +1,149 @@
+"""The clients: what each asked for, the right answer, and what came. Wrong tokens, gaps, repeats and second ends are found here.
+
+The right answer is known beforehand (engine/fake_runner.py expected_tokens). A choice is checked as an OpenAI client would see
+it: a stop string cuts it where it stands, and of several ends the first one counts, as in router/answer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.fake_runner import expected_logprobs, expected_tokens
+from engine.plan import SamplingParams
+from node.sampling import to_logprobs_message
+from router import events as rev
+from router.seeds import branch_seed
+from tests.sim.scenario import VOCAB_SIZE, ClientPlan
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice: what must come, and what has."""
+
+    expected: tuple[int, ...]
+    expected_reason: str
+    stops_at: int | None  # tokens after which its text has a stop string
+    received: list[int] = field(default_factory=list)
+    is_prompt_scored: bool = False
+    is_stopped: bool = False
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Client:
+    """One client and its request."""
+
+    plan: ClientPlan
+    choices: list[Choice]
+    router: str  # label of the process that took the request
+    submitted_at: float
+    deadline_at: float  # in the world's time; its router, if awake, has ended it by then
+    hosts: dict[str, None]  # that had to do with it
+    end: str | None = None  # "finished", "aborted", "router lost", "refused", or an error code
+    ended_at: float = 0.0
+    error: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come."""
+        return self.end is not None
+
+    def take(self, emitted: rev.Emitted) -> int | None:
+        """More tokens; how many the choice has with them if they end it with a stop string."""
+        choice = self.choices[emitted.choice]
+        name = f"{self.plan.name}/{emitted.choice}"
+        assert not self.is_over and choice.finish_reason is None, f"{name}: tokens behind the end"
+        assert emitted.first_index == len(choice.received), f"{name}: gap or repeat at {emitted.first_index}"
+        choice.received += emitted.token_ids
+        right = choice.expected[: len(choice.received)]
+        assert tuple(choice.received) == right, f"{name}: {choice.received} is wrong, right is {choice.expected}"
+        if (num_top := self.plan.num_logprobs) is not None:
+            begin = len(self.plan.prompt) + emitted.first_index
+            expected = tuple(
+                to_logprobs_message(expected_logprobs(token_id, position, num_top, VOCAB_SIZE))
+                for position, token_id in enumerate(emitted.token_ids, begin)
+            )
+            assert emitted.logprobs == expected, f"{name}: wrong logprobs from {emitted.first_index} on"
+        if choice.stops_at is not None and not choice.is_stopped and len(choice.received) >= choice.stops_at:
+            choice.is_stopped = True
+            return choice.stops_at
+        return None
+
+    def take_prompt_logprobs(self, scored: rev.PromptScored) -> None:
+        """Once, right, and before the end."""
+        choice = self.choices[scored.choice]
+        assert not choice.is_prompt_scored and choice.finish_reason is None, f"{self.plan.name}: scored again"
+        expected = tuple(
+            to_logprobs_message(expected_logprobs(token_id, position, self.plan.num_logprobs or 0, VOCAB_SIZE))
+            for position, token_id in enumerate(self.plan.prompt[1:], 1)
+        )
+        assert scored.logprobs == expected, f"{self.plan.name}/{scored.choice}: wrong logprobs of the prompt"
+        choice.is_prompt_scored = True
+
+    def finish(self, finished: rev.Finished, now: float) -> None:
+        """A choice's end."""
+        choice = self.choices[finished.choice]
+        name = f"{self.plan.name}/{finished.choice}"
+        assert not self.is_over and choice.finish_reason is None, f"{name}: a second end"
+        assert tuple(choice.received[: len(finished.token_ids)]) == finished.token_ids, (
+            f"{name}: ends with other tokens"
+        )
+        choice.finish_reason = "stop" if choice.is_stopped else finished.finish_reason
+        tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason
+        if choice.is_stopped:  # what came behind the stop string is not shown
+            tokens, right, reason = tokens[: choice.stops_at], right[: choice.stops_at], "stop"
+        assert tokens == right, f"{name}: ended with {tokens}, right is {right}"
+        assert choice.finish_reason == reason, f"{name}: ended with {choice.finish_reason}, right is {reason}"
+        if self.plan.wants_prompt_logprobs and len(self.plan.prompt) > 1:
+            assert choice.is_prompt_scored, f"{name}: ended without its prompt's logprobs"
+        if all(each.finish_reason is not None for each in self.choices):
+            self.close("finished", now)
+
+    def fail(self, failed: rev.Failed, now: float) -> None:
+        """The request's error."""
+        assert not self.is_over, f"{self.plan.name}: a second end, {failed}"
+        self.error = failed.message
+        self.close(failed.code, now)
+
+    def close(self, end: str, now: float) -> None:
+        """Its one end."""
+        self.end, self.ended_at = end, now
+
+
+def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at: float) -> Client:
+    """A client with the right answers to its request."""
+    stops = dict(plan.stops)
+    choices = []
+    for number in range(plan.num_choices):
+        sampling = SamplingParams(
+            plan.temperature,
+            seed=branch_seed(plan.seed, number),
+            presence_penalty=plan.presence_penalty,
+            min_tokens=plan.min_tokens,
+            stop_token_ids=frozenset(plan.stop_token_ids),
+        )
+        tokens = expected_tokens(plan.prompt, (), sampling, plan.max_tokens, VOCAB_SIZE)
+        ends = [index for index, token_id in enumerate(tokens) if token_id in plan.stop_token_ids]
+        expected = tuple(tokens[: ends[0] + 1] if ends else tokens)
+        choices.append(Choice(expected, "stop" if ends else "length", stops.get(number)))
+    return Client(plan, choices, router, now, deadline_at, {host: None})
+
+
+def request_of(plan: ClientPlan, deadline: float) -> rev.GenerationRequest:
+    """What the router's HTTP side makes of it. `deadline`: of the router's clock."""
+    return rev.GenerationRequest(
+        request_id=plan.name,
+        prompt_token_ids=plan.prompt,
+        seed=plan.seed,
+        sampling=rev.Sampling(
+            plan.temperature,
+            plan.max_tokens,
+            plan.stop_token_ids,
+            presence_penalty=plan.presence_penalty,
+            min_tokens=plan.min_tokens,
+            num_logprobs=plan.num_logprobs,
+            wants_prompt_logprobs=plan.wants_prompt_logprobs,
+        ),
+        deadline=deadline,
+        num_choices=plan.num_choices,
+    )

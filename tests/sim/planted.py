@@ -1,0 +1,151 @@
+"""Bugs of production code, planted while a test runs, for the simulation to find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from connector.admissions import Admissions, Ended
+from connector.fence import FenceFloor
+from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderState
+from decode_node import admission
+from decode_node.core import DecodeCore
+from engine.scheduler import Scheduler
+from prefill_node.core import PrefillCore
+from router import core, entrance
+from router.core import RouterCore
+from router.nodes import NodeTable
+from router.token_log import Appended, TokenLog
+from router.waiting import WaitingBranches
+from runtime.session_end import SessionEnd
+
+Patch = pytest.MonkeyPatch
+
+
+def repeats_are_taken(patch: Patch) -> None:
+    """A batch that comes twice is appended twice."""
+
+    def append(self: Any, first_index: int, token_ids: Sequence[int]) -> Appended:
+        self._token_ids.extend(token_ids)
+        return Appended(first_index, tuple(token_ids))
+
+    patch.setattr(TokenLog, "append", append)
+
+
+def promises_are_kept_for_ever(patch: Patch) -> None:
+    """The room that a lease was promised is not given back with it."""
+
+    def return_blocks(pool: Any, blocks: Any) -> None:
+        pool.release_lease(blocks.leased)
+        pool.free(blocks.held)
+
+    patch.setattr(admission, "return_blocks", return_blocks)
+
+
+def writes_run_on_into_blocks_that_are_free(patch: Patch) -> None:
+    """A lease is said to be quiet while a write into it runs."""
+    right_revoke, right_end = Admissions.revoke, Admissions.end
+
+    def revoke(self: Any, lease_id: int) -> bool:
+        is_known = lease_id in self._leases
+        right_revoke(self, lease_id)
+        return is_known
+
+    def end(self: Any, grant: Any, is_intact: bool) -> Ended:
+        return Ended(right_end(self, grant, is_intact).landed, is_quiet=False)
+
+    patch.setattr(Admissions, "revoke", revoke)
+    patch.setattr(Admissions, "end", end)
+
+
+def sent_blocks_are_dropped_before_they_are_read(patch: Patch) -> None:
+    """A prefill node that is told to stop drops its blocks although the link will read them."""
+    stop = (SenderState.FAILED, (SenderAction.SEND_RELEASE, SenderAction.STOP_COMPUTING, SenderAction.DROP_BLOCKS))
+    patch.setitem(SENDER_TABLE, (SenderState.WRITING, SenderEvent.CANCEL), stop)
+
+
+def blocks_are_free_before_the_last_step_is_read(patch: Patch) -> None:
+    """An aborted sequence's blocks are free although a launched step writes them."""
+    right = Scheduler.abort
+
+    def abort(self: Any, sequence_id: Any) -> bool:
+        last_read = self._last_read_step_id
+        self._last_read_step_id = 1 << 60
+        is_known = right(self, sequence_id)
+        self._last_read_step_id = last_read
+        return is_known
+
+    patch.setattr(Scheduler, "abort", abort)
+
+
+def the_fence_admits_everything(patch: Patch) -> None:
+    """What was cancelled or released may begin again."""
+    patch.setattr(FenceFloor, "admits", lambda self, key: True)
+
+
+def a_lost_router_is_not_noticed(patch: Patch) -> None:
+    """A decode node goes on for a router that is gone."""
+    patch.setattr(DecodeCore, "_router_lost", lambda self, router, now: None)
+
+
+def senders_ignore_their_timers(patch: Patch) -> None:
+    """A prefill node renews no lease and gives up nothing."""
+    patch.setattr(PrefillCore, "_on_timer", lambda self, task, now: None)
+
+
+def a_resumed_session_starts_behind_what_was_lost(patch: Patch) -> None:
+    """A new stream of a session does not repeat what the old one lost."""
+    right = SessionEnd._attach
+
+    def attach(self: Any, stream: int | None, now: float) -> None:
+        right(self, stream, now)
+        self._cursor = max(self._cursor, self._sent + 1)
+
+    patch.setattr(SessionEnd, "_attach", attach)
+
+
+def a_lost_node_orphans_nobody(patch: Patch) -> None:
+    """The requests of a node that is gone are not taken up again."""
+
+    def lose(self: Any, node: Any, change: Any) -> None:
+        node.session = type(node.session).LOST
+        if not node.is_listed:
+            self._remove(node, change)
+
+    patch.setattr(NodeTable, "_lose", lose)
+
+
+def the_queue_has_no_end(patch: Patch) -> None:
+    """A router takes requests in, however many wait."""
+    right = entrance.find_refusal
+
+    def find_refusal(request: Any, nodes: Any, num_queued: int, config: Any, now: float) -> Any:
+        return right(request, nodes, 0, config, now)
+
+    patch.setattr(core, "find_refusal", find_refusal)
+
+
+def a_routers_timers_are_late(patch: Patch) -> None:
+    """Deadlines are noticed two seconds later."""
+    tick, next_deadline = RouterCore.tick, RouterCore.next_deadline
+
+    def late(self: Any) -> float | None:
+        due = next_deadline(self)
+        return None if due is None else due + 2
+
+    patch.setattr(RouterCore, "tick", lambda self, now: tick(self, now - 2))
+    patch.setattr(RouterCore, "next_deadline", late)
+
+
+def refused_branches_are_not_queued(patch: Patch) -> None:
+    """A branch that was refused twice is forgotten."""
+    right = WaitingBranches.put
+
+    def put(self: Any, branch: Any) -> None:
+        right(self, branch)
+        if branch.num_refusals > 1:
+            self._by_arrival.discard(branch.key)
+
+    patch.setattr(WaitingBranches, "put", put)

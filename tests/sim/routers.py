@@ -1,0 +1,231 @@
+"""A router process in the simulation: the production core, listing and session ends, and a shell without asyncio.
+
+The shell is router/shell.py (tick before each event, what an action causes waits for the actions before it) and
+runtime/registry_server.py in short.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+
+from proto import baton_pb2 as pb
+from router import events as rev
+from router.core import RouterCore
+from router.entrance import RouterCoreConfig
+from router.placement import Placement
+from runtime.listing import Change, Listed, Listing
+from runtime.registry_server import TTL_S
+from runtime.session import Peer
+from tests.sim.calls import Answer
+from tests.sim.clients import Client, request_of
+from tests.sim.kernel import Process
+from tests.sim.nodes import Surroundings
+from tests.sim.sessions import Dialer
+from tests.sim.stream import Wire
+from tests.sim.trace import describe_to_node, describe_to_router
+
+
+class SimRouter(Process):
+    """One process; a restarted router is another one, under another name."""
+
+    def __init__(self, around: Surroundings, wire: Wire, host: str, generation: int, rate: float) -> None:
+        super().__init__(around.kernel, host, generation, rate)
+        self._around = around
+        knobs = around.knobs
+        rng = around.kernel.rng(f"router {self.label}")
+        self.config = RouterCoreConfig(knobs.max_queue, knobs.max_inflight_prefills, knobs.retries)
+        self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
+        self.listing = Listing(TTL_S)
+        self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
+        self.clients: dict[str, Client] = {}  # by request id
+        self._hosts: dict[rev.NodeRef, str] = {}
+        self._events: deque[rev.Event] = deque()
+        self._is_woken = False
+        self.is_changed = True  # since the invariants of the core were looked at
+        self.is_busy = False
+
+    def _tell(self, what: str, why: str) -> None:
+        if what == "session up":
+            self._around.moment(what, self.host)
+        self.kernel.tell(self.label, what, why)
+
+    # ---------------------------------------------------------------- Process
+
+    def next_deadline(self) -> float | None:
+        """Of the core, the listing and every session."""
+        parts = (self.core.next_deadline(), self.listing.next_deadline(), self.dialer.next_deadline())
+        return min((at for at in parts if at is not None), default=None)
+
+    def on_alarm(self) -> None:
+        """Tick everything."""
+        self._report(self.listing.expire(self.clock()))
+        self.dialer.tick()
+        self._tick()
+
+    # ---------------------------------------------------------------- clients
+
+    def submit(self, client: Client) -> None:
+        """A request that is in `clients` arrives."""
+        self._feed(rev.Submitted(request_of(client.plan, self.clock() + client.plan.timeout_s)))
+
+    def open_clients(self) -> list[Client]:
+        """Those that have not ended, as far as this process knows."""
+        return [client for client in self.clients.values() if not client.is_over]
+
+    def abort(self, client: Client) -> None:
+        """The client has gone; without effect once the request has ended."""
+        if not client.is_over:
+            client.close("aborted", self.kernel.now)
+            self._feed(rev.Aborted(client.plan.name))
+
+    def stop_serving(self, client: Client) -> None:
+        """The router ends in order: its nodes are told."""
+        self._feed(rev.Aborted(client.plan.name))
+
+    # ---------------------------------------------------------------- sessions (RouterHears)
+
+    def on_up(self, node: Peer) -> None:
+        self._feed(rev.SessionUp(rev.NodeRef(*node)))
+
+    def on_broken(self, node: Peer) -> None:
+        self._feed(rev.SessionBroken(rev.NodeRef(*node)))
+
+    def on_lost(self, node: Peer) -> None:
+        self.kernel.count("sessions lost")
+        self._feed(rev.SessionLost(rev.NodeRef(*node)))
+
+    def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
+        self._feed(rev.FromNode(rev.NodeRef(*node), message))
+
+    def on_load(self, node: Peer, load: pb.LoadReport) -> None:
+        self._feed(rev.LoadReported(rev.NodeRef(*node), load))
+
+    # ---------------------------------------------------------------- the registry
+
+    def serve_register(self, message: Message, answer: Answer) -> None:
+        """As RegistryServer.Register."""
+        assert isinstance(message, pb.NodeEntry)
+        now = self.clock()
+        self._report(self.listing.expire(now))
+        outcome = self.listing.register(message, now)
+        if isinstance(outcome, str):
+            self._tell("refuses to list", f"{message.node.name}: {outcome}")
+            answer(pb.RegisterReply(refused=outcome))
+            return
+        self._report(outcome)
+        answer(pb.RegisterReply(ttl_ms=round(TTL_S * 1000)))
+
+    def serve_deregister(self, message: Message, answer: Answer) -> None:
+        """As RegistryServer.Deregister."""
+        assert isinstance(message, pb.PeerId)
+        self._report(self.listing.deregister(Peer(message.name, message.incarnation)))
+        answer(pb.DeregisterReply())
+
+    def _report(self, changes: list[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Listed):
+                entry = change.entry
+                self._hosts[rev.NodeRef(entry.node.name, entry.node.incarnation)] = entry.grpc_address.partition(":")[0]
+                self._tell("lists", entry.node.name)
+                self._feed(rev.NodeListed(entry))
+            else:
+                self._tell("lists no more", change.peer.name)
+                self._feed(rev.NodeUnlisted(rev.NodeRef(*change.peer)))
+
+    # ---------------------------------------------------------------- the core
+
+    def _feed(self, event: rev.Event) -> None:
+        self._events.append(event)
+        if not self._is_woken:
+            self._is_woken = True
+            self.kernel.after(0.0, self._run, self)
+
+    def _tick(self) -> None:
+        now, due = self.clock(), self.core.next_deadline()
+        actions = self.core.tick(now)
+        self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._perform(actions)
+
+    def _run(self) -> None:
+        self._is_woken = False
+        self._tick()
+        while self._events:
+            event = self._events.popleft()
+            if self.kernel.trace is not None and isinstance(event, rev.FromNode):
+                self._tell("takes", f"{describe_to_router(event.message)} from {event.node.name}")
+            self.is_changed = True
+            num_queued = self._num_queued() if isinstance(event, rev.Submitted) else None
+            actions = self.core.receive(event, self.clock())
+            if num_queued is not None:
+                self._check_door(num_queued, actions)
+            self._perform(actions)
+            self._tick()
+
+    def _num_queued(self) -> int:
+        number = self.core.snapshot()["queued"]
+        assert isinstance(number, int)
+        return number
+
+    def _check_door(self, num_queued: int, actions: Sequence[rev.Action]) -> None:
+        """The queue is bounded: a full one lets nobody in, and no other one turns anybody away."""
+        is_refused = any(isinstance(action, rev.Failed) and action.code == "OVERLOADED" for action in actions)
+        is_full = num_queued >= self.config.max_queue
+        assert is_refused == is_full, (
+            f"{self.label}: a request came to {num_queued} queued, {self.config.max_queue} at most"
+        )
+
+    def _perform(self, actions: Sequence[rev.Action]) -> None:
+        for action in actions:
+            match action:
+                case rev.ToNode(node, message):
+                    self._say(node, message)
+                case rev.Emitted(request_id) | rev.PromptScored(request_id):
+                    self._show(self.clients[request_id], action)
+                case rev.Finished(request_id) | rev.Failed(request_id):
+                    self._end(self.clients[request_id], action)
+                case rev.Dial(entry):
+                    self.dialer.dial(entry)
+                case rev.HangUp(node):
+                    self.dialer.hang_up(Peer(node.name, node.incarnation))
+                case rev.Count(name, label):
+                    self.kernel.count(f"{name}:{label}")
+                    if name == "retries":
+                        self._tell("retries", f"because of {label}")
+                case rev.Observe():
+                    pass
+
+    def _say(self, node: rev.NodeRef, message: pb.RouterMessage) -> None:
+        self._tell("says", f"{describe_to_node(message)} to {node.name}") if self.kernel.trace is not None else None
+        if message.WhichOneof("kind") == "dispatch":
+            client = self.clients.get(message.dispatch.request_id)
+            if client is not None:
+                target = message.dispatch.target.node
+                client.hosts[self._hosts[node]] = None
+                client.hosts[self._hosts[rev.NodeRef(target.name, target.incarnation)]] = None
+        self.dialer.send(Peer(node.name, node.incarnation), message)
+
+    def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
+        if client.end in ("aborted", "router lost"):
+            return
+        if isinstance(news, rev.PromptScored):
+            client.take_prompt_logprobs(news)
+        elif (num_tokens := client.take(news)) is not None:
+            self._tell("stop string", f"in {client.plan.name}/{news.choice} at {num_tokens}")
+            self.kernel.count("stop string")
+            self._events.append(rev.Stopped(client.plan.name, news.choice, num_tokens))
+
+    def _end(self, client: Client, end: rev.Finished | rev.Failed) -> None:
+        if client.end in ("aborted", "router lost"):
+            return
+        name = client.plan.name
+        if isinstance(end, rev.Finished):
+            client.finish(end, self.kernel.now)
+            self._tell("finishes", f"{name}/{end.choice}: {end.finish_reason}")
+            self.kernel.count("Finished")
+        else:
+            client.fail(end, self.kernel.now)
+            self._tell("fails", f"{name}: {end.code} {end.message}")
+            self.kernel.count(f"Failed:{end.code}")

@@ -1,0 +1,109 @@
+"""A node's runner in the simulation: the fake runner on the node's memory, plans two deep, steps that take their time.
+
+A step reads and writes KV at some instant between its launch and its result. Until the scheduler has read the result, every block
+of the step's sequences must stay theirs, and what the step writes must be theirs (design, section 6).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_pool import BlockPool, BlockState
+from engine.fake_runner import FakeRunner
+from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.scheduler import Scheduler
+from tests.sim.kernel import Process
+from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
+
+P_EARLY = 0.3  # of a step that touches KV when it is launched; the others do when they end
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A plan whose result the scheduler has not read, and the blocks that each of its sequences had at its launch."""
+
+    plan: Plan
+    blocks: tuple[tuple[Hashable, tuple[int, ...]], ...]
+
+
+class SimRunner:
+    """Takes plans in order; `done` hears each result."""
+
+    def __init__(
+        self,
+        process: Process,
+        parts: tuple[Scheduler, BlockPool, npt.NDArray[np.uint8]],
+        knobs: Knobs,
+        rng: random.Random,
+        done: Callable[[StepResult], None],
+    ) -> None:
+        """`parts`: the node's scheduler, pool and KV memory."""
+        self._process = process
+        self._scheduler, self._pool, self._memory = parts
+        self._knobs = knobs
+        self._rng = rng
+        self._done = done
+        self._runner = FakeRunner(self._memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
+        self._plans: deque[Plan] = deque()
+        self.unread: deque[Launched] = deque()
+        self.breaks_next_row = False
+
+    def submit(self, plan: Plan) -> None:
+        """One more plan."""
+        slots = self._scheduler.snapshot()["slots"]
+        assert isinstance(slots, tuple)
+        rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
+        owners = [slots[row.slot] for row in rows]
+        self.unread.append(Launched(plan, tuple((name, self._scheduler.block_ids(name)) for name in owners)))
+        self._plans.append(plan)
+        assert len(self._plans) <= 2, f"{self._process.label}: more than two plans under way"
+        self._process.kernel.count("plans")
+        if any(start.branch_seeds for start in plan.starts):
+            self._process.kernel.count("plans with several branches")
+        if len(self._plans) == 1:
+            self._begin()
+
+    def read(self) -> None:
+        """The scheduler is about to read the oldest result."""
+        self.unread.popleft()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs and nothing is unread."""
+        return not self._plans and not self.unread
+
+    def _begin(self) -> None:
+        result = self._run() if self._rng.random() < P_EARLY else None
+        step_s = self._knobs.step_s * self._rng.uniform(0.5, 1.5)
+        self._process.kernel.after(step_s, lambda: self._end(result), self._process)
+
+    def _run(self) -> StepResult:
+        before = self._memory.copy()
+        result = self._runner.run(self._plans[0])
+        states = self._pool.snapshot()["states"]
+        assert isinstance(states, tuple)
+        theirs = {block_id for launched in self.unread for _, block_ids in launched.blocks for block_id in block_ids}
+        for block_id in np.flatnonzero((before != self._memory).any(axis=1)):
+            assert states[block_id] is BlockState.USED and block_id in theirs, (
+                f"{self._process.label}: a step wrote into block {block_id}, which is {states[block_id].value}"
+                f"{'' if block_id in theirs else ' and none of its sequences has'}"
+            )
+        if self.breaks_next_row and result.slots:
+            self.breaks_next_row = False
+            self._process.kernel.count("broken row")
+            first = replace(result.slots[0], token_id=BROKEN_ROW, logprobs=None, branch_tokens=())
+            result = replace(result, slots=(first, *result.slots[1:]))
+        return result
+
+    def _end(self, result: StepResult | None) -> None:
+        result = result or self._run()
+        self._plans.popleft()
+        self._done(result)
+        if self._plans:
+            self._begin()

@@ -1,0 +1,246 @@
+"""What a run is made of, all of it drawn from the seed before anything happens: sizes, network, load, faults.
+
+A scenario is a value. So a run can be repeated with parts of it left out, which is how the shrinker works, and a failing one can be
+written down. Sizes and kinds of faults are drawn swarm-wise (Groce et al., "Swarm testing", ISSTA 2012): each seed switches a
+random subset on, because what is always on hides what only happens without it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+VOCAB_SIZE: Final = 11
+BLOCK_SIZE: Final = 4
+NO_LIMIT: Final = 1 << 16
+MANY_ATTEMPTS: Final = 256  # more than any run has
+SLOW_STEP_S: Final = 0.2  # so that tokens go on coming for longer than a session's grace
+
+# Every kind of fault. "who" and "other" are hosts; what a fault does is in faults.py.
+FAULT_KINDS: Final = (
+    "crash",  # who: killed; its host refuses connections until a new process starts after `seconds`
+    "power off",  # who: the same, but its host is silent meanwhile
+    "stop",  # who: ends in order, is started again after `seconds`
+    "pause",  # who: does nothing for `seconds`, like after SIGSTOP
+    "partition",  # who | other, both ways for `seconds`
+    "one way",  # nothing gets from who to other for `seconds`
+    "slow",  # who <-> other: everything takes many times as long for `seconds`
+    "cut stream",  # router who, node other: the session's TCP connection breaks; `number` says who notices
+    "lose calls",  # who <-> other: calls and answers are lost for `seconds`
+    "repeat calls",  # who -> other: Reserve arrives twice for `seconds`
+    "cut link",  # prefill who -> decode other: the data link breaks; `number` messages still arrive
+    "flip bit",  # prefill who -> decode other: in the next write
+    "lose ack",  # prefill who -> decode other: the answer to the next Commit
+    "broken row",  # node who: the next step's first row gives no number
+)
+
+# What a fault may wait for, so that it hits in the middle of things: the next such event at one of its processes.
+MOMENTS: Final = ("", "", "dispatch", "reserve", "lease", "write", "commit", "activate", "step", "tokens", "session up")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, once."""
+
+    at: float  # world time in seconds
+    kind: str
+    who: str
+    other: str = ""
+    seconds: float = 0.0
+    number: int = 0
+    moment: str = ""  # not at that instant but at the next such event, 2 s later at the latest
+
+    def __str__(self) -> str:
+        parties = f"{self.who} {self.other}".strip()
+        when = f" at the next {self.moment}" if self.moment else ""
+        return f"{self.kind} {parties}{when}" + (f" for {self.seconds:.3f} s" if self.seconds else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPlan:
+    """What one client does."""
+
+    name: str  # of its request
+    at: float
+    router: int  # which it asks first
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    wants_prompt_logprobs: bool = False
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    timeout_s: float = 600.0
+    aborts_after_s: float | None = None  # disconnects
+    stops: tuple[tuple[int, int], ...] = ()  # (choice, tokens): its text has a stop string there
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.prompt)} prompt tokens", f"max_tokens {self.max_tokens}", f"choices {self.num_choices}"]
+        parts += [f"disconnects after {self.aborts_after_s:.3f} s"] if self.aborts_after_s is not None else []
+        parts += [f"stop string in choice {choice} at {tokens}" for choice, tokens in self.stops]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """How large the cluster is, and how its network and clocks are."""
+
+    num_routers: int = 1
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_blocks: int = 40
+    num_slots: int = 4
+    max_batched_tokens: int = 16
+    max_model_len: int = 96
+    max_attempts: int = MANY_ATTEMPTS
+    max_fences: int = NO_LIMIT
+    max_queue: int = 1024
+    max_inflight_prefills: int = 32
+    retries: int = 3
+    policy: str = "least_loaded"
+    network: str = "even"  # or "jitter", "heavy"
+    step_s: float = 0.005  # mean time of a step
+    lease_life_s: float = 10.0
+    clock_spread: float = 0.0  # clocks run at 1 ± this
+    keeps_names: bool = True  # a restarted node has the old one's name
+    keeps_addresses: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run, but for what the processes do with it."""
+
+    seed: int
+    knobs: Knobs
+    clients: tuple[ClientPlan, ...]
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every host: routers, prefill nodes, decode nodes."""
+        knobs = self.knobs
+        numbers = (("router", knobs.num_routers), ("prefill", knobs.num_prefill), ("decode", knobs.num_decode))
+        return tuple(f"{role}-{index}" for role, count in numbers for index in range(count))
+
+    def lines(self) -> list[str]:
+        """The scenario for people."""
+        plain = Knobs()
+        values = {each.name: getattr(self.knobs, each.name) for each in fields(Knobs)}
+        told = [f"{name} {value}" for name, value in values.items() if value != getattr(plain, name)]
+        lines = [f"seed {self.seed}: {', '.join(told) or 'every knob at its default'}"]
+        lines += [f"client {plan.at:9.6f}  {plan.name:<6} asks router-{plan.router}: {plan}" for plan in self.clients]
+        lines += [f"fault  {fault.at:9.6f}  {fault}" for fault in self.faults]
+        return lines
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    knobs = _draw_knobs(rng)
+    load_s = rng.uniform(0.5, 4.0)
+    clients = _draw_clients(rng, knobs, load_s)
+    scenario = Scenario(seed, knobs, clients)
+    is_on = {kind: rng.random() < 0.4 for kind in FAULT_KINDS}
+    kinds = [kind for kind, on in is_on.items() if on]
+    num_faults = rng.choice((0, 1, 1, 2, 3, 5, 8)) if kinds else 0
+    faults = [_draw_fault(rng, rng.choice(kinds), scenario, load_s) for _ in range(num_faults)]
+    return Scenario(seed, knobs, clients, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_knobs(rng: random.Random) -> Knobs:
+    is_tight = rng.random() < 0.3
+    max_model_len = rng.choice((48, 64, 96))
+    room = -(-max_model_len // BLOCK_SIZE)
+    num_slots = rng.choice((1, 2, 4, 8))
+    return Knobs(
+        num_routers=rng.choice((1, 1, 2, 3)),
+        num_prefill=rng.choice((1, 1, 2, 3)),
+        num_decode=rng.choice((1, 2, 2, 3)),
+        num_blocks=rng.choice((room, room + 1, 2 * room, 4 * room)),
+        num_slots=num_slots,
+        max_batched_tokens=max(num_slots, rng.choice((4, 8, 16, 64))),
+        max_model_len=max_model_len,
+        max_attempts=rng.choice((1, 2, 4)) if is_tight else MANY_ATTEMPTS,
+        max_fences=64 if is_tight and rng.random() < 0.5 else NO_LIMIT,
+        max_queue=rng.choice((1, 4)) if is_tight and rng.random() < 0.5 else 1024,
+        max_inflight_prefills=rng.choice((1, 2, 32)),
+        retries=rng.choice((0, 1, 3, 3)),
+        policy=rng.choice(("least_loaded", "round_robin", "power_of_two", "random")),
+        network=rng.choice(("even", "jitter", "heavy")),
+        step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),
+        lease_life_s=rng.choice((10.0, 10.0, 1.5)),
+        clock_spread=rng.choice((0.0, 0.001, 0.05)),
+        keeps_names=rng.random() < 0.7,
+        keeps_addresses=rng.random() < 0.7,
+    )
+
+
+def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
+    shared = tuple(rng.randrange(VOCAB_SIZE) for _ in range(3 * BLOCK_SIZE))  # some prompts begin alike
+    p_abort, p_stop = rng.choice((0.0, 0.1, 0.4)), rng.choice((0.0, 0.2))
+    p_logprobs, p_short = rng.choice((0.0, 0.3)), rng.choice((0.0, 0.0, 0.2))
+    clients = []
+    for number in range(rng.randint(1, 22 if knobs.step_s < SLOW_STEP_S else 6)):
+        max_tokens = rng.choice((1, 2, rng.randint(3, 24), rng.randint(3, 24)))
+        room = knobs.max_model_len - max_tokens
+        head = shared[: rng.choice((0, 0, 4, 8, 12))]
+        prompt = (*head, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, min(30, room - len(head))))))
+        num_choices = rng.choice((1, 1, 1, 2, 3, 6))
+        stops = tuple((choice, rng.randint(1, max_tokens)) for choice in range(num_choices) if rng.random() < p_stop)
+        has_logprobs = rng.random() < p_logprobs
+        clients.append(
+            ClientPlan(
+                name=f"r{number}",
+                at=1.0 + rng.random() * load_s,
+                router=rng.randrange(knobs.num_routers),
+                prompt=prompt,
+                max_tokens=max_tokens,
+                seed=rng.getrandbits(53),
+                temperature=rng.choice((0.0, 1.0)),
+                stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.4 else (),
+                num_choices=num_choices,
+                num_logprobs=rng.choice((0, 2)) if has_logprobs else None,
+                wants_prompt_logprobs=has_logprobs and rng.random() < 0.5,
+                presence_penalty=rng.choice((0.0, 0.0, 0.5)),
+                min_tokens=rng.choice((0, 0, min(3, max_tokens))),
+                timeout_s=rng.choice((0.5, 3.0, 20.0)) if rng.random() < p_short else 600.0,
+                aborts_after_s=rng.expovariate(4) if rng.random() < p_abort else None,
+                stops=stops,
+            )
+        )
+    return tuple(sorted(clients, key=lambda plan: plan.at))
+
+
+def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float) -> Fault:
+    hosts = scenario.hosts
+    nodes = [host for host in hosts if not host.startswith("router")]
+    routers, prefills, decodes = (
+        [host for host in hosts if host.startswith(role)] for role in ("router", "prefill", "decode")
+    )
+    who, other = rng.sample(hosts, 2)
+    match kind:
+        case "crash" | "power off" | "stop" | "pause":
+            who, other = rng.choice((rng.choice(hosts), rng.choice(nodes))), ""
+        case "broken row":
+            who, other = rng.choice(nodes), ""
+        case "cut stream":
+            who, other = rng.choice(routers), rng.choice(nodes)
+        case "cut link" | "flip bit" | "lose ack":
+            who, other = rng.choice(prefills), rng.choice(decodes)
+        case "lose calls" | "repeat calls" | "slow":
+            pairs = [(a, b) for a in prefills for b in decodes] + [(a, b) for a in nodes for b in routers]
+            who, other = rng.choice(pairs)
+    has_length = kind in ("crash", "power off", "stop", "pause", "partition", "one way", "slow") or "calls" in kind
+    return Fault(
+        at=rng.uniform(0.2, 1.0 + load_s),
+        kind=kind,
+        who=who,
+        other=other,
+        seconds=rng.choice((rng.uniform(0.01, 0.5), rng.uniform(0.2, 2.0), rng.uniform(1.0, 7.0))) if has_length else 0,
+        number=rng.randrange(4),
+        moment=rng.choice(MOMENTS),
+    )
