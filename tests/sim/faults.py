@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WAITS_FOR_MOMENT_S: Final = 2.0
 AFTERMATH_S: Final = 15.0  # a lease life, a session's grace, and some more
 # Error codes that no fault excuses: they say that somebody did not understand somebody.
-NEVER: Final = frozenset({"INCOMPATIBLE", "context_length_exceeded"})
+NEVER: Final = frozenset({"INCOMPATIBLE", "PREEMPTED", "context_length_exceeded"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
         "attempts": limits.max_attempts,
         "fences": limits.max_fences,
         "branches": node.num_slots,
+        "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,
         "reserves_unanswered": MAX_UNANSWERED,
     }
@@ -227,4 +228,12 @@ def check_idle_node(node: SimNode) -> None:
     assert not [end for end in node.listener.ends() if end.state is not State.LOST], f"{node.label} has sessions"
 
 
-_MUST_BE_ZERO = {"attempts", "reserves_unanswered", "leases", "blocks_of_leases", "branches", "fences"}
+_MUST_BE_ZERO = {
+    "attempts",
+    "reserves_unanswered",
+    "leases",
+    "blocks_of_leases",
+    "branches",
+    "fences",
+    "waiting_reserves",
+}

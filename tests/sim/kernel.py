@@ -83,9 +83,9 @@ class Kernel:
         self._queue: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._serial = count()
 
-    def count(self, name: str) -> None:
-        """It has happened once more."""
-        self.counters[name] += 1
+    def count(self, name: str, amount: int = 1) -> None:
+        """It has happened once more, or so often."""
+        self.counters[name] += amount
 
     def tell(self, who: str, what: str, why: str = "") -> None:
         """A line of the log, if there is one."""

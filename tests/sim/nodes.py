@@ -21,6 +21,7 @@ from decode_node.lease import keys_of
 from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import BYTES_PER_TOKEN
 from engine.plan import StepResult
+from engine.reserve import ReserveConfig
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
@@ -78,12 +79,21 @@ class SimNode(Process):
         name = host if knobs.keeps_names else self.label
         self.identity = NodeIdentity(name, self.rng.getrandbits(63) + 1)
         self.pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
-        config = SchedulerConfig(knobs.num_slots, knobs.max_batched_tokens, knobs.max_model_len)
+        reserve = ReserveConfig(knobs.reserve_policy)
+        sizes = (knobs.num_slots, knobs.max_batched_tokens, knobs.max_model_len)
+        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False)
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
         self.limits = NodeLimits(
-            knobs.max_model_len, VOCAB_SIZE, knobs.max_attempts, knobs.max_fences, lease_life_s=knobs.lease_life_s
+            max_model_len=knobs.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            max_attempts=knobs.max_attempts,
+            max_fences=knobs.max_fences,
+            lease_life_s=knobs.lease_life_s,
+            reserve_wait_s=knobs.reserve_wait_s,
+            max_waiting_reserves=knobs.max_waiting_reserves,
+            reserves_for_running=knobs.reserves_for_running,
         )
         self.core = self._make_core()
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import FakeRunner
-from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, StepResult
+from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotMark, StepResult
 from engine.scheduler import Scheduler
 from tests.sim.kernel import Process
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
@@ -58,7 +58,7 @@ class SimRunner:
         """One more plan."""
         slots = self._scheduler.snapshot()["slots"]
         assert isinstance(slots, tuple)
-        rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
+        rows: tuple[DecodeRow | PrefillChunk | SlotMark, ...] = (*plan.decodes, *plan.chunks, *plan.marks)
         owners = [slots[row.slot] for row in rows]
         self.unread.append(Launched(plan, tuple((name, self._scheduler.block_ids(name)) for name in owners)))
         self._plans.append(plan)
@@ -94,7 +94,8 @@ class SimRunner:
                 f"{self._process.label}: a step wrote into block {block_id}, which is {states[block_id].value}"
                 f"{'' if block_id in theirs else ' and none of its sequences has'}"
             )
-        if self.breaks_next_row and result.slots:
+        self._process.kernel.count("preempted", len(self._plans[0].marks))
+        if self.breaks_next_row and self._plans[0].num_tokens:
             self.breaks_next_row = False
             self._process.kernel.count("broken row")
             first = replace(result.slots[0], token_id=BROKEN_ROW, logprobs=None, branch_tokens=())

@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass, field, fields
 from typing import Final
 
+from engine.reserve import ReservePolicy
+
 VOCAB_SIZE: Final = 11
 BLOCK_SIZE: Final = 4
 NO_LIMIT: Final = 1 << 16
@@ -105,6 +107,10 @@ class Knobs:
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
+    reserve_policy: ReservePolicy = "ratio"
+    reserves_for_running: bool = True  # --decode-reserve
+    reserve_wait_s: float = 5.0
+    max_waiting_reserves: int = 64
     clock_spread: float = 0.0  # clocks run at 1 ± this
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
@@ -173,6 +179,10 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         network=rng.choice(("even", "jitter", "heavy")),
         step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),
         lease_life_s=rng.choice((10.0, 10.0, 1.5)),
+        reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
+        reserves_for_running=rng.random() < 0.6,
+        reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
+        max_waiting_reserves=rng.choice((1, 64)),
         clock_spread=rng.choice((0.0, 0.001, 0.05)),
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,

@@ -99,5 +99,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "repeated_batches:",
         "stale_messages:tokens",
         "plans with several branches",
+        "preempted",
+        "pd_errors:PREEMPTED",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
