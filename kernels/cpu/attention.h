@@ -17,38 +17,13 @@
 #include <cmath>
 #include <type_traits>
 
-#include "product.h"
+#include "scores.h"
+#include "stream.h"
 #include "workspace.h"
 
 namespace baton {
 
-constexpr int TILE = 2 * PANEL;    // positions
-constexpr int PART = 2 * TILE;     // positions
-constexpr int MAX_DIRECT = 4;      // queries of a unit that read values where they lie
-
-struct Span {
-    int32_t first_row, num_rows, first_position;
-};
-
-struct Batch {
-    const Span *spans;
-    const int64_t *tables;           // [num_spans, table_stride] block ids
-    const int64_t *write_positions;  // [num_rows] block id * block_size + offset
-    int64_t table_stride;
-    int32_t num_spans, num_rows;
-};
-
-struct Cache {
-    void *kv;  // [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
-    int32_t num_layers, block_size, num_kv_heads, head_dim, num_heads;
-
-    int group() const { return num_heads / num_kv_heads; }
-    int padded() const { return ceil_div(head_dim, PANEL) * PANEL; }
-    template <class T> T *at(int layer, int plane, int64_t block, int offset) const {
-        const size_t row = ((size_t(block) * num_layers + layer) * 2 + plane) * block_size + offset;
-        return static_cast<T *>(kv) + row * num_kv_heads * head_dim;
-    }
-};
+constexpr int MAX_TOGETHER = 6;    // queries that are weighed together
 
 // Queries in, mixed values out, both [num_rows, stride], heads from the start of the row; window 0: a row sees all before it.
 template <class T> struct Attend {
@@ -60,20 +35,25 @@ template <class T> struct Attend {
 // One thread's memory.
 template <class T> struct Scratch {
     T *keys;          // [2 panels]
+    float *sums;      // [num_heads, head_dim]
     float *values;    // [padded / PANEL, TILE, PANEL]
     float *scores;    // [queries, TILE], then weights
+    float *shrink;    // [queries]
     float *part;      // a Mixed of one part
     float *row;       // and of all parts so far
 
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
-        return 2 * panel_size<T>(cache.head_dim) * sizeof(T) + (cache.padded() * TILE + queries * TILE + 2 * mixed) * 4 + 5 * 64;
+        return 2 * panel_size<T>(cache.head_dim) * sizeof(T) +
+               (cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (TILE + 1) + 2 * mixed) * 4 + 7 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         keys = take<T>(memory, 2 * panel_size<T>(cache.head_dim));
+        sums = take<float>(memory, cache.num_heads * cache.head_dim);
         values = take<float>(memory, cache.padded() * TILE);
         scores = take<float>(memory, queries * TILE);
+        shrink = take<float>(memory, queries);
         part = take<float>(memory, mixed);
         row = take<float>(memory, mixed);
     }
@@ -155,7 +135,7 @@ template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel
 
 // Where a tile's positions are: KV head 0 of each position's keys; its values are `values` numbers behind.
 template <class T> struct TileRows {
-    const T *keys[TILE];
+    const T *keys[TILE];  // a multiple of LANES of them: the last one is repeated
     size_t values;
     int count = 0;
 
@@ -168,34 +148,8 @@ template <class T> struct TileRows {
             for (; offset < size && count < TILE && start + count < end; offset++, row += cache.num_kv_heads * cache.head_dim)
                 keys[count++] = row;
         }
+        for (int i = count; count && i < ceil_div(count, LANES) * LANES; i++) keys[i] = keys[count - 1];
     }
-};
-
-// Brings a tile's rows nearer, all heads as they lie, a few lines whenever a loop over an earlier tile calls: a CPU has a few
-// dozen lines under way at most, so that asking for all at once would only wait.
-template <class T> class Approach {
-  public:
-    Approach(const TileRows<T> &tile, const Cache &cache)
-        : tile_(tile), row_bytes_(cache.num_kv_heads * cache.head_dim * sizeof(T)),
-          lines_a_call_(ceil_div(cache.head_dim * int(sizeof(T)), 2 * 64)) {}
-    // Two calls for each position and KV head of a tile bring all of the next.
-    BATON_INLINE void call() {
-        if (row_ >= tile_.count) return;
-        const char *at = reinterpret_cast<const char *>(tile_.keys[row_]) + byte_;
-        for (int line = 0; line < lines_a_call_; line++) {
-            __builtin_prefetch(at + line * 64, 0, 3);
-            __builtin_prefetch(at + tile_.values * sizeof(T) + line * 64, 0, 3);
-        }
-        byte_ += lines_a_call_ * 64;
-        if (byte_ >= row_bytes_) byte_ = 0, row_++;
-    }
-
-  private:
-    const TileRows<T> &tile_;
-    const size_t row_bytes_;
-    const int lines_a_call_;
-    int row_ = 0;
-    size_t byte_ = 0;
 };
 
 // One position's values, in the panels of a tile.
@@ -214,8 +168,7 @@ template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, 
 
 // Bring one KV head's tile into the form that products take; positions that it lacks are zero.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, Approach<T> &next, int head, bool unpacks_values,
-               Scratch<T> &s) {
+void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s) {
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
     const T *rows[LANES];
@@ -226,38 +179,42 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, Approach<T> &next, i
                 continue;
             }
             rows[i] = tile.keys[begin + i] + head * D;
-            if (unpacks_values) unpack_value(rows[i] + tile.values, D, s.values + size_t(begin + i) * PANEL);
-            next.call();
-            if (unpacks_values) next.call();
+            unpack_value(rows[i] + tile.values, D, s.values + size_t(begin + i) * PANEL);
         }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
 }
 
-// Turn one query's scores of a tile into weights, [low, high) being what it sees, and rescale what it has so far.
-BATON_INLINE float weigh(float *scores, int low, int high, float scale, float &greatest, float &sum) {
+// Turn M queries' scores of a tile into weights, [low, high) being what they see, and rescale the sums that they have so far.
+template <int M>
+BATON_INLINE void weigh(float *scores, int low, int high, float scale, float *greatest, float *sums, float *shrink) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const bool sees_a_part = low > 0 || high < TILE;
-    Floats score[TILE / LANES], most = hidden;
-    for (int v = 0; v < TILE / LANES; v++) {
-        score[v] = load(scores + v * LANES) * scale;
-        if (sees_a_part) {
-            const Floats at = lane + float(v * LANES);
-            score[v] = (at >= float(low)) & (at < float(high)) ? score[v] : hidden;
+    Floats most[M];
+    for (int m = 0; m < M; m++) {
+        most[m] = all(greatest[m]);
+        for (int v = 0; v < TILE / LANES; v++) {
+            Floats score = load(scores + m * TILE + v * LANES) * scale;
+            if (sees_a_part) {
+                const Floats at = lane + float(v * LANES);
+                score = (at >= float(low)) & (at < float(high)) ? score : hidden;
+            }
+            store(scores + m * TILE + v * LANES, score);
+            most[m] = score > most[m] ? score : most[m];
         }
-        most = score[v] > most ? score[v] : most;
     }
-    const float before = greatest;
-    greatest = std::max(before, largest_of(most));
-    Floats weights[TILE / LANES];
-    for (int v = 0; v < TILE / LANES; v++) {
-        weights[v] = exponential(score[v] - greatest);
-        store(scores + v * LANES, weights[v]);
+    for (int m = 0; m < M; m++) most[m] = all(largest_of(most[m]));
+    for (int m = 0; m < M; m++) {
+        shrink[m] = exponential(all(greatest[m]) - most[m])[0];
+        greatest[m] = most[m][0];
+        Floats sum[TILE / LANES];
+        for (int v = 0; v < TILE / LANES; v++) {
+            sum[v] = exponential(load(scores + m * TILE + v * LANES) - most[m]);
+            store(scores + m * TILE + v * LANES, sum[v]);
+        }
+        sums[m] = sums[m] * shrink[m] + sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
-    const float shrink = before == greatest ? 1.0f : exponential(all(before - greatest))[0];  // exp(0) is 1 to the last bit
-    sum = sum * shrink + sum_of((weights[0] + weights[1]) + (weights[2] + weights[3]));
-    return shrink;
 }
 
 // What one unit of work is about: rows of one span, and one KV head.
@@ -276,7 +233,7 @@ template <class T> struct Rows {
         const int row = first_row + index / cache.group(), at = head * cache.group() + index % cache.group();
         return attend.to + size_t(row) * attend.to_stride + size_t(at) * cache.head_dim;
     }
-    bool unpacks_values() const { return num_queries() > MAX_DIRECT || cache.head_dim % PANEL; }
+    bool is_direct() const { return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && has_chains<T>(cache.head_dim) && cache.head_dim % PANEL == 0; }
     int last_position() const { return first_position + num_rows - 1; }
     int low(int row) const { return attend.window ? std::max(0, first_position + row - attend.window + 1) : 0; }
 };
@@ -304,46 +261,12 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
         });
 }
 
-// The same for so few queries that values are read where they lie: M queries from `begin` on.
-template <class T, int M>
-void mix_where_they_lie(const Rows<T> &rows, const TileRows<T> &tile, int begin, int low, int high, const float *shrink,
-                        Approach<T> &next, Scratch<T> &s, Mixed &mixed) {
-    const int D = rows.cache.head_dim;
-    const T *values = rows.head * D + tile.keys[0] + tile.values;
-    for (int column = 0; column < D; column += 2 * PANEL)
-        with_constant<2>(std::min(2, (D - column) / PANEL), [&](auto panels) {
-            constexpr int VECTORS = 2 * panels();
-            Floats sums[M][VECTORS] = {};
-            for (int i = low; i < high; i++) {
-                next.call();
-                const T *value = values + (tile.keys[i] - tile.keys[0]) + column;
-                Floats part[VECTORS];
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v += 2) load_pair(value + v * LANES, part[v], part[v + 1]);
-#pragma GCC unroll 4
-                for (int m = 0; m < M; m++) {
-                    const Floats weight = all(s.scores[size_t(begin + m) * TILE + i]);
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++) sums[m][v] = multiply_add(part[v], weight, sums[m][v]);
-                }
-            }
-            for (int m = 0; m < M; m++) {
-                for (int v = 0; v < VECTORS; v += 2) in_order<T>(sums[m][v], sums[m][v + 1]);
-                for (int v = 0; v < VECTORS; v++) {
-                    float *at = mixed.values + size_t(begin + m) * D + column + v * LANES;
-                    store(at, multiply_add(load(at), all(shrink[m]), sums[m][v]));
-                }
-            }
-        });
-}
-
-template <class T>
-void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Approach<T> &next, Scratch<T> &s, Mixed &mixed) {
-    const int count = tile.count;
+// One tile of one KV head, unpacked.
+template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed) {
     const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
     auto low = [&](int row) { return std::clamp(rows.low(row) - start, 0, TILE); };
-    auto high = [&](int row) { return std::clamp(rows.first_position + row + 1 - start, 0, count); };
+    auto high = [&](int row) { return std::clamp(rows.first_position + row + 1 - start, 0, tile.count); };
     int first = 0, last = rows.num_rows;  // rows that see any of it
     while (first < last && high(first) <= low(first)) first++;
     while (first < last && high(last - 1) <= low(last - 1)) last--;
@@ -352,32 +275,138 @@ void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Approa
             constexpr int M = constant();
             const T *queries[M];
             for (int m = 0; m < M; m++) queries[m] = rows.query(query + m);
-            Floats sums[M][4];
-            multiply<T, M, 2>(queries, s.keys, panel_size<T>(D), D / Step<T>::WIDTH, sums);
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < 4; v++) store(s.scores + size_t(query + m) * TILE + v * LANES, sums[m][v]);
+            score_panels<T, M>(queries, s.keys, D, s.scores + size_t(query) * TILE);
         });
     float shrink[256];
     const int most_rows = std::max(1, 256 / group);
     for (int row = first; row < last;) {  // rows that see the same of the tile go together
         int end = row + 1;
         while (end < last && end - row < most_rows && low(end) == low(row) && high(end) == high(row)) end++;
-        for (int query = row * group; query < end * group; query++)
-            shrink[query - row * group] = weigh(s.scores + size_t(query) * TILE, low(row), high(row), scale, mixed.greatest[query],
-                                                mixed.sums[query]);
-        if (rows.unpacks_values()) mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
-        else
-            with_constant<MAX_DIRECT>((end - row) * group, [&](auto constant) {
-                mix_where_they_lie<T, constant()>(rows, tile, row * group, low(row), high(row), shrink, next, s, mixed);
+        for (int query = row * group; query < end * group; query += MAX_TOGETHER)
+            with_constant<MAX_TOGETHER>(std::min(MAX_TOGETHER, end * group - query), [&](auto constant) {
+                weigh<constant()>(s.scores + size_t(query) * TILE, low(row), high(row), scale, mixed.greatest + query,
+                                  mixed.sums + query, shrink + (query - row * group));
             });
+        mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
         row = end;
     }
 }
 
-// One part of some rows, for KV heads rows.head .. rows.head + num_heads - 1, each with its own `mixed_size` numbers from
-// `mixed` on. `ahead_end`: positions before it are brought nearer while the tile before them is computed.
+#if defined(__AVX512F__)
+// What mix_where_they_lie does for all heads alike.
+struct Mixing {
+    int num_heads, head_dim, group, low, high;
+    bool begins, ends;
+    const float *weights, *shrink;  // [num_heads, group, TILE], [num_heads, group]
+    float *sums;                    // [num_heads, group, head_dim]
+    float *mixed;                   // [num_heads] of [group, head_dim], `mixed_size` numbers apart
+    size_t mixed_size;
+};
+
+// Add weights [low, high) of M queries of each head times values where they lie to `sums`, which `begins` from zero; where it
+// `ends`, add those to what the queries have so far. keys: the values are `values` numbers behind. ahead: what to bring nearer
+// meanwhile, a chunk for every 8 lines of values.
+template <class T, int M, int VECTORS>
+void mix_where_they_lie(const T *const *keys, size_t values, int column, const Mixing &mixing, const char *const *ahead) {
+    const int D = mixing.head_dim, high = mixing.high;
+    values += column;
+    float *sums_memory = mixing.sums + column;
+    const float *weights = mixing.weights, *shrink = mixing.shrink;
+    float *mixed = mixing.mixed + column;
+    for (int head = 0; head < mixing.num_heads; head++) {
+        Floats sums[M][VECTORS];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = mixing.begins ? Floats{} : load(sums_memory + m * D + v * LANES);
+        auto mix = [&](int i) __attribute__((always_inline)) {
+            const T *value = keys[i] + values;
+            Floats part[VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v += 2) load_pair(value + v * LANES, part[v], part[v + 1]);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) {
+                const Floats weight = all(weights[m * TILE + i]);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) sums[m][v] = multiply_add(part[v], weight, sums[m][v]);
+            }
+        };
+        int i = mixing.low;
+        for (; i + 4 <= high; i += 4) {
+            bring(*ahead++);
+            mix(i), mix(i + 1), mix(i + 2), mix(i + 3);
+        }
+        for (; i < high; i++) mix(i);
+        if (!mixing.ends) {
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) store(sums_memory + m * D + v * LANES, sums[m][v]);
+        } else {
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v += 2) in_order<T>(sums[m][v], sums[m][v + 1]);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    float *at = mixed + m * D + v * LANES;
+                    store(at, multiply_add(load(at), all(shrink[m]), sums[m][v]));
+                }
+            }
+        }
+        values += D, sums_memory += mixing.group * D, weights += mixing.group * TILE, shrink += mixing.group, mixed += mixing.mixed_size;
+    }
+}
+#endif
+
+// A tile of all KV heads for one row, nothing unpacked, in the order of addresses.
 template <class T>
-void attend_part(Rows<T> rows, int num_heads, int part, int ahead_end, Scratch<T> &s, float *mixed, size_t mixed_size) {
+void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRows<T> &tile, Scratch<T> &s, float *mixed,
+                     size_t mixed_size, KvStream &stream) {
+#if defined(__AVX512F__)
+    const int group = rows.cache.group(), D = rows.cache.head_dim, low = std::max(rows.low(0) - start, 0), high = tile.count;
+    auto passes = [&](auto &&pass) {
+        for (int query = 0; query < group; query += MAX_DIRECT)
+            with_constant<MAX_DIRECT>(std::min(MAX_DIRECT, group - query), [&](auto constant) { pass(constant, query); });
+    };
+    const T *queries = rows.query(0);
+    const int fresh = 2 * num_heads * D * int(sizeof(T)) / 64;
+    for (int begin = low / LANES * LANES; begin < high; begin += LANES)
+        passes([&](auto constant, int query) {
+            score_where_they_lie<T, constant()>(queries + query * D, size_t(group) * D, tile.keys + begin, num_heads, D,
+                                                s.scores + query * TILE + begin, size_t(group) * TILE,
+                                                stream.take(query ? 0 : fresh, fresh));
+        });
+    for (int head = 0; head < num_heads; head++) {
+        const Mixed so_far(mixed + head * mixed_size, group, D);
+        passes([&](auto constant, int query) {
+            weigh<constant()>(s.scores + size_t(head * group + query) * TILE, low, high, 1.0f / std::sqrt(float(D)),
+                              so_far.greatest + query, so_far.sums + query, s.shrink + head * group + query);
+        });
+    }
+    for (int begin = low / LANES * LANES; begin < high; begin += LANES) {
+        const int from = std::max(low, begin), until = std::min(begin + LANES, high);
+        passes([&](auto constant, int query) {
+            const Mixing mixing = {num_heads, D, group, from, until, from == low, until == high,
+                                   s.scores + query * TILE, s.shrink + query, s.sums + size_t(query) * D,
+                                   mixed + size_t(query) * D, mixed_size};
+            for (int column = 0; column < D;) {
+                const bool wide = D - column >= 2 * PANEL;
+                const int chunks = num_heads * 4;
+                const char *const *ahead = stream.take(query ? 0 : chunks, chunks);
+                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, ahead);
+                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, ahead);
+                column += wide ? 2 * PANEL : PANEL;
+            }
+        });
+    }
+#endif
+}
+
+// One part of some rows, for KV heads rows.head .. rows.head + num_heads - 1, each with its own `mixed_size` numbers from
+// `mixed` on. `stream`: what brings this part and what follows it nearer, or null.
+template <class T>
+void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mixed, size_t mixed_size, KvStream *stream) {
     const int first_head = rows.head, padded = rows.cache.padded();
     for (int head = 0; head < num_heads; head++) Mixed(mixed + head * mixed_size, rows.num_queries(), padded).clear(rows.num_queries(), padded);
     const int end = std::min((part + 1) * PART, rows.last_position() + 1);
@@ -385,14 +414,17 @@ void attend_part(Rows<T> rows, int num_heads, int part, int ahead_end, Scratch<T
     while (start + TILE <= rows.low(0)) start += TILE;
     for (; start < end; start += TILE) {
         const TileRows<T> tile(rows.cache, rows.table, rows.attend.layer, start, end);
-        const TileRows<T> next(rows.cache, rows.table, rows.attend.layer, start + TILE, ahead_end);
-        Approach<T> approach(next, rows.cache);
+        if (stream && rows.is_direct()) {
+            attend_directly(rows, num_heads, start, tile, s, mixed, mixed_size, *stream);
+            continue;
+        }
         for (int head = 0; head < num_heads; head++) {
             rows.head = first_head + head;
-            load_tile(rows.cache, tile, approach, rows.head, rows.unpacks_values(), s);
+            load_tile(rows.cache, tile, rows.head, s);
             Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
-            attend_tile(rows, start, tile, approach, s, so_far);
+            attend_tile(rows, start, tile, s, so_far);
         }
+        rows.head = first_head;
     }
 }
 
