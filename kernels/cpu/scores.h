@@ -8,12 +8,11 @@
 // so that 4 x 4 cells within quarters of registers are all that must be transposed. Elsewhere a score is one chain.
 #pragma once
 
-#include "product.h"
+#include "paged.h"
 
 namespace baton {
 
-constexpr int TILE = 2 * PANEL;    // positions
-constexpr int MAX_DIRECT = 4;      // queries of one pass over keys and values where they lie
+constexpr int MAX_DIRECT = 4;  // queries of one pass over keys and values where they lie
 
 #if defined(__AVX512F__)
 constexpr bool HAS_QUARTERS = true;
@@ -51,13 +50,6 @@ template <class T, int M> void score_panels(const T *const *queries, const T *pa
         if (chain == 2) put(third, [](int, Floats sum) { return sum; });
         if (chain == 3) put(scores, [&](int at, Floats sum) { return load(scores + at) + (load(third + at) + sum); });
     }
-}
-
-constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
-
-BATON_INLINE void bring(const char *chunk) {
-#pragma GCC unroll 8
-    for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 3);
 }
 
 #if defined(__AVX512F__)

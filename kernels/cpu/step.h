@@ -14,7 +14,6 @@ namespace baton {
 constexpr int MAX_SHARED_ROWS = 4;      // of a span that is cut into parts
 constexpr int CHUNK_QUERIES = 96;       // rows times group of a unit of a longer span
 constexpr int MIN_CHUNK_ROWS = 4;
-constexpr int AHEAD_BYTES = 18 << 10;
 
 class StepPlan {
   public:
@@ -75,10 +74,10 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
     Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * share, cache, plan.num_queries);
     const int padded = cache.padded();
     const size_t first = plan.shared.size() * share / shares, last = plan.shared.size() * (share + 1) / shares;
-    KvStream stream(cache, batch, plan.shared.data() + first, plan.shared.data() + last, attend.layer, attend.layer + 1, sizeof(T));
-    stream.bring_next(AHEAD_BYTES);
+    KvStream stream(cache, batch, plan.shared.data() + first, plan.shared.data() + last, attend.layer, attend.window, sizeof(T));
     for (size_t i = first; i < last; i++) {
         const Unit &unit = plan.shared[i];
+        stream.reach(&unit);
         const Span &span = batch.spans[unit.span];
         const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
         attend_part(rows, cache.num_kv_heads, unit.head, scratch, plan.mixed_memory + unit.mixed,
