@@ -64,6 +64,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
         return []
     contenders = _contenders(logits, draws, kernels)
     token_ids: list[int] = []
+    few: list[int] = []  # rows whose draw is among a few tokens that are known
     for row, draw in enumerate(draws):
         greatest, ids = contenders.greatest[row], contenders.ids[row]
         if not np.isfinite(greatest):
@@ -80,9 +81,30 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
         elif ids is None or not _is_drawn_plainly(draw):
             token_ids.append(_draw_one(_below(logits[row], greatest), draw))
         else:
-            of_few = _below(logits[row, torch.from_numpy(ids)], greatest)
-            token_ids.append(_winner(_divided(of_few, draw), ids.astype(np.int64), draw))
+            few.append(row)
+            token_ids.append(BROKEN_ROW)  # until they are drawn together
+    for row, token_id in zip(few, _draw_among_few(logits, draws, contenders, few), strict=True):
+        token_ids[row] = token_id
     return token_ids
+
+
+def _draw_among_few(logits: Tensor, draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
+    """Draw in each of these rows among its contenders; at once, because calls cost more than the numbers do."""
+    if not rows:
+        return []
+    ids = [found for row in rows if (found := contenders.ids[row]) is not None]
+    counts = [len(each) for each in ids]
+    token_ids = np.concatenate(ids).astype(np.int64)
+    at = torch.from_numpy(np.repeat(np.array(rows), counts) * logits.shape[1] + token_ids)
+    values: NDArray[np.float32] = logits.reshape(-1)[at].float().numpy()
+    scores = (values - np.repeat(contenders.greatest[[*rows]], counts)).astype(np.float64)
+    with np.errstate(over="ignore"):
+        scores /= np.repeat([draws[row].sampling.temperature for row in rows], counts)
+    streams = np.array([_stream(draws[row].sampling.seed, draws[row].token_index) for row in rows], np.uint64)
+    scores += _noise(np.repeat(streams, counts), token_ids)
+    ends = np.cumsum(counts).tolist()
+    firsts = [0, *ends[:-1]]
+    return [int(token_ids[begin + scores[begin:end].argmax()]) for begin, end in zip(firsts, ends, strict=True)]
 
 
 def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) -> Contenders:
@@ -118,7 +140,12 @@ def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Standard Gumbel noise of these token ids at this index of a completion."""
-    state = _stream(seed, token_index) + (token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return _noise(_stream(seed, token_index), token_ids)
+
+
+def _noise(streams: np.uint64 | NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The same where each token id's stream is known."""
+    state = streams + (token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     uniform = ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise

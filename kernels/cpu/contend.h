@@ -13,6 +13,8 @@
 namespace baton {
 
 using Wide = uint64_t __attribute__((vector_size(64)));
+using Signed = int64_t __attribute__((vector_size(64)));  // CPUs without AVX-512 convert nothing else to floats
+using Eight = float __attribute__((vector_size(32)));
 constexpr float MARGIN = 1.001f;  // thousandfold what fp32 loses of a score between -41 and 0
 
 struct Contest {
@@ -33,23 +35,13 @@ inline uint64_t mixed(uint64_t x) {  // SplitMix64's finaliser
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
-// 1 - u of 16 tokens from `id` on, rounded to fp32.
-BATON_INLINE Floats complements(uint64_t stream, int id) {
-    float parts[LANES];
-    for (int half = 0; half < 2; half++) {
-        Wide x = Wide{1, 2, 3, 4, 5, 6, 7, 8} + uint64_t(id + 8 * half);
-        x = x * GOLDEN + stream;
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-        x = (x ^ (x >> 31)) >> 12;
-        const Wide rest = ((uint64_t(1) << 52) - 1) - x;
-        using Narrow = float __attribute__((vector_size(32)));
-        // Signed: CPUs without AVX-512 convert nothing else.
-        using Signed = int64_t __attribute__((vector_size(64)));
-        const Narrow part = __builtin_convertvector((Signed)rest, Narrow);
-        std::memcpy(parts + 8 * half, &part, sizeof part);
-    }
-    return (load(parts) + 0.5f) * 0x1p-52f;
+// 1 - u of 8 tokens, rounded to fp32; `states`: where the stream is at each.
+BATON_INLINE Eight complements(Wide states) {
+    Wide x = (states ^ (states >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    x = (x ^ (x >> 31)) >> 12;
+    const Wide rest = ((uint64_t(1) << 52) - 1) - x;
+    return __builtin_convertvector((Signed)rest, Eight);
 }
 
 template <class T> void find_greatest(const T *logits, const Contest &contest, int row) {
@@ -89,10 +81,14 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
     };
     float least = float(exponential_of(contest.greatest_ids[row])) * MARGIN;
     int32_t *ids = contest.ids + size_t(row) * contest.limit;
-    for (int id = 0; id < contest.vocab_size; id += LANES) {
+    Wide states = Wide{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN + stream, more_states = states + 8 * GOLDEN;
+    for (int id = 0; id < contest.vocab_size; id += LANES, states += 16 * GOLDEN, more_states += 16 * GOLDEN) {
         const int left = contest.vocab_size - id;
+        const Eight low = complements(states), high = complements(more_states);
+        const Floats complement =
+            (__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + 0.5f) * 0x1p-52f;
         const Floats weight = exponential((load_some(logits + id, left) - greatest) * sharpness);
-        const Bits in = (Bits)(complements(stream, id) <= weight * least);
+        const Bits in = (Bits)(complement <= weight * least);
         const Bits any = in | (Bits)shifted<8>((Floats)in);
         if (!((Wide)any)[0] && !((Wide)any)[1] && !((Wide)any)[2] && !((Wide)any)[3]) continue;
         for (int i = 0; i < std::min(LANES, left); i++) {

@@ -69,6 +69,13 @@ template <class T> constexpr int steps_of(int summed) { return ceil_div(summed, 
 // Numbers in one panel.
 template <class T> constexpr size_t panel_size(int summed) { return size_t(steps_of<T>(summed)) * Step<T>::WIDTH * PANEL; }
 
+constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
+
+BATON_INLINE void bring(const char *chunk) {
+#pragma GCC unroll 8
+    for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 3);
+}
+
 // Which memory a pass brings nearer while it computes: hardware prefetchers stop at each page and at each panel's end.
 struct Ahead {
     size_t distance = 0;         // bytes ahead of the panels being read; 0: no
@@ -76,15 +83,33 @@ struct Ahead {
     size_t bytes_a_step = 0;
 };
 
+template <int M, int VECTORS> BATON_INLINE void clear(Floats (&sums)[M][VECTORS]) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = Floats{};
+}
+
+// Add one step to the sums. `at`: the step's columns in the first panel; `offset`: where the step is in a row.
+template <class T, int M, int VECTORS>
+BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const T *at, size_t panel, Floats (&sums)[M][VECTORS]) {
+    Floats column[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) column[v] = Step<T>::columns(at + (v / 2) * panel + (v % 2) * (Step<T>::WIDTH * LANES));
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+        Floats spread = Step<T>::spread(row[m] + offset);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = Step<T>::add(sums[m][v], column[v], spread);
+    }
+}
+
 // sums[m][v] = row m times 16 columns of PANELS adjacent panels.
 template <class T, int M, int PANELS>
 BATON_INLINE void multiply(const T *const *rows, const T *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
                            Ahead ahead = {}) {
     constexpr int W = Step<T>::WIDTH;
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < 2 * PANELS; v++) sums[m][v] = Floats{};
+    clear(sums);
     const T *row[M];
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) row[m] = rows[m];
@@ -100,15 +125,7 @@ BATON_INLINE void multiply(const T *const *rows, const T *columns, size_t panel,
             for (size_t byte = 0; byte < ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);
             ahead.next += ahead.bytes_a_step;
         }
-        Floats column[2 * PANELS];
-#pragma GCC unroll 4
-        for (int v = 0; v < 2 * PANELS; v++) column[v] = Step<T>::columns(at + (v / 2) * panel + (v % 2) * (W * LANES));
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            Floats spread = Step<T>::spread(row[m] + step * W);
-#pragma GCC unroll 4
-            for (int v = 0; v < 2 * PANELS; v++) sums[m][v] = Step<T>::add(sums[m][v], column[v], spread);
-        }
+        multiply_step(row, step * W, at, panel, sums);
     }
 }
 

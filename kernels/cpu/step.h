@@ -15,19 +15,13 @@ constexpr int MAX_SHARED_ROWS = 4;      // of a span that is cut into parts
 constexpr int CHUNK_QUERIES = 96;       // rows times group of a unit of a longer span
 constexpr int MIN_CHUNK_ROWS = 4;
 
-struct Unit {
-    int32_t span, first_row, num_rows;  // first_row within the span
-    int32_t head;                       // or part, of the shared ones
-    size_t mixed;                       // where its part goes; of the shared ones
-};
-
 class StepPlan {
   public:
     // Raises std::bad_alloc.
     void make(const Batch &batch, const Cache &cache, int num_threads) {
         shared.clear(), drawn.clear();
         size_t mixed = 0;
-        num_queries = MAX_SHARED_ROWS * cache.group();
+        num_queries = std::max(MAX_SHARED_ROWS * cache.group(), cache.num_heads);
         const int chunk_rows = std::max(MIN_CHUNK_ROWS, CHUNK_QUERIES / cache.group());
         for (int i = 0; i < batch.num_spans; i++) {
             const Span &span = batch.spans[i];
@@ -80,12 +74,14 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
     Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * share, cache, plan.num_queries);
     const int padded = cache.padded();
     const size_t first = plan.shared.size() * share / shares, last = plan.shared.size() * (share + 1) / shares;
+    KvStream stream(cache, batch, plan.shared.data() + first, plan.shared.data() + last, attend.layer, attend.window, sizeof(T));
     for (size_t i = first; i < last; i++) {
         const Unit &unit = plan.shared[i];
+        stream.reach(&unit);
         const Span &span = batch.spans[unit.span];
         const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
-        attend_part(rows, cache.num_kv_heads, unit.head, rows.last_position() + 1, scratch, plan.mixed_memory + unit.mixed,
-                    StepPlan::mixed_size(span, cache));
+        attend_part(rows, cache.num_kv_heads, unit.head, scratch, plan.mixed_memory + unit.mixed,
+                    StepPlan::mixed_size(span, cache), &stream);
     }
     for (;;) {
         const int drawn = plan.next_drawn.fetch_add(1);
@@ -95,7 +91,7 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
         const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
         Mixed(row).clear(rows.num_queries(), padded);
         for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
-            attend_part(rows, 1, number, 0, scratch, scratch.part, 0);
+            attend_part(rows, 1, number, scratch, scratch.part, 0, static_cast<KvStream *>(nullptr));
             merge(row, part, rows.num_queries(), padded);
         }
         finish(rows, row);

@@ -172,11 +172,18 @@ BATON_INLINE float largest_of(Floats x) {
     return x[0];
 }
 
+#if defined(__AVX512F__)
+BATON_INLINE Floats at_least(float bound, Floats x) { return (Floats)_mm512_max_ps((__m512)all(bound), (__m512)x); }  // a NaN stays one
+BATON_INLINE Floats at_most(float bound, Floats x) { return (Floats)_mm512_min_ps((__m512)all(bound), (__m512)x); }
+#else
+BATON_INLINE Floats at_least(float bound, Floats x) { return x < all(bound) ? all(bound) : x; }
+BATON_INLINE Floats at_most(float bound, Floats x) { return x > all(bound) ? all(bound) : x; }
+#endif
+
 // exp, off by less than 2 units in the last place; 0 below -87, a NaN of a NaN. The polynomial is Cephes' expf.
 BATON_INLINE Floats exponential(Floats x) {
-    const Floats lowest = all(-87.0f), highest = all(88.0f), magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
-    Floats y = x > highest ? highest : x;
-    y = y < lowest ? lowest : y;
+    const Floats lowest = all(-87.0f), magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
+    Floats y = at_least(-87.0f, at_most(88.0f, x));
     Floats shifted = multiply_add(y, all(1.44269504088896341f), magic);
     Floats n = shifted - magic;
     y = multiply_add(n, all(-0.693359375f), y);

@@ -37,6 +37,7 @@ SHAPES = (
     Shape(4, 4, 16, (70, None), norms_heads=True, has_bias=False),
     Shape(7, 1, 24, (None, 1), norms_heads=False, has_bias=True),
     Shape(9, 3, 96, (130, 64), norms_heads=True, has_bias=True),
+    Shape(10, 2, 32, (None, 90), norms_heads=False, has_bias=False),  # more queries of a KV head than one pass takes
 )
 
 

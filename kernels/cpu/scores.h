@@ -1,0 +1,114 @@
+// Scores of a tile: queries times keys, by panels for many queries, on the keys where they lie for few.
+//
+// Both take the same sums in the same order. Where a step of a product is a cell of 4 bytes and CPUs have 16 of them in a
+// register, that order suits keys as they lie: cells 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of every 16 are a chain each, and
+//
+//     score = (chain 0 + chain 1) + (chain 2 + chain 3)
+//
+// so that 4 x 4 cells within quarters of registers are all that must be transposed. Elsewhere a score is one chain.
+#pragma once
+
+#include "paged.h"
+
+namespace baton {
+
+constexpr int MAX_DIRECT = 4;  // queries of one pass over keys and values where they lie
+
+#if defined(__AVX512F__)
+constexpr bool HAS_QUARTERS = true;
+#else
+constexpr bool HAS_QUARTERS = false;
+#endif
+
+template <class T> constexpr bool has_chains(int head_dim) {
+    return HAS_QUARTERS && Step<T>::WIDTH * sizeof(T) == 4 && head_dim % (LANES * Step<T>::WIDTH) == 0;
+}
+
+// scores[m][i] = query m times column i of a tile's two panels.
+template <class T, int M> void score_panels(const T *const *queries, const T *panels, int head_dim, float *scores) {
+    constexpr int W = Step<T>::WIDTH;
+    const size_t panel = panel_size<T>(head_dim);
+    Floats sums[M][4];
+    auto put = [&](float *to, auto &&combined) {
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < 4; v++) store(to + m * TILE + v * LANES, combined(m * TILE + v * LANES, sums[m][v]));
+    };
+    if (!has_chains<T>(head_dim)) {
+        multiply<T, M, 2>(queries, panels, panel, head_dim / W, sums);
+        return put(scores, [](int, Floats sum) { return sum; });
+    }
+    const T *rows[M];
+    for (int m = 0; m < M; m++) rows[m] = queries[m];
+    float third[M * TILE];
+    for (int chain = 0; chain < 4; chain++) {
+        clear(sums);
+        for (int step = 4 * chain; step < head_dim / W; step += LANES)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) multiply_step(rows, (step + i) * W, panels + (step + i) * size_t(W * PANEL), panel, sums);
+        if (chain == 0) put(scores, [](int, Floats sum) { return sum; });
+        if (chain == 1) put(scores, [&](int at, Floats sum) { return load(scores + at) + sum; });
+        if (chain == 2) put(third, [](int, Floats sum) { return sum; });
+        if (chain == 3) put(scores, [&](int at, Floats sum) { return load(scores + at) + (load(third + at) + sum); });
+    }
+}
+
+#if defined(__AVX512F__)
+// Four rows of 16 cells: afterwards quarter q of columns[i] is cell 4 q + i of all four.
+template <class T> BATON_INLINE void transpose_quarters(const T *const *rows, size_t offset, Floats (&columns)[4]) {
+    const __m512 a = _mm512_loadu_ps(rows[0] + offset), b = _mm512_loadu_ps(rows[1] + offset);
+    const __m512 c = _mm512_loadu_ps(rows[2] + offset), d = _mm512_loadu_ps(rows[3] + offset);
+    const __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
+    const __m512d ab_high = (__m512d)_mm512_unpackhi_ps(a, b), cd_high = (__m512d)_mm512_unpackhi_ps(c, d);
+    columns[0] = (Floats)_mm512_unpacklo_pd(ab, cd);
+    columns[1] = (Floats)_mm512_unpackhi_pd(ab, cd);
+    columns[2] = (Floats)_mm512_unpacklo_pd(ab_high, cd_high);
+    columns[3] = (Floats)_mm512_unpackhi_pd(ab_high, cd_high);
+}
+
+// Sums of neighbouring quarters, a's before b's.
+BATON_INLINE Floats add_quarters(Floats a, Floats b) {
+    return (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88) + (Floats)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd);
+}
+
+// Scores of M queries of each head and 16 rows of keys. A head's queries are `query_stride` numbers behind the last one's, its
+// scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
+template <class T, int M>
+void score_where_they_lie(const T *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim, float *scores,
+                          size_t score_stride, const char *const *ahead) {
+    constexpr int W = Step<T>::WIDTH, PAIR = 2;
+    for (int head = 0; head < num_heads; head++, queries += query_stride, scores += score_stride) {
+        Floats halves[2][M];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const T *rows[PAIR][4];
+#pragma GCC unroll 8
+            for (int i = 0; i < 4 * PAIR; i++) rows[i / 4][i % 4] = keys[8 * half + i];
+            Floats sums[M][PAIR];
+            clear(sums);
+            for (int at = 0; at < head_dim; at += LANES * W) {
+                bring(*ahead++);
+                Floats columns[PAIR][4];
+#pragma GCC unroll 2
+                for (int p = 0; p < PAIR; p++) transpose_quarters(rows[p], size_t(head) * head_dim + at, columns[p]);
+                __m512i cells[M];
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) cells[m] = _mm512_loadu_si512(queries + m * head_dim + at);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+                    for (int m = 0; m < M; m++) {
+                        const Floats spread = (Floats)_mm512_shuffle_epi32(cells[m], _MM_PERM_ENUM(i * 0x55));
+#pragma GCC unroll 2
+                        for (int p = 0; p < PAIR; p++) sums[m][p] = Step<T>::add(sums[m][p], columns[p][i], spread);
+                    }
+            }
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) halves[half][m] = add_quarters(sums[m][0], sums[m][1]);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) store(scores + m * TILE, add_quarters(halves[0][m], halves[1][m]));
+    }
+}
+#endif
+
+}  // namespace baton

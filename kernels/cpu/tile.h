@@ -1,0 +1,147 @@
+// What the two ways through a tile share: whose rows and positions it has, a thread's memory, scores becoming weights.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "scores.h"
+#include "stream.h"
+#include "workspace.h"
+
+namespace baton {
+
+constexpr int MAX_TOGETHER = 6;    // queries that are weighed together
+
+// Queries in, mixed values out, both [num_rows, stride], heads from the start of the row; window 0: a row sees all before it.
+template <class T> struct Attend {
+    const T *queries;
+    T *to;
+    int query_stride, to_stride, layer, window;
+};
+
+// One thread's memory.
+template <class T> struct Scratch {
+    T *keys;          // [2 panels]
+    float *sums;      // [num_heads, head_dim]
+    float *values;    // [padded / PANEL, TILE, PANEL]
+    float *scores;    // [queries, TILE], then weights
+    float *shrink;    // [queries]
+    float *part;      // a Mixed of one part
+    float *row;       // and of all parts so far
+
+    static size_t bytes(const Cache &cache, int queries) {
+        const size_t mixed = size_t(queries) * (cache.padded() + 2);
+        return 2 * panel_size<T>(cache.head_dim) * sizeof(T) +
+               (cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (TILE + 1) + 2 * mixed) * 4 + 7 * 64;
+    }
+    Scratch(char *memory, const Cache &cache, int queries) {
+        const size_t mixed = size_t(queries) * (cache.padded() + 2);
+        keys = take<T>(memory, 2 * panel_size<T>(cache.head_dim));
+        sums = take<float>(memory, cache.num_heads * cache.head_dim);
+        values = take<float>(memory, cache.padded() * TILE);
+        scores = take<float>(memory, queries * TILE);
+        shrink = take<float>(memory, queries);
+        part = take<float>(memory, mixed);
+        row = take<float>(memory, mixed);
+    }
+};
+
+// Weighted values of some queries, not yet divided by the sum of weights.
+struct Mixed {
+    float *values;    // [queries, padded]
+    float *greatest;  // [queries]
+    float *sums;      // [queries]
+
+    Mixed(float *memory, int queries, int padded)
+        : values(memory), greatest(memory + size_t(queries) * padded), sums(greatest + queries) {}
+    void clear(int queries, int padded) {
+        std::fill(values, values + size_t(queries) * padded, 0.0f);
+        std::fill(greatest, greatest + queries, -std::numeric_limits<float>::infinity());
+        std::fill(sums, sums + queries, 0.0f);
+    }
+    bool has_nothing(int query) const { return sums[query] == 0.0f; }  // false of a NaN
+};
+
+// Call f with num (1 .. M) as a compile-time constant.
+template <int M, class F> BATON_INLINE void with_constant(int num, F &&f) {
+    if constexpr (M > 1)
+        if (num < M) return with_constant<M - 1>(num, f);
+    f(std::integral_constant<int, M>{});
+}
+
+// Where a tile's positions are: KV head 0 of each position's keys; its values are `values` numbers behind.
+template <class T> struct TileRows {
+    const T *keys[TILE];  // a multiple of LANES of them: the last one is repeated
+    size_t values;
+    int count = 0;
+
+    TileRows(const Cache &cache, const int64_t *table, int layer, int start, int end)
+        : values(size_t(cache.block_size) * cache.num_kv_heads * cache.head_dim) {
+        const int size = cache.block_size;
+        int index = start / size, offset = start % size;
+        for (; count < TILE && start + count < end; index++, offset = 0) {
+            const T *row = cache.at<T>(layer, 0, table[index], offset);
+            for (; offset < size && count < TILE && start + count < end; offset++, row += cache.num_kv_heads * cache.head_dim)
+                keys[count++] = row;
+        }
+        for (int i = count; count && i < ceil_div(count, LANES) * LANES; i++) keys[i] = keys[count - 1];
+    }
+};
+
+// Turn M queries' scores of a tile into weights, [low, high) being what they see, and rescale the sums that they have so far.
+template <int M>
+BATON_INLINE void weigh(float *scores, int low, int high, float scale, float *greatest, float *sums, float *shrink) {
+    const Floats hidden = all(-std::numeric_limits<float>::infinity());
+    const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const bool sees_a_part = low > 0 || high < TILE;
+    Floats most[M];
+    for (int m = 0; m < M; m++) {
+        most[m] = all(greatest[m]);
+        for (int v = 0; v < TILE / LANES; v++) {
+            Floats score = load(scores + m * TILE + v * LANES) * scale;
+            if (sees_a_part) {
+                const Floats at = lane + float(v * LANES);
+                score = (at >= float(low)) & (at < float(high)) ? score : hidden;
+            }
+            store(scores + m * TILE + v * LANES, score);
+            most[m] = score > most[m] ? score : most[m];
+        }
+    }
+    for (int m = 0; m < M; m++) most[m] = all(largest_of(most[m]));
+    for (int m = 0; m < M; m++) {
+        shrink[m] = exponential(all(greatest[m]) - most[m])[0];
+        greatest[m] = most[m][0];
+        Floats sum[TILE / LANES];
+        for (int v = 0; v < TILE / LANES; v++) {
+            sum[v] = exponential(load(scores + m * TILE + v * LANES) - most[m]);
+            store(scores + m * TILE + v * LANES, sum[v]);
+        }
+        sums[m] = sums[m] * shrink[m] + sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+}
+
+// What one unit of work is about: rows of one span, and one KV head.
+template <class T> struct Rows {
+    const Attend<T> &attend;
+    const Cache &cache;
+    const int64_t *table;
+    int first_row, first_position, num_rows, head;
+
+    int num_queries() const { return num_rows * cache.group(); }
+    const T *query(int index) const {
+        const int row = first_row + index / cache.group(), at = head * cache.group() + index % cache.group();
+        return attend.queries + size_t(row) * attend.query_stride + size_t(at) * cache.head_dim;
+    }
+    T *to(int index) const {
+        const int row = first_row + index / cache.group(), at = head * cache.group() + index % cache.group();
+        return attend.to + size_t(row) * attend.to_stride + size_t(at) * cache.head_dim;
+    }
+    // Whether so few queries share a KV head that unpacking its tiles costs more than it saves.
+    bool is_direct() const {
+        return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && has_chains<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
+    }
+    int last_position() const { return first_position + num_rows - 1; }
+    int low(int row) const { return attend.window ? std::max(0, first_position + row - attend.window + 1) : 0; }
+};
+
+}  // namespace baton
