@@ -32,7 +32,7 @@ class UpConfig:
     max_num_batched_tokens: int | None = _of_nodes("token positions computed per step")
     max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] | None = _of_nodes("what the node computes in", low=None)
-    kernels: Literal["cpu", "torch"] | None = _of_nodes("which back end computes", low=None)
+    kernels: Literal["cpu", "numba", "torch"] | None = _of_nodes("which back end computes", low=None)
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
