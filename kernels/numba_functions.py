@@ -132,10 +132,9 @@ def _sum(numbers, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _starts(table, block_size, position, last, layout, plane, head_start):  # type: ignore[no-untyped-def]
-    """Where PARTS positions begin in a plane; those past `last` stand for it, and have no weight."""
-    position_size, plane_size, block_numbers = layout
-    base = plane * plane_size + head_start
+def _starts(table, layout, base, position, last):  # type: ignore[no-untyped-def]
+    """Where PARTS positions begin behind `base`; those past `last` stand for it, and have no weight."""
+    block_size, position_size, block_numbers = layout
     p0, p1, p2, p3 = position, min(position + 1, last), min(position + 2, last), min(position + 3, last)
     return (
         np.uint64(table[p0 // block_size] * block_numbers + base + p0 % block_size * position_size),
@@ -146,20 +145,21 @@ def _starts(table, block_size, position, last, layout, plane, head_start):  # ty
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _attend_one(queries, stored, table, positions, layer, layout, block_size, head_start, scores, mixed):  # type: ignore[no-untyped-def]
-    """One row's query heads of one KV head: [group, head_dim] to the same. positions: (first, last) that the row sees."""
-    first, last = positions
+def _attend_one(queries, stored, table, layout, place, scores, mixed):  # type: ignore[no-untyped-def]
+    """One row's query heads of one KV head: [group, head_dim] to the same.
+
+    place: the first and last position that the row sees, and where its head begins in a block's keys and in its values.
+    """
+    first, last, keys, values = place
     count = last + 1 - first
     for at in range(0, count, PARTS):
-        starts = _starts(table, block_size, first + at, last, layout, 2 * layer, head_start)
-        _scores(queries, stored, starts, scores, at)
+        _scores(queries, stored, _starts(table, layout, keys, first + at, last), scores, at)
     mixed[:] = np.float32(0)
     for head in range(queries.shape[0]):
         _exponentiate(scores[head], count)
         scores[head, count : count + PARTS] = np.float32(0)
     for at in range(0, count, PARTS):
-        starts = _starts(table, block_size, first + at, last, layout, 2 * layer + 1, head_start)
-        _add_values(mixed, scores, at, stored, starts)
+        _add_values(mixed, scores, at, stored, _starts(table, layout, values, first + at, last))
     for head in range(queries.shape[0]):
         total = _sum(scores[head], count)
         for i in range(mixed.shape[1]):
@@ -167,22 +167,26 @@ def _attend_one(queries, stored, table, positions, layer, layout, block_size, he
 
 
 @njit(parallel=True, nogil=True, error_model="numpy", cache=True)
-def attend(queries, stored, tables, rows, layer, num_layers, block_size, window, scores, mixed):  # type: ignore[no-untyped-def]
+def attend(queries, kv, sizes, scores, mixed):  # type: ignore[no-untyped-def]
     """Attention of all rows, one layer.
 
-    queries, mixed: [num_rows, num_kv_heads, group, head_dim] float32, queries scaled; stored: the whole KV, flat; tables:
-    [num_spans, max_blocks] int64; rows: [num_rows, 2] int64, a row's span and position; window: a row sees so many positions at
-    most; scores: [num_threads, group, at least the longest row + PARTS] float32, to be used.
+    queries, mixed: [num_rows, num_kv_heads, group, head_dim] float32, queries scaled; kv: all of it, flat, then the block tables
+    [num_spans, max_blocks] int64, then each row's span and position [num_rows, 2] int64; sizes: layer, number of layers, block
+    size, and how many positions a row sees at most; scores: [num_threads, group, at least the longest row + PARTS] float32, to
+    be used.
     """
+    stored, tables, rows = kv
+    layer, num_layers, block_size, window = sizes
     num_rows, num_kv_heads, _, head_dim = queries.shape
     position_size = num_kv_heads * head_dim
-    layout = position_size, block_size * position_size, num_layers * 2 * block_size * position_size
+    plane_size = block_size * position_size
+    layout = block_size, position_size, num_layers * 2 * plane_size
     num_threads = scores.shape[0]
     for thread in prange(num_threads):
         for unit in range(thread, num_rows * num_kv_heads, num_threads):
             row, head = unit // num_kv_heads, unit % num_kv_heads
             last = rows[row, 1]
-            seen = max(0, last + 1 - window), last
+            keys = 2 * layer * plane_size + head * head_dim
+            place = max(0, last + 1 - window), last, keys, keys + plane_size
             table = tables[rows[row, 0]]
-            own, out = queries[row, head], mixed[row, head]
-            _attend_one(own, stored, table, seen, layer, layout, block_size, head * head_dim, scores[thread], out)
+            _attend_one(queries[row, head], stored, table, layout, place, scores[thread], mixed[row, head])

@@ -54,7 +54,7 @@ class NumbaAttention(TiledAttention):
         numba.set_num_threads(self._num_threads)
         window = NO_WINDOW if window is None else window
         sizes = (layer, self._num_layers, self._block_size, window)
-        attend(scaled, self._stored, self._tables, self._rows, *sizes, self._scores, mixed)
+        attend(scaled, (self._stored, self._tables, self._rows), sizes, self._scores, mixed)
         return torch.from_numpy(mixed).view(queries.shape).to(queries.dtype)
 
 
