@@ -51,16 +51,26 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
     if not can_compute(dtype):
         raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears")
     if name != "torch":
-        if has_numba():
-            # Imported where it is needed: it takes a second, and is only there where somebody installed it.
-            from kernels.numba_kernels import NumbaKernels
-
-            return Choice(NumbaKernels(), shortfall)
-        shortfall = f"{shortfall}; " if shortfall else ""
-        shortfall += "numba is not installed (pip install -c constraints.txt -e '.[numba]')"
+        found, reason = _numba_kernels()
+        if found is not None:
+            return Choice(found, shortfall)
+        shortfall = f"{shortfall}; {reason}" if shortfall else reason
     return Choice(TorchKernels(), shortfall)
 
 
 def has_numba() -> bool:
     """Whether numba is installed; says nothing about whether it works."""
     return find_spec("numba") is not None
+
+
+def _numba_kernels() -> tuple[Kernels | None, str]:
+    """Or why there are none."""
+    if not has_numba():
+        return None, "numba is not installed (pip install -c constraints.txt -e '.[numba]')"
+    try:
+        # Imported where it is needed: it takes a second, and is only there where somebody installed it.
+        from kernels.numba_kernels import NumbaKernels
+
+        return NumbaKernels(), ""
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no directory to keep machine code in
+        return None, f"numba cannot be used: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,10 @@ def test_it_is_what_computes_where_nothing_was_compiled_and_says_why(
     assert found.kernels.name == NUMBA[0].name
     assert found.kernels.name.startswith("numba-")
     assert "C++ compiler" in found.shortfall
+    monkeypatch.setitem(sys.modules, "kernels.numba_kernels", None)
+    broken = choose_kernels("cpu", torch.float32)
+    assert broken.kernels.name == "torch"
+    assert "C++ compiler; numba cannot be used: " in broken.shortfall
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     found = choose_kernels("numba", torch.float32)
     assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch", "numba is not installed")
