@@ -41,9 +41,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'; \
 	touch $(STAMP)
 
-# Seconds, once; without a C++ compiler a line that says what that costs.
+# Seconds, once; without a C++ compiler numba takes its place, and a line says what that costs.
 $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
 	@$(BIN)/python -m kernels.cpu_build
+	@if ! ls $(@D)/*.so >/dev/null 2>&1; then \
+	  $(BIN)/python -m pip install -qq -c constraints.txt -e '.[numba]' && $(BIN)/python -m kernels.numba_kernels \
+	    || echo "kernels: numba cannot be had either"; \
+	fi
 	@mkdir -p $(@D) && touch $@
 
 # Made beside its place and moved: an interrupted run leaves no half model.
@@ -90,5 +94,5 @@ coverage-table: $(STAMP) $(KERNELS) ## run the tests and write docs/coverage.md:
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
-	rm -rf .venv run models build kernels/cpu/built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv run models build kernels/cpu/built kernels/numba_built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

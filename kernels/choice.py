@@ -5,6 +5,7 @@ Imports torch. Not here: what a user is told about it (the node says which, and 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Final, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels, can_compute
 
-NAMES: Final = ("torch", "cpu")
+NAMES: Final = ("torch", "numba", "cpu")
 
 
 class Choice(NamedTuple):
@@ -30,9 +31,9 @@ class NoKernels(ValueError):
 
 
 def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> Choice:
-    """Take "cpu", which falls back to torch where nothing was compiled for this CPU, or "torch"; torch alone has other devices.
+    """Take "cpu" (compiled from C++), "numba" or "torch"; each falls back to the next where it is not there.
 
-    Raises NoKernels where neither computes the dtype.
+    On another device than a CPU torch computes, whatever the name. Raises NoKernels where none computes the dtype.
     """
     if device_type != "cpu":
         return Choice(TorchKernels(device_type), "")
@@ -49,4 +50,27 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
         shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
     if not can_compute(dtype):
         raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears")
+    if name != "torch":
+        found, reason = _numba_kernels()
+        if found is not None:
+            return Choice(found, shortfall)
+        shortfall = f"{shortfall}; {reason}" if shortfall else reason
     return Choice(TorchKernels(), shortfall)
+
+
+def has_numba() -> bool:
+    """Whether numba is installed; says nothing about whether it works."""
+    return find_spec("numba") is not None
+
+
+def _numba_kernels() -> tuple[Kernels | None, str]:
+    """Or why there are none."""
+    if not has_numba():
+        return None, "numba is not installed (pip install -c constraints.txt -e '.[numba]')"
+    try:
+        # Imported where it is needed: it takes a second, and is only there where somebody installed it.
+        from kernels.numba_kernels import NumbaKernels
+
+        return NumbaKernels(), ""
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no directory to keep machine code in
+        return None, f"numba cannot be used: {error}"

@@ -4,7 +4,7 @@
 
 A library is named after its variant and a hash of its sources and flags, so a stale one is never loaded, and all variants of
 this architecture are built: an image may be built on one CPU and run on another. A node compiles nothing (start within 10 s).
-Without C++ compiler, or on other architectures, there is no library, and the node runs, and says that it runs, on torch.
+Without C++ compiler, or on other architectures, there is no library, and the node runs, and says that it runs, on numba or torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> int:
         for variant in variants():
             build(variant)
     except (BuildError, OSError, subprocess.TimeoutExpired) as error:
-        sys.stdout.write(f"kernels: {error}; nodes here will compute on torch, several times slower\n")
+        sys.stdout.write(f"kernels: {error}; nodes here will compute on numba or torch, several times slower\n")
         return 0
     names = ", ".join(variant.name for variant in usable_variants()) or "none that this CPU runs"
     sys.stdout.write(f"kernels: built for {names}\n")

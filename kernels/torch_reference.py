@@ -15,7 +15,6 @@ Fast kernels are another back end's business; this one must be right. It takes f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -71,7 +70,7 @@ class TorchKernels:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self._is_on_cpu = device_type == "cpu"
-        self.name: Final = "torch" if self._is_on_cpu else f"torch-{device_type}"
+        self.name = "torch" if self._is_on_cpu else f"torch-{device_type}"
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
         """As measured, wherever oneDNN packs; other devices' libraries choose their products by the number of rows."""

@@ -42,9 +42,10 @@ class NodeConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold, and fp32 where that is fp16"
     )
-    kernels: Literal["cpu", "torch"] = knob(
+    kernels: Literal["cpu", "numba", "torch"] = knob(
         "cpu",
-        "what computes; cpu: compiled by make setup, and torch where that was not possible; equal on all nodes of a cluster",
+        "what computes; cpu: compiled from C++ by make setup; where it is not there numba, and where that is not, torch; "
+        "equal on all nodes of a cluster",
     )
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto",

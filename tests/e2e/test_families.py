@@ -28,7 +28,8 @@ def greedy_of_transformers(model_dir: Path, rng: random.Random) -> dict[tuple[in
     """
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
+    # On a machine with other work two threads wait for each other at every product: minutes for what takes one thread seconds.
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     completions: dict[tuple[int, ...], list[int]] = {}
     for _ in range(2 * NUM_PROMPTS):

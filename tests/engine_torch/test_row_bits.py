@@ -15,11 +15,13 @@ from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.probe import probe_bit_exact
+from kernels.choice import has_numba
 from kernels.interface import Kernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels.back_ends import BACK_ENDS
 
 MAX_TOKENS = 150
+NUMBA_NAME = ("numba",) if has_numba() else ()
 DTYPES = ["fp32", "bf16"]
 
 
@@ -78,7 +80,7 @@ def alone(model: Model, sequence: int) -> Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=[(k, s, d) for k in ("cpu", "torch") for s in ("group4", "group1", "group7") for d in DTYPES],
+    params=[(k, s, d) for k in ("cpu", "torch", *NUMBA_NAME) for s in ("group4", "group1", "group7") for d in DTYPES],
     ids=str,
 )
 def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:

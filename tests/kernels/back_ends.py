@@ -1,9 +1,12 @@
-"""Every back end that this machine can run: the reference, and each compiled variant whose instructions the CPU has."""
+"""Every back end that this machine can run: the reference, each compiled variant whose instructions the CPU has, and numba's."""
 
 from __future__ import annotations
 
 from typing import Final
 
+import torch
+
+from kernels.choice import choose_kernels, has_numba
 from kernels.cpu_build import build, usable_variants
 from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
@@ -14,4 +17,5 @@ REFERENCE: Final = TorchKernels()
 COMPILED: Final[tuple[CpuKernels, ...]] = tuple(
     CpuKernels(Library(build(variant)), variant.name) for variant in usable_variants()
 )
-BACK_ENDS: Final[tuple[Kernels, ...]] = (REFERENCE, *COMPILED)
+NUMBA: Final[tuple[Kernels, ...]] = (choose_kernels("numba", torch.float32).kernels,) if has_numba() else ()
+BACK_ENDS: Final[tuple[Kernels, ...]] = (REFERENCE, *COMPILED, *NUMBA)

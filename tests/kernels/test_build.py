@@ -37,6 +37,7 @@ def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.
 
 @pytest.mark.covers("M04")
 def test_without_a_library_torch_computes_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice, "has_numba", lambda: False)
     monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
     found = choose_kernels("cpu", torch.float32)
     assert found.kernels.name == "torch"

@@ -1,0 +1,84 @@
+"""numba's attention: what it reads, what it spoils not, and when it is chosen; its bits are in test_row_bits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import choice
+from kernels.choice import choose_kernels, has_numba
+from kernels.interface import AttentionBatch
+from tests.kernels.back_ends import NUMBA, REFERENCE
+
+pytestmark = [
+    pytest.mark.covers("M04"),
+    pytest.mark.skipif(not has_numba(), reason="numba is not installed: make setup does it where no C++ compiler is"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def attended(kv: Tensor, queries: Tensor, positions: list[int], *, by_numba: bool, window: int | None = None) -> Tensor:
+    """One row of each of several sequences, 20 blocks of 16 each, in layer 1 of 2."""
+    spans = np.array([(row, 1, position) for row, position in enumerate(positions)], np.int32)
+    tables = torch.arange(20 * len(positions)).view(len(positions), 20)
+    batch = AttentionBatch(spans, tables, torch.zeros(len(positions), dtype=torch.int64))
+    kernels = NUMBA[0] if by_numba else REFERENCE
+    return kernels.step_attention(kv, batch, queries.shape[1]).attend(1, queries, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(6, 2, 64), (4, 4, 24), (7, 1, 8)])
+def test_each_dtype_is_read_as_it_is_stored(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randn((80, 2, 2, 16, num_kv_heads, head_dim), generator=generator)
+    # Also what only subnormal numbers of fp16 hold, and nothing.
+    kv[:, :, 1, ::3] *= 2.0**-20
+    kv[:, :, 1, 1::5] = 0
+    kv = kv.to(dtype)
+    queries = torch.randn((4, num_heads, head_dim), generator=generator).to(dtype)
+    for window in (None, 1, 70):
+        found = attended(kv, queries, [0, 2, 150, 319], by_numba=True, window=window)
+        expected = attended(kv, queries, [0, 2, 150, 319], by_numba=False, window=window)
+        bound = 2e-6 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(found.float(), expected.float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_numbers_that_are_none_break_their_own_row_and_no_other(dtype: torch.dtype, plane: int, broken: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    kv = torch.randn((60, 2, 2, 16, 1, 16), generator=generator).to(dtype)
+    queries = torch.ones((3, 2, 16), dtype=dtype)
+    right = attended(kv, queries, [100, 100, 100], by_numba=True)
+    kv[20 + 3, 1, plane, 2] = broken
+    found = attended(kv, queries, [100, 100, 100], by_numba=True)
+    assert not found[1].isfinite().all()
+    assert torch.equal(found[[0, 2]], right[[0, 2]])
+    kv[20 + 3, 1, plane, 2] = 0
+    kv[20 + 6, 1, plane, 5] = broken  # position 101: behind what the row sees
+    assert attended(kv, queries, [100, 100, 100], by_numba=True).isfinite().all()
+
+
+def test_it_is_what_computes_where_nothing_was_compiled_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert choose_kernels("numba", torch.float32).shortfall == ""
+    monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
+    found = choose_kernels("cpu", torch.float32)
+    assert found.kernels.name == NUMBA[0].name
+    assert found.kernels.name.startswith("numba-")
+    assert "C++ compiler" in found.shortfall
+    monkeypatch.setitem(sys.modules, "kernels.numba_kernels", None)
+    broken = choose_kernels("cpu", torch.float32)
+    assert broken.kernels.name == "torch"
+    assert "C++ compiler; numba cannot be used: " in broken.shortfall
+    monkeypatch.setattr(choice, "has_numba", lambda: False)
+    found = choose_kernels("numba", torch.float32)
+    assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch", "numba is not installed")
