@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from kernels.cpu_build import library_path, usable_variants
+from kernels.cpu_build import bits_name, library_path, usable_variants
 from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
 from kernels.interface import Kernels
@@ -44,7 +44,7 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
             if not path.exists():
                 continue
             try:
-                return Choice(CpuKernels(Library(path), variant.name), "")
+                return Choice(CpuKernels(Library(path), bits_name(variant)), "")
             except OSError as error:
                 shortfall = f"{path.name} cannot be loaded: {error}"
         shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"

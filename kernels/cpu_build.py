@@ -65,6 +65,12 @@ def library_path(variant: Variant) -> Path:
     return BUILD_DIR / f"baton-{variant.name}-{digest.hexdigest()[:16]}.so"
 
 
+def bits_name(variant: Variant) -> str:
+    """What tells results of this variant of the sources as they are now from those of others."""
+    digest = library_path(variant).stem.rpartition("-")[2]
+    return f"{variant.name}-{digest[:8]}"
+
+
 def usable_variants() -> tuple[Variant, ...]:
     """What this CPU can run, best first, built or not."""
     found = cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))

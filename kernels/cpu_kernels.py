@@ -4,7 +4,7 @@ It keeps the law of interface.py by construction rather than by measurement: eve
 in an order that the model's shape fixes, however many rows and threads there are. Where numbers are rounded to the dtype is
 where the reference rounds, but for one thing: attention scores and weights stay fp32 in both, in another order of summation.
 
-One variant's bits are not another's: the variant is part of the back end's name, and with it of the fingerprint.
+One variant's bits are not another's, nor those of other sources: both are in the back end's name, and with it in the fingerprint.
 """
 
 from __future__ import annotations

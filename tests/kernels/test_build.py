@@ -9,7 +9,7 @@ import torch
 
 from kernels import choice, cpu_build
 from kernels.choice import choose_kernels
-from kernels.cpu_build import X86_VARIANTS, BuildError, build, cpu_flags, library_path, usable_variants
+from kernels.cpu_build import X86_VARIANTS, BuildError, bits_name, build, cpu_flags, library_path, usable_variants
 from tests.kernels.back_ends import COMPILED
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\nflags\t\t: other\n"
@@ -24,6 +24,9 @@ def test_the_flags_of_the_first_cpu_are_read() -> None:
 def test_the_best_variant_that_was_built_computes() -> None:
     found = choose_kernels("cpu", torch.float32)
     assert (found.kernels.name, found.shortfall) == (COMPILED[0].name, "")
+    assert library_path(usable_variants()[0]).stem.startswith(found.kernels.name.replace("cpu", "baton", 1)), (
+        "its sources are told"
+    )
     assert choose_kernels("torch", torch.float32).kernels.name == "torch"
 
 
@@ -32,7 +35,7 @@ def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.
     if not others:
         pytest.skip("this CPU runs one variant only")
     monkeypatch.setattr(choice, "library_path", lambda each: tmp_path / "none" if each == best else library_path(each))
-    assert choose_kernels("cpu", torch.float32).kernels.name == f"cpu-{others[0].name}"
+    assert choose_kernels("cpu", torch.float32).kernels.name == f"cpu-{bits_name(others[0])}"
 
 
 @pytest.mark.covers("M04")
