@@ -341,7 +341,8 @@ def test_a_decode_node_with_room_for_one_sequence_serves_many_one_after_the_othe
     rng = random.Random(fresh_seed)
     num_requests, pool_tokens = 5, 128
     tight = ("--block-size", "16", "--num-blocks", str(pool_tokens // 16), "--max-model-len", str(pool_tokens))
-    flags = {"router": (), "prefill-0": ("--block-size", "16"), "decode-0": tight}
+    impatient = ("--block-size", "16", "--reserve-wait-s", "0")
+    flags = {"router": (), "prefill-0": impatient, "decode-0": (*tight, "--reserve-policy", "full")}
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
         fields = [body(rng, 40, pool_tokens - 40) for _ in range(num_requests)]
         together = [tokens_of(answer) for answer in threads.map(lambda each: ask(cluster, each), fields)]

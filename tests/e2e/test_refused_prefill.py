@@ -26,8 +26,8 @@ def test_an_attempt_that_a_full_node_refused_goes_on_where_its_computing_ended(
 ) -> None:
     """Whether the refusal comes between two chunks or while the only one is computed."""
     rng = random.Random(fresh_seed)
-    chunks = ("--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK))
-    flags = {"router": (), "prefill-0": (*SIZES, *chunks), "decode-0": SIZES}
+    chunks = ("--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK), "--reserve-wait-s", "0")
+    flags = {"router": (), "prefill-0": (*SIZES, *chunks), "decode-0": (*SIZES, "--reserve-policy", "full")}
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
         for length in (20 * BLOCK + 5, 2 * BLOCK + 5):
             prompt = [rng.randrange(256) for _ in range(length)]

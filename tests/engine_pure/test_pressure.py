@@ -108,20 +108,34 @@ def test_the_same_need_never_preempts_twice() -> None:
 
 @pytest.mark.covers("S11")
 def test_nobody_is_admitted_in_a_step_that_preempted_nor_before_the_mark_is_answered() -> None:
-    node = node_with((16, 16, 16))
+    node = node_with((16, 16), replace(TIGHT, num_slots=3))
     node.plan()
     node.complete()
-    node.submit(make_spec("tiny", [1], 1, TIGHT))  # a slot is free, and one block would do
-    node.scheduler.reserve_slots(1)
-    while not (plan := node.plan()) or not plan.marks:
-        node.complete()
-    node.scheduler.unreserve_slots(1)
+    held = node.pool.lease(4)
+    plan = until_marked(node)
+    node.submit(make_spec("tiny", [1], 1, TIGHT))
     assert not plan.chunks
-    plan = node.plan()
-    assert plan is None or not plan.chunks
+    node.pool.release_lease(held)  # there is room again, for somebody who gave way
+    following = node.plan()
+    assert following is not None and following.decodes and not following.chunks
     assert phase_of(node, "tiny") is Phase.WAITING
     node.run_to_the_end()
-    assert node.finished.keys() == {"a", "b", "c", "tiny"}
+    assert node.finished.keys() == {"a", "b", "tiny"}
+
+
+@pytest.mark.covers("S16", "S10")
+def test_who_gave_way_once_keeps_its_age() -> None:
+    node = node_with((16, 16, 16), replace(TIGHT, num_slots=3))
+    node.scheduler.reserve_slots(1)  # c came before b gives way, and runs after it
+    assert [owner_of(node, mark.slot) for mark in until_marked(node).marks] == ["b"]
+    node.scheduler.unreserve_slots(1)
+    victims = []
+    while len(node.finished) < 3:
+        while len(node.unread) < 2 and (plan := node.plan()) is not None:
+            victims += [owner_of(node, mark.slot) for mark in plan.marks]
+        node.complete()
+    assert victims and set(victims) == {"c"}
+    assert set(node.finished) == {"a", "b", "c"}
 
 
 @pytest.mark.covers("S01")
@@ -184,11 +198,12 @@ def test_a_storm_of_no_token_requeues_nothing() -> None:
 def test_an_answer_that_does_not_belong_is_refused_at_once_so_no_slot_waits_for_one_that_was_lost(
     of_row: int, of_mark: int | None
 ) -> None:
-    node = node_with((20,))
+    node = node_with((18,))  # in five blocks of four: two more rows find room
     node.plan()
     node.complete()
     held = node.pool.lease(node.pool.num_available)
     plan = node.plan()
+    assert plan is not None and not plan.marks
     while plan is not None and not plan.marks:
         result = StepResult(plan.step_id, (SlotResult(0, 1, of_row),))
         if of_row == PREEMPTED_TOKEN_ID:

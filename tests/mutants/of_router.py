@@ -128,8 +128,8 @@ MUTANTS: Final = (
         "refusal-costs-a-retry",
         "A full node uses up the retries of a request.",
         "router/core.py",
-        "        if error.retryable and error.code in REFUSALS:\n",
-        "        if error.retryable and error.code in REFUSALS and branch.retries_left > 0:\n"
+        "        if error.retryable and error.code in NO_ROOM:\n",
+        "        if error.retryable and error.code in NO_ROOM and branch.retries_left > 0:\n"
         "            branch.retries_left -= 1\n",
         _CORE,
     ),
