@@ -90,10 +90,24 @@ def test_no_lease_is_given_while_somebody_who_was_here_before_finds_no_room() ->
     assert not node.scheduler.num_waiting, "b has its room"
 
 
+@pytest.mark.covers("D01")
+def test_leases_that_fill_the_pool_are_not_followed_by_more_while_the_queue_waits() -> None:
+    node = Mixed(num_blocks=16, policy="none")
+    lease = only(ask(node, "e", 40), ev.AnswerReserve).reply.lease
+    node.send(dispatch("b", [2] * 30, 4))
+    assert not node.plans and node.pool.num_available == 5, "b needs eight"
+    assert only(ask(node, "f", 4), ev.AnswerReserve).reply.error.code == pb.NO_BLOCKS
+    (revoke,) = [action for action in node.core.tick(1.5) if isinstance(action, ev.RevokeLease)]
+    assert revoke.lease_id == lease.lease_id, "its life is over"
+    node.feed(RevokeDone(lease.lease_id), 1.5)
+    assert node.plans and not node.scheduler.num_waiting
+
+
 def test_who_waits_for_the_step_and_not_for_room_holds_up_no_lease() -> None:
     node = Mixed(num_blocks=64, policy="none", max_batched_tokens=8)
     for name in "abc":
         node.send(dispatch(name, [ord(name) % 9] * 20, 4))
+    node.step()
     assert node.scheduler.num_waiting
     assert only(ask(node, "e", 4), ev.AnswerReserve).reply.HasField("lease")
 

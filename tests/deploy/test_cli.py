@@ -35,6 +35,13 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
         assert word in result.stdout
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_every_role_has_a_help_of_its_own(role: str) -> None:
+    """All nodes have the same flags."""
+    result = run([BATON, role, "--help"])
+    assert result.returncode == 0 and f"baton {role} " in result.stdout and "--block-size" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
