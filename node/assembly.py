@@ -51,7 +51,7 @@ class NodeEngine:
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
-def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempted: bool) -> NodeEngine:
+def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempted: bool = False) -> NodeEngine:
     """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else its attempt ends.
 
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
