@@ -4,6 +4,7 @@
 MODEL   ?= models/llama-tiny
 PREFILL ?= 1
 DECODE  ?= 1
+MIXED   ?= 0
 PORT    ?= 8000
 RUN_DIR ?= run
 UP_FLAGS ?=
@@ -57,7 +58,7 @@ $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
 up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
-	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
+	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 test: lint $(KERNELS) ## lint, types, then every test
 	@$(BIN)/python -m pytest $(TEST_FLAGS)

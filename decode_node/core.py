@@ -14,7 +14,7 @@ then free. A committed sequence's full blocks are published to the prefix cache,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Final, cast
+from typing import cast
 
 from google.protobuf.message import DecodeError
 
@@ -31,7 +31,7 @@ from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
-from node.pd_error import pd_error
+from node.pd_error import ENDS_WITHOUT_TOKEN, pd_error
 from node.steps import plan_ahead
 from node.timers import Timers
 from node.token_batches import TokenBatches
@@ -39,11 +39,6 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
 _Keys = tuple[AttemptKey, ...]
-# How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; others needed its blocks.
-_ENDS: Final[Mapping[str | None, tuple[pb.ErrorCode.ValueType, str]]] = {
-    "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),
-    "preempted": (pb.PREEMPTED, "its blocks were needed by older sequences"),
-}
 
 
 class DecodeCore:
@@ -72,10 +67,16 @@ class DecodeCore:
         self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
         self._out: list[ev.Action] = []
 
-    # ------------------------------------------------------------ the four methods of a core
+    # ------------------------------------------------------------ the four methods of a core, and their halves (PartOfCore)
 
     def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
+        self.take(event, now)
+        self._out += plan_ahead(self._scheduler)
+        return self.settle(now)
+
+    def take(self, event: ev.Event, now: float) -> None:
+        """See PartOfCore."""
         match event:
             case ev.ReserveAsked(call_id, request):
                 self._reserve(call_id, request, now)
@@ -92,17 +93,22 @@ class DecodeCore:
             case RevokeDone(lease_id):
                 self._step(self._leases[lease_id], ReceiverEvent.QUIET, now)
             case ev.StepDone(result):
-                self._step_done(self._scheduler.complete(result), now)
+                self.read(self._scheduler.complete(result), now)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._cancel(message.cancel, now)
             case ev.RouterLost(router):
                 self._router_lost(router, now)
             case _:
                 self._out.append(ev.Count("unexpected_events"))
-        return self._finish_turn(now)
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
+        self.expire(now)
+        self._out += plan_ahead(self._scheduler)
+        return self.settle(now)
+
+    def expire(self, now: float) -> None:
+        """See PartOfCore."""
         self._fence.tick(now)
         for timer in self._timers.pop_due(now):
             if isinstance(timer, int):
@@ -111,7 +117,6 @@ class DecodeCore:
                 self._give_up(self._running[timer], pb.DEADLINE, "the request's deadline has passed", now)
         for waiting in [each for each in self._door.line if each.until <= now]:
             self._door.expire(waiting, now)
-        return self._finish_turn(now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
@@ -133,6 +138,14 @@ class DecodeCore:
     def load(self) -> pb.LoadReport:
         """See NodeCore."""
         return load_report(self._scheduler, self._pool, len(self._door.line))
+
+    def holds(self, key: AttemptKey) -> bool:
+        """Whether this attempt has a lease here, or waits for one: nobody else may start it."""
+        return self._leases.of_any((key,)) is not None or self._door.line.find(key) is not None
+
+    def hold_back(self, is_held_up: bool) -> None:
+        """Whether no lease is to be given now, because somebody who was here before does not find room."""
+        self._door.is_held_up = is_held_up
 
     # ------------------------------------------------------------ Reserve, Renew, Release
 
@@ -342,14 +355,16 @@ class DecodeCore:
 
     # ------------------------------------------------------------ steps and timers
 
-    def _step_done(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Iterable[Progress], now: float) -> None:
+        """See PartOfCore."""
         batches = TokenBatches(from_receiver=True)
         for item in progress:
             branch = self._running.get(cast(AttemptKey, item.sequence_id))
             if branch is None:
                 continue
             if item.token_id is None:
-                self._give_up(branch, *_ENDS[item.finish], now)
+                if item.finish is not None:  # else it was preempted, and is being computed again
+                    self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)
                 continue
             index = len(branch.token_ids)
             batches.add(branch.router, branch.key, index, [item.token_id], item.finish, item.logprobs)
@@ -375,9 +390,8 @@ class DecodeCore:
         self._out.append(ev.ToRouter(branch.router, pb.NodeMessage(error=error)))
         self._stop(branch.key, pb.ErrorCode.Name(code), now)
 
-    def _finish_turn(self, now: float) -> list[ev.Action]:
-        """Plan what can be planned, let in who waits and fits, hand out the turn's actions."""
-        self._out += plan_ahead(self._scheduler)
+    def settle(self, now: float) -> list[ev.Action]:
+        """Let in who waits and fits, hand out the turn's actions; see PartOfCore."""
         for lease in self._door.serve(now):
             self._begin(lease, now)
         out, self._out = self._out + self._door.out, []

@@ -56,6 +56,7 @@ class Door:
         self._leases = leases
         self._draw = draw
         self.line = WaitingReserves(limits.max_waiting_reserves)
+        self.is_held_up = False  # the node's own queue waits for room, and goes first (mixed_node/core.py)
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn, or when their order matters
 
     # ------------------------------------------------------------ a Reserve comes
@@ -94,7 +95,9 @@ class Door:
         admitted = dict.fromkeys(filter(self._fence.admits, keys))
         asked = WaitingReserve(request, keys, admitted, deadline, until, [call_id])
         result: Lease | _Refusal = (pb.NO_BLOCKS, f"{len(self.line)} others wait for room")
-        if not len(self.line):
+        if self.is_held_up:
+            result = (pb.NO_BLOCKS, "what was queued here before waits for room")
+        elif not len(self.line):
             result = self._grant(asked, now)
         if isinstance(result, Lease):
             return result
@@ -109,7 +112,7 @@ class Door:
     def serve(self, now: float) -> list[Lease]:
         """Leases for those whose turn it is, as long as there is room."""
         granted: list[Lease] = []
-        while (waiting := self.line.next()) is not None:
+        while not self.is_held_up and (waiting := self.line.next()) is not None:
             result = self._grant(waiting, now)
             if not isinstance(result, Lease):
                 break

@@ -20,6 +20,7 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("router",): ("router",),
     ("prefill",): ("deploy.node_process", "prefill"),
     ("decode",): ("deploy.node_process", "decode"),
+    ("mixed",): ("deploy.node_process", "mixed"),
     ("model", "make"): ("engine.make_model",),
 }
 
@@ -30,6 +31,7 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   router       the process that clients talk to, and the registry where nodes announce themselves
   prefill      a prefill node: computes the prompts' KV cache and hands it over
   decode       a decode node: generates
+  mixed        a node that does both, over one pool: baton up --model DIR --prefill 0 --decode 0 --mixed 1
   model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
                (or qwen2-tiny, qwen3-tiny, mistral-tiny, smollm2-135m)
 
@@ -40,6 +42,7 @@ Several machines, or by hand:
   baton router  --model DIR --port 8000 --registry-port 8001
   baton prefill --model DIR --router 127.0.0.1:8001
   baton decode  --model DIR --router 127.0.0.1:8001
+  baton mixed   --model DIR --router 127.0.0.1:8001
 """
 
 

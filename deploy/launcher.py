@@ -47,7 +47,7 @@ HANDED_ON: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton up` and return its exit code."""
-    config = load(UpConfig, "baton up", "Start a router, prefill nodes and decode nodes on this machine.", argv)
+    config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv)
     with _run_dir_of_our_own(config.run_dir):
         return asyncio.run(_run(config))
 
@@ -119,7 +119,7 @@ class _Launcher:
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
         """Start all nodes at once; what each of them wrote into its ready file."""
         config = self._config
-        names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+        names = [f"{role}-{index}" for role, number in config.nodes.items() for index in range(number)]
         threads = config.threads or max(len(os.sched_getaffinity(0)) // len(names), 1)
         children = [
             await self._start_child(name, self._node_command(name, registry, threads), threads) for name in names
@@ -208,9 +208,8 @@ class _Launcher:
         config, say = self._config, self._console.print
         body = {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
         took_s = time.monotonic() - self._started_at
-        say(
-            f"baton up: ready in {took_s:.1f} s, {config.prefill} prefill + {config.decode} decode, logs in {config.run_dir}"
-        )
+        nodes = " + ".join(f"{number} {role}" for role, number in config.nodes.items())
+        say(f"baton up: ready in {took_s:.1f} s, {nodes}, logs in {config.run_dir}")
         if not is_loopback(config.host):
             say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
         for each in (body, body | {"stream": True}):

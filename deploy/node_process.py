@@ -1,6 +1,7 @@
-"""A node's process: `python -m deploy.node_process prefill|decode [flags]`; the only file that knows both roles.
+"""A node's process: `python -m deploy.node_process prefill|decode|mixed [flags]`; the only file that knows all roles.
 
-A role is imported when it is chosen, so that a prefill node never loads the decode role. Not here: anything a node does.
+A role is imported when it is chosen, so that a prefill node never loads the decode role; a mixed node is given both. Not here:
+anything a node does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ def main(argv: Sequence[str]) -> int:
         from decode_node.__main__ import main as run_decode_node
 
         return run_decode_node(argv[1:])
-    fatal(f"baton: {role or 'no role'}: must be prefill or decode")
+    if role == "mixed":
+        from decode_node.entry import make_core as make_decode_core
+        from mixed_node.entry import run as run_mixed_node
+        from prefill_node.entry import make_core as make_prefill_core
+
+        return run_mixed_node(argv[1:], make_prefill_core, make_decode_core)
+    fatal(f"baton: {role or 'no role'}: must be prefill, decode or mixed")
 
 
 if __name__ == "__main__":

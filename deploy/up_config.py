@@ -19,8 +19,9 @@ class UpConfig:
     """One cluster on this machine."""
 
     model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
-    prefill: int = knob(1, "number of prefill nodes", low=1, high=64)
-    decode: int = knob(1, "number of decode nodes", low=1, high=64)
+    prefill: int = knob(1, "number of prefill nodes; 0 only with mixed ones", low=0, high=64)
+    decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
+    mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
     host: str = knob("127.0.0.1", "address of the router's HTTP server; nodes stay on loopback", metavar="ADDRESS")
     port: int = knob(8000, "port of the router's HTTP server; 0 takes a free one", low=0, high=65535)
     run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
@@ -41,10 +42,19 @@ class UpConfig:
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
     config: Path | None = (
-        None  # the file that --config named: its tables [router], [prefill], [decode] go to the children
+        None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
     )
 
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many nodes of each role there are to be; only roles that have any."""
+        numbers = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
+        return {role: number for role, number in numbers.items() if number}
+
     def __post_init__(self) -> None:
+        for role, number in (("prefill", self.prefill), ("decode", self.decode)):
+            if not number and not self.mixed:
+                raise ValueError(f"--{role} 0: nobody would {role}; at least 1 is needed, or --mixed 1")
         if not self.model.is_dir():
             raise ValueError(
                 f"--model {self.model}: is not a directory; make one with: baton model make --out {self.model}"

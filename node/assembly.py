@@ -52,8 +52,8 @@ class NodeEngine:
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
-def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
-    """Load and allocate everything.
+def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempted: bool = False) -> NodeEngine:
+    """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else its attempt ends.
 
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
@@ -83,7 +83,7 @@ def build_engine(config: NodeConfig, identity: NodeIdentity) -> NodeEngine:
             decay_steps=config.new_token_ratio_decay_steps,
             clip_max_new_tokens=config.clip_max_new_tokens,
         ),
-        resumes_preempted=False,  # on another node, or here behind another prefill: the router decides
+        resumes_preempted=resumes_preempted,
     )
     parts = CoreParts(
         identity=identity,

@@ -1,4 +1,4 @@
-"""The knobs of a node process, equal for both roles.
+"""The knobs of a node process, equal for all roles.
 
 Not here: what follows from them and the model together (`node/sizes.py`), because that needs the model's own config.
 Imports nothing heavy: `--help` and a wrong flag answer before torch is loaded, and the threads must be known by then.

@@ -7,12 +7,13 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from connector.transport import LeaseRef, ReceiverEvent, SenderEvent
 from engine.plan import Plan, StepResult
+from engine.sequence import Progress
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
@@ -273,3 +274,28 @@ class NodeCore(Protocol):
 
     def load(self) -> pb.LoadReport:
         """What the next keepalive tells the routers."""
+
+
+class PartOfCore(Protocol):
+    """A core that can share its scheduler with others: what receive and tick do, without completing and planning steps.
+
+    Whoever drives several does that once for all (mixed_node/core.py). A turn ends with `settle`, behind the planning.
+    """
+
+    def take(self, event: Event, now: float) -> None:
+        """Take one event. Of several parts each gets StepDone as `read`."""
+
+    def read(self, progress: Iterable[Progress], now: float) -> None:
+        """Take what a step gave; what is of sequences that are not its own it leaves alone."""
+
+    def expire(self, now: float) -> None:
+        """Fire every timer that is due."""
+
+    def settle(self, now: float) -> list[Action]:
+        """Do what the new plans, or the lack of any, allow; hand out the turn's actions."""
+
+    def next_deadline(self) -> float | None:
+        """See NodeCore."""
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See NodeCore."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from node.events import Action, Ended, RouterId, ToRouter
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
 NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE})
+# How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; others needed its blocks.
+ENDS_WITHOUT_TOKEN: Final[Mapping[str, tuple[pb.ErrorCode.ValueType, str]]] = {
+    "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),
+    "preempted": (pb.PREEMPTED, "its blocks were needed by older sequences"),
+}
 
 
 def pd_error(
@@ -32,3 +38,19 @@ def pd_error(
         retry_after_ms=retry_after_ms,
         commit_unanswered=commit_unanswered,
     )
+
+
+def refusal(
+    code: pb.ErrorCode.ValueType,
+    reason: str,
+    keys: Iterable[AttemptKey],
+    router: RouterId,
+    node_id: str,
+    generated_token_ids: Sequence[int],
+) -> list[Action]:
+    """A Dispatch is not taken now: the router may ask again soon, for each of its branches."""
+    actions: list[Action] = []
+    for key in keys:
+        error = pd_error(code, reason, key, node_id, completion_token_ids=generated_token_ids, retry_after_ms=100)
+        actions += [ToRouter(router, pb.NodeMessage(error=error)), Ended(key, pb.ErrorCode.Name(code))]
+    return actions

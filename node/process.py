@@ -52,9 +52,9 @@ from runtime.session_driver import CHANNEL_OPTIONS
 
 LOG = logging.getLogger(__name__)
 
-RoleName = Literal["prefill", "decode"]
+RoleName = Literal["prefill", "decode", "mixed"]
 
-ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRPC refuses the rest
 GRPC_STOP_GRACE_S: Final = 0.2
 
@@ -70,7 +70,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     set_up_logging(config.log_level, name)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     try:
-        engine = build_engine(config, identity)
+        # A decode node cannot compute a prompt again: its router places the rest anew.
+        engine = build_engine(config, identity, resumes_preempted=role == "mixed")
     except ValueError as error:
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:

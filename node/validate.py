@@ -16,6 +16,8 @@ from typing import Final
 from proto import baton_pb2 as pb
 from proto.block_key import KEY_BYTES
 
+PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})  # roles that take a Dispatch
+DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})  # roles that give leases
 MAX_ID_BYTES: Final = 256  # of a request id, a node's name, an address
 MAX_STOP_TOKEN_IDS: Final = 1_024
 MAX_LOGIT_BIAS: Final = 300  # entries; this, the greatest bias and penalty and the number of logprobs are OpenAI's
@@ -40,8 +42,8 @@ class Bounds:
 
 def dispatch_problem(dispatch: pb.Dispatch, bounds: Bounds) -> str | None:
     """Why this node cannot start such a request."""
-    if bounds.role != pb.ROLE_PREFILL:
-        return f"dispatch: the role of this node is {pb.Role.Name(bounds.role)}, only prefill nodes take one"
+    if bounds.role not in PREFILLING:
+        return f"dispatch: the role of this node is {pb.Role.Name(bounds.role)}, only nodes that prefill take one"
     if not dispatch.branches:
         return "branches: none given, at least 1 is needed"
     branch = dispatch.branches[0]
@@ -67,7 +69,7 @@ def cancel_problem(cancel: pb.Cancel) -> str | None:
 
 def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
     """Why no lease could ever be made of this request. The incarnation that it is meant for is the service's check."""
-    if bounds.role != pb.ROLE_DECODE:
+    if bounds.role not in DECODING:
         return _no_leases(bounds)
     if request.num_tokens < 1:
         return "num_tokens: 0, at least 1 is needed"
@@ -89,7 +91,7 @@ def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
 
 def renew_problem(request: pb.RenewRequest, bounds: Bounds) -> str | None:
     """Why this cannot name a lease of this node."""
-    if bounds.role != pb.ROLE_DECODE:
+    if bounds.role not in DECODING:
         return _no_leases(bounds)
     if len(request.secret) != SECRET_BYTES:
         return f"secret: {len(request.secret)} bytes, {SECRET_BYTES} are needed"
@@ -98,7 +100,7 @@ def renew_problem(request: pb.RenewRequest, bounds: Bounds) -> str | None:
 
 def release_problem(request: pb.ReleaseRequest, bounds: Bounds) -> str | None:
     """Why this cannot name an attempt that this node reserved for."""
-    if bounds.role != pb.ROLE_DECODE:
+    if bounds.role not in DECODING:
         return _no_leases(bounds)
     return _key_problem(request.key) or _choices_problem([request.key.choice, *request.more_choices])
 
@@ -144,7 +146,7 @@ def _prompt_logprobs_problem(dispatch: pb.Dispatch) -> str | None:
 
 
 def _no_leases(bounds: Bounds) -> str:
-    return f"lease: the role of this node is {pb.Role.Name(bounds.role)}, only decode nodes hold any"
+    return f"lease: the role of this node is {pb.Role.Name(bounds.role)}, only nodes that decode hold any"
 
 
 def _id_problem(field: str, value: str) -> str | None:

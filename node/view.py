@@ -30,7 +30,7 @@ class NodeFacts:
     """What does not change while the process lives."""
 
     identity: NodeIdentity
-    role: str  # "prefill", "decode"
+    role: str  # "prefill", "decode", "mixed"
     threads: int
     is_bit_exact: bool  # the start-up probe found a row's bits to depend on its own tokens only
     fingerprint: pb.Fingerprint

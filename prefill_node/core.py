@@ -27,7 +27,7 @@ from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
-from node.pd_error import pd_error
+from node.pd_error import ENDS_WITHOUT_TOKEN, pd_error, refusal
 from node.sampling import to_logprobs_message
 from node.steps import plan_ahead
 from node.timers import Timers
@@ -67,10 +67,16 @@ class PrefillCore:
         self._timers: Timers[AttemptKey] = Timers()
         self._out: list[ev.Action] = []
 
-    # ------------------------------------------------------------ the four methods of a core
+    # ------------------------------------------------------------ the four methods of a core, and their halves (PartOfCore)
 
     def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
+        self.take(event, now)
+        self._out += plan_ahead(self._scheduler)
+        return self.settle(now)
+
+    def take(self, event: ev.Event, now: float) -> None:
+        """See PartOfCore."""
         match event:
             case ev.FromRouter(router, message):
                 self._from_router(router, message, now)
@@ -90,17 +96,21 @@ class PrefillCore:
                     error = self._error(pb.TRANSFER_FAILED, f"the link broke: {reason}")
                     self._step(self._tasks[key], SenderEvent.LINK_LOST, now, error)
             case ev.StepDone(result):
-                self._step_done(self._scheduler.complete(result), now)
+                self.read(self._scheduler.complete(result), now)
             case _:
                 self._out.append(ev.Count("unexpected_events"))  # a peer took us for a decode node
-        return self._finish_turn(now)
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
+        self.expire(now)
+        self._out += plan_ahead(self._scheduler)
+        return self.settle(now)
+
+    def expire(self, now: float) -> None:
+        """See PartOfCore."""
         self._tasks.fence.tick(now)
         for key in self._timers.pop_due(now):
             self._on_timer(self._tasks[key], now)
-        return self._finish_turn(now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
@@ -164,11 +174,7 @@ class PrefillCore:
             self._step(task, SenderEvent.CANCEL, now)
 
     def _refuse(self, work: Work, code: pb.ErrorCode.ValueType, reason: str) -> None:
-        name, known = self._identity.name, work.generated_token_ids
-        for key in work.keys:
-            error = pd_error(code, reason, key, name, completion_token_ids=known, retry_after_ms=100)
-            self._out.append(ev.ToRouter(work.router, pb.NodeMessage(error=error)))
-            self._out.append(ev.Ended(key, pb.ErrorCode.Name(code)))
+        self._out += refusal(code, reason, work.keys, work.router, self._identity.name, work.generated_token_ids)
 
     # ------------------------------------------------------------ from the receiver
 
@@ -242,7 +248,8 @@ class PrefillCore:
 
     # ------------------------------------------------------------ steps and timers
 
-    def _step_done(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Iterable[Progress], now: float) -> None:
+        """See PartOfCore."""
         batches = TokenBatches(from_receiver=False)
         advanced: list[PrefillTask] = []
         for item in progress:
@@ -250,7 +257,7 @@ class PrefillCore:
             if task is None or task.state in _GIVEN_UP:
                 continue
             if item.finish == "broken":
-                self._report(task, self._error(pb.INTERNAL, "the model gives no numbers for this sequence"))
+                self._report(task, self._error(*ENDS_WITHOUT_TOKEN[item.finish]))
                 self._step(task, SenderEvent.CANCEL, now)
                 continue
             task.num_computed = item.num_computed
@@ -283,7 +290,7 @@ class PrefillCore:
         """Queue every block that is complete by now; the partial last one only behind the last chunk (H01)."""
         if task.state is not SenderState.WRITING:
             return
-        lease = _lease(task)
+        lease = task.held_lease
         blocks = task.blocks_to_write(self._scheduler.block_ids(task.work.key), self._pool.block_size)
         if blocks:
             self._out.append(ev.WriteBlocks(lease.link_id, lease.ref, blocks))
@@ -303,22 +310,19 @@ class PrefillCore:
                 error = self._error(pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
                 self._step(task, SenderEvent.OVERDUE, now, error)
         elif now >= task.renew_at and task.state is SenderState.WRITING:
-            work, lease = task.work, _lease(task)
+            work, lease = task.work, task.held_lease
             task.renew_at = now + lease.life_s / 3
             request = messages.renew_request(work, lease)
             self._out.append(ev.SendRenew(work.key, work.target.grpc_address, request, self._patience_s(work, now)))
         if task.work.key in self._tasks:
             self._timers.set(task.work.key, task.next_timer())
 
-    def _finish_turn(self, now: float) -> list[ev.Action]:
-        """Plan what can be planned, ask for leases for what the plans begin, hand out the turn's actions."""
-        self._out += plan_ahead(self._scheduler)
-        while len(self._not_started) > self._scheduler.num_waiting:
-            key = next(iter(self._not_started))
+    def settle(self, now: float) -> list[ev.Action]:
+        """Ask for leases for what the plans begin, hand out the turn's actions; see PartOfCore."""
+        while (key := next(iter(self._not_started), None)) is not None and self._scheduler.block_ids(key):
             del self._not_started[key]
-            task = self._tasks[key]
-            if not task.work.ends_with_first_token:
-                self._step(task, SenderEvent.START, now)
+            if not self._tasks[key].work.ends_with_first_token:
+                self._step(self._tasks[key], SenderEvent.START, now)
         out, self._out = self._out, []
         return out
 
@@ -348,14 +352,14 @@ class PrefillCore:
             case SenderAction.START_WRITING:
                 self._write_computed(task, now)
             case SenderAction.SEND_COMMIT:
-                lease = _lease(task)
+                lease = task.held_lease
                 task.overdue_at = now + lease.life_s
                 self._out.append(ev.NotifyLink(lease.link_id, messages.commit(task, lease, now)))
             case SenderAction.SEND_RELEASE:
                 self._out.append(ev.SendRelease(work.target.grpc_address, messages.release_request(work, now)))
             case SenderAction.CLOSE_LINK:
                 task.overdue_at = float("inf")  # LinkClosed is certain to come
-                link_id = _lease(task).link_id
+                link_id = task.held_lease.link_id
                 self._links.retire(link_id)
                 self._out.append(ev.CloseLink(link_id))
             case SenderAction.STOP_COMPUTING:
@@ -387,10 +391,3 @@ class PrefillCore:
     def _error(self, code: pb.ErrorCode.ValueType, reason: str) -> pb.PDError:
         """For _report, which sends it for each branch."""
         return pd_error(code, reason, None, self._identity.name)
-
-
-def _lease(task: PrefillTask) -> HeldLease:
-    """The lease of a task from WRITING on."""
-    if task.lease is None:
-        raise AssertionError(f"{task.state.name} without a lease")
-    return task.lease

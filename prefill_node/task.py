@@ -130,6 +130,13 @@ class PrefillTask:
     def __post_init__(self) -> None:
         self.open = dict.fromkeys(self.work.keys)
 
+    @property
+    def held_lease(self) -> HeldLease:
+        """The lease, from WRITING on."""
+        if self.lease is None:
+            raise AssertionError(f"{self.state.name} without a lease")
+        return self.lease
+
     def completion_token_ids(self, key: AttemptKey) -> tuple[int, ...]:
         """All completion tokens of the branch that this node knows."""
         sampled = (self.first_tokens[key].token_id,) if self.first_tokens else ()

@@ -32,12 +32,16 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     ROLE_PREFILL: _Role.ValueType  # 1
     ROLE_DECODE: _Role.ValueType  # 2
+    ROLE_MIXED: _Role.ValueType  # 3
+    """both, over one engine and one pool"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
+ROLE_MIXED: Role.ValueType  # 3
+"""both, over one engine and one pool"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _FinishReason:

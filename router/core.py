@@ -141,9 +141,9 @@ class RouterCore:
         for key, ref in change.orphans.items():
             if (branch := self._find(key)) is None:
                 continue  # ended with its request a moment ago
-            is_sender = branch.pair is not None and branch.pair.prefill == ref
+            is_receiver = branch.pair is not None and branch.pair.decode == ref  # a mixed node may be both
             message = f"PD Error: node {ref.name} was lost while the request was on it"
-            word = Word.SENDER_LOST if is_sender else Word.RECEIVER_LOST
+            word = Word.RECEIVER_LOST if is_receiver else Word.SENDER_LOST
             self._fail_if_decided(branch, word, pb.NODE_LOST, message, now)
         self._actions += change.actions
         if not isinstance(event, ev.LoadReported):
@@ -372,8 +372,8 @@ class RouterCore:
         if branch.pair is None:
             return  # was done when the branch came back
         cancel = pb.RouterMessage(cancel=pb.Cancel(key=branch.attempt_key.to_proto(), ms_left=branch.ms_left(now)))
-        self._send(branch.pair.prefill, cancel)
-        self._send(branch.pair.decode, cancel)
+        for ref in branch.pair.nodes:
+            self._send(ref, cancel)
 
     def _send(self, ref: ev.NodeRef, message: pb.RouterMessage) -> None:
         node = self._nodes.find(ref)

@@ -8,9 +8,10 @@ appears under another's name or address has taken its place: the old one is lost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -26,6 +27,9 @@ from router.events import (
     SessionUp,
 )
 from router.placement import Candidate, Pair
+
+PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
+DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})
 
 
 class Session(Enum):
@@ -67,15 +71,29 @@ class Node:
         """The longest sequence, prompt and completion, that the node can hold."""
         return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
 
-    def candidate(self) -> Candidate:
-        """The node as placement sees it; see there for what load means."""
+    @property
+    def prefills(self) -> bool:
+        """Whether its role takes prompts."""
+        return self.entry.role in PREFILLING
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its role generates what others, or itself, have prefilled."""
+        return self.entry.role in DECODING
+
+    def prefill_candidate(self) -> Candidate:
+        """The node as placement sees it for a prompt; see there for what load means."""
+        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
+
+    def decode_candidate(self) -> Candidate:
+        """The node as placement sees it for what follows the prompt."""
         taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
-        blocks_share = taken / max(self.entry.num_blocks, 1)
-        if self.entry.role == pb.ROLE_PREFILL:
-            return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, 0.0))
-        return Candidate(
-            self.ref, self.fingerprint, (len(self.branches) / max(self.entry.max_num_seqs, 1), blocks_share)
-        )
+        return Candidate(self.ref, self.fingerprint, (self._share_of_slots, taken / max(self.entry.num_blocks, 1)))
+
+    @property
+    def _share_of_slots(self) -> float:
+        """Of its sequences, how many decode or will: none on a prefill node."""
+        return len(self.branches) / max(self.entry.max_num_seqs, 1)
 
 
 NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
@@ -180,24 +198,17 @@ class NodeTable:
         return self._max_total_tokens
 
     def _longest_pair(self) -> int | None:
-        longest: dict[tuple[int, bytes], int] = {}
-        for node in self:
-            if node.is_expected:
-                group = (node.entry.role, node.fingerprint)
-                longest[group] = max(longest.get(group, 0), node.max_total_tokens)
-        pairs = [
-            min(tokens, longest[pb.ROLE_DECODE, fingerprint])
-            for (role, fingerprint), tokens in longest.items()
-            if role == pb.ROLE_PREFILL and (pb.ROLE_DECODE, fingerprint) in longest
-        ]
-        return max(pairs, default=None)
+        expected = [node for node in self if node.is_expected]
+        prefills = _longest_by_fingerprint(node for node in expected if node.prefills)
+        decodes = _longest_by_fingerprint(node for node in expected if node.decodes)
+        return max((min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys()), default=None)
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         ready = [node for node in self if node.can_take_work]
         groups = [
-            {node.fingerprint for node in ready if node.entry.role == role}
-            for role in (pb.ROLE_PREFILL, pb.ROLE_DECODE)
+            {node.fingerprint for node in ready if node.prefills},
+            {node.fingerprint for node in ready if node.decodes},
         ]
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
@@ -208,11 +219,11 @@ class NodeTable:
         ]
 
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
-        """Prefill nodes with room for a sequence of at most `total_tokens`."""
+        """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
         return [
-            node.candidate()
+            node.prefill_candidate()
             for node in self
-            if node.entry.role == pb.ROLE_PREFILL
+            if node.prefills
             and node.can_take_work
             and node.num_prefills < max_inflight
             and total_tokens <= node.max_total_tokens
@@ -229,11 +240,11 @@ class NodeTable:
         return max(1, min(num_slots, (node.entry.num_blocks - num_shared) // num_own))
 
     def decode_candidates(self, total_tokens: int) -> list[Candidate]:
-        """Decode nodes with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
+        """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
         return [
-            node.candidate()
+            node.decode_candidate()
             for node in self
-            if node.entry.role == pb.ROLE_DECODE
+            if node.decodes
             and node.can_take_work
             and len(node.branches) < node.entry.max_num_seqs
             and total_tokens <= node.max_total_tokens
@@ -267,3 +278,11 @@ class NodeTable:
         node = self._nodes.get(pair.decode)
         if node is not None:
             node.branches.discard(branch)
+
+
+def _longest_by_fingerprint(nodes: Iterable[Node]) -> dict[bytes, int]:
+    """The longest sequence that one of these can hold, by the fingerprint that it shares."""
+    longest: dict[bytes, int] = {}
+    for node in nodes:
+        longest[node.fingerprint] = max(longest.get(node.fingerprint, 0), node.max_total_tokens)
+    return longest

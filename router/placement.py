@@ -6,7 +6,8 @@ session up, room left); who may not be used, or only as a last resort, is said b
 pair whenever one is allowed.
 
 Defaults, both `least_loaded`: on a prefill node load is the number of prompt tokens still to be computed, because prompts
-differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in use. Nodes
+differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in use. A mixed node
+is a candidate for both, and decodes what it prefills where it can; of equal prompts it has the less the less it decodes. Nodes
 with equal load take turns, so an idle cluster spreads its work instead of warming one pair. `power_of_two` takes the less
 loaded of two nodes drawn at random: with several routers, which see each other's work late, it keeps them from all choosing the
 same node. `round_robin` and `random` ignore load. What is drawn follows from the seed given, so equal events place equally.
@@ -40,6 +41,11 @@ class Pair:
 
     prefill: NodeRef
     decode: NodeRef
+
+    @property
+    def nodes(self) -> tuple[NodeRef, ...]:
+        """Each once: a mixed node may be both."""
+        return tuple(dict.fromkeys((self.prefill, self.decode)))
 
 
 class Policy(Protocol):
@@ -162,5 +168,7 @@ class Placement:
             return None
         staying = [candidate for candidate in usable if candidate.node == kept]
         prefill = staying[0] if staying else self._prefill.choose(usable)
-        decode = self._decode.choose([each for each in decodes if each.fingerprint == prefill.fingerprint])
+        fitting = [each for each in decodes if each.fingerprint == prefill.fingerprint]
+        here = [each for each in fitting if each.node == prefill.node]  # a mixed node: nothing is handed over
+        decode = self._decode.choose(here or fitting)
         return Pair(prefill.node, decode.node)

@@ -41,7 +41,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 REQUIRED: Final = dataclasses.MISSING
 ENVIRONMENT_PREFIX: Final = "BATON_"
-ROOM_TABLES: Final = ("router", "prefill", "decode", "up")
+ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
 SPIN_COUNT: Final = (
     "2000"  # idle OpenMP threads sleep soon: passive waiting costs 25-45 %, endless spinning starves the neighbours
 )

@@ -46,8 +46,8 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
     """What is wrong with an entry, in one sentence that names field, value and bound; None if nothing is."""
     if not entry.node.incarnation:
         return "node.incarnation is 0, it must be a random number that is not 0."
-    if entry.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
-        return f"role is {entry.role}, it must be ROLE_PREFILL or ROLE_DECODE."
+    if entry.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_MIXED):
+        return f"role is {entry.role}, it must be ROLE_PREFILL, ROLE_DECODE or ROLE_MIXED."
     texts = {"node.name": entry.node.name, "grpc_address": entry.grpc_address, "http_address": entry.http_address}
     texts |= {f"fingerprint.{name}": getattr(entry.fingerprint, name) for name in _FINGERPRINT_TEXTS}
     for field, text in texts.items():

@@ -20,6 +20,7 @@ ROOMS: Final = (
     "node",
     "prefill_node",
     "decode_node",
+    "mixed_node",
     "router",
     "deploy",
     "bench",

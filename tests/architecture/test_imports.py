@@ -17,17 +17,19 @@ MAY_IMPORT: Final = {
     "node": {"proto", "runtime", "engine", "connector"},
     "prefill_node": {"node", "proto", "runtime", "engine", "connector"},
     "decode_node": {"node", "proto", "runtime", "engine", "connector"},
+    "mixed_node": {"node", "proto", "runtime", "engine", "connector"},
     "router": {"proto", "runtime"},
     "deploy": {"proto", "runtime"},
     "bench": set(ROOMS) - {"bench", "deploy"},
 }
 EXCEPTIONS: Final = {  # (file or room) -> what else it may import
     "engine": ("proto.block_key",),
-    "deploy/node_process.py": ("prefill_node", "decode_node"),
+    "deploy/node_process.py": ("prefill_node", "decode_node", "mixed_node"),
 }
 ROOMS_WITHOUT_TORCH: Final = ("proto", "runtime", "router", "deploy")
 FILES_WITHOUT_TORCH: Final = (  # what decides, wherever it is
     "core.py",
+    "local_core.py",
     "placement.py",
     "admission.py",
     "block_pool.py",

@@ -31,6 +31,7 @@ PURE_FILES: Final = {
     "keyed_heap.py",
     "links.py",
     "listing.py",
+    "local_core.py",
     "messages.py",
     "nodes.py",
     "ownership.py",

@@ -1,4 +1,4 @@
-"""Both cores alone under random orders of everything that can happen to attempts of several branches, hostile peers included."""
+"""Each core alone under random orders of everything that can happen to attempts of several branches, hostile peers included."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.cores import decode_life, prefill_life
+from tests.cores import decode_life, local_life, prefill_life
 
 NUM_LIVES = 60
 NUM_EVENTS = 250
@@ -32,3 +32,17 @@ def test_a_prefill_node_says_each_token_once_and_hands_over_who_is_left_in_any_o
         happened += life.happened
     rare = {"stale", "busy", "partly replaced", "cancelled among others", "committed", "committed in part"}
     assert all(happened[event] for event in {*prefill_life.EVENTS} | rare), happened
+
+
+@pytest.mark.covers("S10", "S01", "Q02", "R04", "P08", "A02")
+def test_a_mixed_node_short_of_blocks_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events(
+    fresh_seed: int,
+) -> None:
+    happened: Counter[str] = Counter()
+    for number in range(NUM_LIVES):
+        life = local_life.Life(fresh_seed + number)
+        life.live(NUM_EVENTS)
+        happened += life.happened
+    rare = {"stale in part", "busy", "replaced", "cancelled while it ran", "finished", "DEADLINE", "INTERNAL"}
+    assert all(happened[event] for event in {*local_life.EVENTS} | rare), happened
+    assert happened["preempted"] > NUM_LIVES, happened

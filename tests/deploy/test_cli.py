@@ -22,17 +22,33 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
     """A newcomer's first call."""
     result = run([BATON, "--help"])
     assert result.returncode == 0
-    for word in ("up ", "router ", "prefill ", "decode ", "model make ", "baton up --model DIR", "exit code 2"):
+    for word in (
+        "up ",
+        "router ",
+        "prefill ",
+        "decode ",
+        "mixed ",
+        "model make ",
+        "baton up --model DIR",
+        "exit code 2",
+    ):
         assert word in result.stdout
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_every_role_has_a_help_of_its_own(role: str) -> None:
+    """All nodes have the same flags."""
+    result = run([BATON, role, "--help"])
+    assert result.returncode == 0 and f"baton {role} " in result.stdout and "--block-size" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "baton: a command is missing, one of up, router, prefill, decode, model make; see baton --help"),
+        ([], "baton: a command is missing, one of up, router, prefill, decode, mixed, model make; see baton --help"),
         (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
         (["model", "bake"], "baton: model: unknown command; did you mean model make?"),
-        (["xyz"], "baton: xyz: unknown command; must be one of up, router, prefill, decode, model make"),
+        (["xyz"], "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, model make"),
         (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
         (
             ["up", "--model", "."],
@@ -42,7 +58,15 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
             ["up", "--model", "/no"],
             "baton up: --model /no: is not a directory; make one with: baton model make --out /no",
         ),
-        (["up", "--model", ".", "--decode", "0"], "baton up: --decode 0: must be a whole number between 1 and 64"),
+        (["up", "--model", ".", "--decode", "65"], "baton up: --decode 65: must be a whole number between 0 and 64"),
+        (
+            ["up", "--model", ".", "--decode", "0"],
+            "baton up: --decode 0: nobody would decode; at least 1 is needed, or --mixed 1",
+        ),
+        (
+            ["up", "--model", ".", "--prefill", "0"],
+            "baton up: --prefill 0: nobody would prefill; at least 1 is needed, or --mixed 1",
+        ),
         (["up", "--modle", "."], "baton up: --modle: unknown flag; did you mean --model?"),
     ],
 )
@@ -55,7 +79,7 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(tmp_path: Path, arguments: lis
 def test_a_wrong_role_is_one_line_and_exit_code_2() -> None:
     """Before any role is imported."""
     result = run([sys.executable, "-m", "deploy.node_process", "encode"])
-    assert (result.returncode, result.stderr) == (2, "baton: encode: must be prefill or decode\n")
+    assert (result.returncode, result.stderr) == (2, "baton: encode: must be prefill, decode or mixed\n")
 
 
 def test_folders_named_like_our_rooms_where_the_user_stands_are_not_imported(tmp_path: Path) -> None:

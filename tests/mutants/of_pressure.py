@@ -154,8 +154,8 @@ MUTANTS: Final = (
         "line-overtaken",
         "A Reserve that would fit is granted although others wait.",
         "decode_node/door.py",
-        "        if not len(self.line):\n            result",
-        "        if True:\n            result",
+        "        elif not len(self.line):\n            result",
+        "        else:\n            result",
         _DOOR,
     ),
     Mutant(
@@ -194,8 +194,8 @@ MUTANTS: Final = (
         "preempted-in-silence",
         "A decode node drops a preempted branch without a word to its router.",
         "decode_node/core.py",
-        "                self._give_up(branch, *_ENDS[item.finish], now)\n",
-        '                self._forget_branch(branch.key, "cancelled", now)\n',
+        "                    self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
+        '                    self._forget_branch(branch.key, "cancelled", now)\n',
         _DOOR,
     ),
     Mutant(

@@ -75,12 +75,14 @@ def running(room: str, arguments: list[str], ready_file: Path) -> Iterator[tuple
             process.kill()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
 def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm(
     role: str, model_dir: Path, tmp_path: Path
 ) -> None:
     more = ("--block-size", "8", "--num-blocks", "40", "--max-model-len", "256")
-    with running(f"{role}_node", flags(model_dir, *more), tmp_path / "ready.json") as (process, ready):
+    words = ["deploy.node_process", "mixed"] if role == "mixed" else [f"{role}_node"]
+    arguments = [*words[1:], *flags(model_dir, *more)]
+    with running(words[0], arguments, tmp_path / "ready.json") as (process, ready):
         assert set(ready) == {"node_id", "role", "http", "grpc", "pid"}
         assert (ready["role"], ready["pid"]) == (role, process.pid)
         assert httpx.get(f"http://{ready['http']}/health").status_code == 200

@@ -148,6 +148,15 @@ def test_the_logprobs_of_a_prompt_fit_into_a_message() -> None:
     assert dispatch_problem(dispatch, bounds) is None
 
 
+def test_a_mixed_node_takes_what_either_role_takes() -> None:
+    mixed = Bounds(role=pb.ROLE_MIXED, vocab_size=100, max_model_len=32)
+    assert dispatch_problem(good_dispatch(), mixed) == dispatch_problem(good_dispatch(), PREFILL) is None
+    assert reserve_problem(good_reserve(), mixed) == reserve_problem(good_reserve(), DECODE) is None
+    renewal = pb.RenewRequest(key=good_reserve().key, secret=bytes(16))
+    assert renew_problem(renewal, mixed) == renew_problem(renewal, DECODE) is None
+    assert release_problem(pb.ReleaseRequest(key=good_reserve().key), mixed) is None
+
+
 def test_a_message_for_the_other_role_is_refused_by_name() -> None:
     assert "ROLE_DECODE" in str(dispatch_problem(good_dispatch(), DECODE))
     assert "ROLE_PREFILL" in str(reserve_problem(good_reserve(), PREFILL))

@@ -32,6 +32,7 @@ from router.events import (
 from router.placement import Placement
 
 GOES_ON = pb.FINISH_UNSPECIFIED
+ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "m": pb.ROLE_MIXED}
 
 
 def node_entry(
@@ -88,10 +89,10 @@ class CoreWorld:
 
     @classmethod
     def with_nodes(cls, *names: str, **config: Any) -> CoreWorld:
-        """Names that begin with p are prefill nodes, with d decode nodes; all up."""
+        """Names that begin with p are prefill nodes, with d decode nodes, with m mixed ones; all up."""
         world = cls(**config)
         for name in names:
-            world.join(node_entry(name, pb.ROLE_PREFILL if name.startswith("p") else pb.ROLE_DECODE))
+            world.join(node_entry(name, ROLES[name[0]]))
         return world
 
     # ---------------------------------------------------------------- what happens

@@ -20,9 +20,9 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
-from tests.router.core_world import CoreWorld, named, node_entry, ref
+from tests.router.core_world import ROLES, CoreWorld, named, node_entry, ref
 
-NODES = ("p1", "p2", "d1", "d2")
+NODES = ("p1", "p2", "d1", "d2", "m1")
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
 TIMEOUT_S = 30.0
 MAX_TOKENS = 6
@@ -96,6 +96,7 @@ class RandomCluster:
             scores["prompt_logprobs"] = [pb.TokenLogprobs(logprob=-1)] * self._random.choice([2] * 9 + [1])
         choice = dispatch.branches[0].choice
         request_id, attempt_number = dispatch.request_id, dispatch.attempt
+        scores["from_receiver"] = speaker.startswith("d") or (speaker.startswith("m") and self._random.random() < 0.8)
         self.world.tokens_from(speaker, request_id, first, token_ids, finish, attempt_number, choice=choice, **scores)
 
     def _err(self) -> None:
@@ -136,9 +137,8 @@ class RandomCluster:
 
     def _move_node(self) -> None:
         name = self._random.choice(NODES)
-        role = pb.ROLE_PREFILL if name.startswith("p") else pb.ROLE_DECODE
         node = ref(name, self._random.choice([1, 1, 1, 2]))
-        entry = node_entry(name, role, incarnation=node.incarnation)
+        entry = node_entry(name, ROLES[name[0]], incarnation=node.incarnation)
         events: list[Event] = [
             NodeListed(entry),
             NodeUnlisted(node),

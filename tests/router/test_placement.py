@@ -49,9 +49,22 @@ def test_choose_is_total_and_keeps_to_its_rules(
         return
     assert pair in [Pair(prefill.node, decode.node) for prefill, decode in allowed]
     preferred = [(prefill, decode) for prefill, decode in allowed if decode.node not in avoided] or allowed
+    if (pair.prefill, pair.prefill) in [(prefill.node, decode.node) for prefill, decode in preferred]:
+        assert pair.decode == pair.prefill
     assert pair in [Pair(prefill.node, decode.node) for prefill, decode in preferred]
     if kept in [prefill.node for prefill, _ in preferred]:
         assert pair.prefill == kept
+
+
+@pytest.mark.covers("R01")
+def test_a_node_that_does_both_decodes_what_it_prefills_as_long_as_it_may() -> None:
+    mixed, other = candidate("m", 2.0), candidate("d")
+    placement = Placement()
+    kept_here = placement.choose([mixed], [other, mixed])
+    assert kept_here == Pair(mixed.node, mixed.node) and kept_here.nodes == (mixed.node,)
+    assert placement.choose([mixed], [other, mixed], avoided=[mixed.node]) == Pair(mixed.node, other.node)
+    assert placement.choose([mixed], [mixed], avoided=[mixed.node]) == kept_here, "the only one that is left"
+    assert placement.choose([candidate("p")], [mixed]) == Pair(NodeRef("p", 1), mixed.node)
 
 
 @pytest.mark.covers("R01")

@@ -1,0 +1,129 @@
+"""What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
+
+    Dispatch to itself -> local core          Dispatch to another node, and what its receiver says -> prefill core
+    Cancel, router lost -> all of them        Reserve, Renew, Release, writes, Commit              -> decode core
+    StepDone -> completed once; each core reads what its own sequences said
+
+A sequence has its attempt's key whichever core submitted it, so no attempt may be in two of them: a Dispatch of one that the
+decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
+older one is to be ended for, the router's Cancel tells all cores.
+
+Who waits in the scheduler's queue goes before who asks for a lease: were leases given while the head of the queue finds no
+room, ever new ones could take what it waits for, and a preempted sequence would not be first in line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+from connector.transport import Answered, BlocksTaken, LinkClosed
+from engine.scheduler import Scheduler
+from node import events as ev
+from node.identity import NodeIdentity
+from node.steps import STEPS_AHEAD, plan_ahead
+from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
+
+
+class LeasingPart(ev.PartOfCore, Protocol):
+    """The decode core, as far as it must know that it is not alone."""
+
+    def holds(self, key: AttemptKey) -> bool:
+        """Whether this attempt has a lease here, or waits for one."""
+
+    def hold_back(self, is_held_up: bool) -> None:
+        """Whether no lease is to be given now."""
+
+    def load(self) -> pb.LoadReport:
+        """See NodeCore."""
+
+
+class MixedCore:
+    """Three cores over one scheduler and one pool, seen as one."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        scheduler: Scheduler,
+        prefill: ev.PartOfCore,
+        decode: LeasingPart,
+        local: ev.PartOfCore,
+    ) -> None:
+        """The scheduler resumes what it preempts (SchedulerConfig.resumes_preempted)."""
+        self._self = identity.to_proto()
+        self._scheduler = scheduler
+        self._prefill = prefill
+        self._decode = decode
+        self._local = local
+        self._parts = (prefill, decode, local)
+        self._is_held_up = False  # the head of the scheduler's queue found no room in the last plan
+        self._out: list[ev.Action] = []
+
+    # ------------------------------------------------------------ the four methods of a core
+
+    def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
+        """Take one event; see NodeCore."""
+        match event:
+            case ev.StepDone(result):
+                progress = self._scheduler.complete(result)
+                for part in self._parts:
+                    part.read(progress, now)
+            case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
+                self._dispatch(event, message.dispatch, now)
+            case ev.FromRouter() | ev.RouterLost():
+                for part in self._parts:
+                    part.take(event, now)
+            case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
+                self._prefill.take(event, now)
+            case _:
+                self._decode.take(event, now)
+        return self._finish_turn(now)
+
+    def tick(self, now: float) -> list[ev.Action]:
+        """Fire what is due; see NodeCore."""
+        for part in self._parts:
+            part.expire(now)
+        return self._finish_turn(now)
+
+    def next_deadline(self) -> float | None:
+        """See NodeCore."""
+        times = (part.next_deadline() for part in self._parts)
+        return min((at for at in times if at is not None), default=None)
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See NodeCore. What each core shows, and the fences of all."""
+        shown = [part.snapshot() for part in self._parts]
+        merged = {name: value for each in shown for name, value in each.items()}
+        return merged | {"fences": sum(cast(int, each["fences"]) for each in shown)}
+
+    def load(self) -> pb.LoadReport:
+        """See NodeCore."""
+        return self._decode.load()
+
+    # ------------------------------------------------------------ inside
+
+    def _dispatch(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> None:
+        keys = [AttemptKey(dispatch.request_id, each.choice, dispatch.attempt) for each in dispatch.branches]
+        if any(map(self._decode.holds, keys)):  # no right router sends it to two nodes
+            self._out.append(ev.Count("stale_refused"))
+        elif dispatch.target.node == self._self:
+            self._local.take(event, now)
+        else:
+            self._prefill.take(event, now)
+
+    def _finish_turn(self, now: float) -> list[ev.Action]:
+        """Plan what can be planned, then let each core go on from there."""
+        steps = plan_ahead(self._scheduler)
+        if not self._scheduler.num_waiting:
+            self._is_held_up = False
+        elif steps:
+            self._is_held_up = not steps[-1].plan.chunks  # a step that has a chunk has begun, or goes on with, somebody
+        elif self._scheduler.steps_in_flight < STEPS_AHEAD:
+            self._is_held_up = True
+        self._decode.hold_back(self._is_held_up)
+        out: list[ev.Action] = [*self._out, *steps]
+        self._out = []
+        for part in self._parts:
+            out += part.settle(now)
+        return out

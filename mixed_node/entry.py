@@ -1,0 +1,37 @@
+"""Starts a mixed node: the knobs, then the cores of both roles, and its own, in the shell that all nodes share.
+
+Not here: the shell (node/process.py). It is imported late, because it loads torch, which takes its threads from an
+environment that the knobs decide. Nor the other roles, which a room of its own may not import: they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mixed_node.core import LeasingPart, MixedCore
+from mixed_node.local_core import LocalCore
+from node.config import NodeConfig
+from node.events import PartOfCore
+from runtime.config import load, set_thread_environment, silence_grpc
+
+if TYPE_CHECKING:
+    from node.assembly import CoreParts
+
+
+def run(
+    argv: Sequence[str] | None,
+    make_prefill_core: Callable[[CoreParts], PartOfCore],
+    make_decode_core: Callable[[CoreParts], LeasingPart],
+) -> int:
+    """Run the node until a signal; its exit code."""
+    config = load(NodeConfig, "baton mixed", "Compute prompts and generate, in one process over one pool of KV.", argv)
+    set_thread_environment(config.num_threads)
+    silence_grpc()
+    from node.process import run_node
+
+    def make_core(parts: CoreParts) -> MixedCore:
+        local = LocalCore(parts.identity, parts.limits, parts.scheduler, parts.pool.block_size, parts.key_seed)
+        return MixedCore(parts.identity, parts.scheduler, make_prefill_core(parts), make_decode_core(parts), local)
+
+    return run_node("mixed", config, make_core)

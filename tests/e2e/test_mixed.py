@@ -1,0 +1,87 @@
+"""Mixed nodes: alone, beside nodes of one role, and with half the blocks that they need, they say what one engine alone says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import started_cluster
+from tests.e2e.test_choices import complete
+from tests.e2e.test_equality import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    Case,
+    alone,
+    draw_cases,
+    through,
+    total,
+)
+from tests.e2e.test_serving import wait_until_nothing_is_held
+
+
+def half_of_the_need(cases: list[Case], num_nodes: int) -> int:
+    """Blocks of each node's pool, if they share the cases and all of them run at once."""
+    need = sum(-(-(len(case.prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for case in cases)
+    return need // (2 * num_nodes)
+
+
+def flags(folder: Path, num_blocks: int, **num_nodes: int) -> list[str]:
+    """For `baton up`; who runs leaves nothing to others, so that a small pool is short at once."""
+    config = folder / "baton.toml"
+    config.write_text('[mixed]\nreserve_policy = "none"\n[decode]\nreserve_policy = "none"\n')
+    sizes = {
+        **{f"--{role}": number for role, number in num_nodes.items()},
+        "--dtype": "fp32",
+        "--block-size": BLOCK_SIZE,
+        "--num-blocks": num_blocks,
+        "--max-model-len": MAX_MODEL_LEN,
+        "--max-num-batched-tokens": CHUNK_TOKENS,
+        "--config": config,
+    }
+    return [str(word) for pair in sizes.items() for word in pair]
+
+
+@pytest.mark.covers("D07", "S10", "Q02")
+@pytest.mark.parametrize("pool", ["ample", "half"])
+def test_a_mixed_node_gives_the_tokens_of_one_engine_alone_however_often_sequences_give_way(
+    tiny_model: Path, tmp_path: Path, pool: str, fresh_seed: int
+) -> None:
+    cases = draw_cases(fresh_seed)
+    expected = alone(tiny_model, "fp32", cases)
+    num_blocks = NUM_BLOCKS if pool == "ample" else half_of_the_need(cases, 1)
+    with started_cluster(tiny_model, tmp_path, *flags(tmp_path, num_blocks, prefill=0, decode=0, mixed=1)) as cluster:
+        (node,) = cluster.nodes
+        assert node["role"] == "mixed" and "1 mixed, logs in" in "\n".join(cluster.lines)
+        for case, ours, theirs in zip(cases, through(cluster, cases), expected, strict=True):
+            assert ours == theirs, f"prompt of {len(case.prompt)}, temperature {case.temperature}"
+        choices = complete(cluster, prompt=list(cases[-1].prompt), n=3, seed=7)
+        for choice in choices:
+            (again,) = complete(cluster, prompt=list(cases[-1].prompt), seed=choice["seed"])
+            assert again["completion_token_ids"] == choice["completion_token_ids"], choice["index"]
+        wait_until_nothing_is_held(cluster)
+        state, numbers = cluster.state(node), cluster.metrics(node)
+    assert state["bit_exact"] and (state["kv_bytes_sent"], state["kv_bytes_received"]) == ({}, {})
+    assert (numbers["preemptions_total"] > 0) == (pool == "half"), numbers["preemptions_total"]
+    assert numbers["attempts_ended_total{finished}"] == len(cases) + 6, "nobody outside notices a preemption"
+
+
+@pytest.mark.covers("D07", "S10", "Q02")
+def test_nodes_of_all_roles_together_give_the_tokens_of_one_engine_alone_with_half_the_blocks(
+    tiny_model: Path, tmp_path: Path, fresh_seed: int
+) -> None:
+    cases = draw_cases(fresh_seed)
+    expected = alone(tiny_model, "fp32", cases)
+    with started_cluster(tiny_model, tmp_path, *flags(tmp_path, half_of_the_need(cases, 2), mixed=1)) as cluster:
+        for case, ours, theirs in zip(cases, through(cluster, cases), expected, strict=True):
+            assert ours == theirs, f"prompt of {len(case.prompt)}, temperature {case.temperature}"
+        wait_until_nothing_is_held(cluster)
+        prefill, decode, mixed = (cluster.state(node) for node in cluster.nodes)
+        numbers = [cluster.metrics(node) for node in cluster.nodes]
+    assert numbers[1]["preemptions_total"] + numbers[2]["preemptions_total"] > 0
+    assert numbers[2]["attempts_ended_total{finished}"] > 0 and "attempts_ended_total{PREEMPTED}" not in numbers[2]
+    assert mixed["counters"]["tokens_computed"]["prefill"] > 0
+    assert total([prefill, mixed], "kv_bytes_sent") == total([decode, mixed], "kv_bytes_received")
