@@ -12,9 +12,9 @@ STEPS_AHEAD: Final = (
 )
 
 
-def plan_ahead(scheduler: Scheduler) -> list[RunStep]:
-    """Every plan that can be made now."""
+def plan_ahead(scheduler: Scheduler, most: int = STEPS_AHEAD) -> list[RunStep]:
+    """Every plan that can be made now, where so many may be unread at most."""
     steps: list[RunStep] = []
-    while scheduler.steps_in_flight < STEPS_AHEAD and (plan := scheduler.plan()) is not None:
+    while scheduler.steps_in_flight < most and (plan := scheduler.plan()) is not None:
         steps.append(RunStep(plan))
     return steps

@@ -1,0 +1,189 @@
+"""`python -m bench.overlap`: what it buys that a node plans the next step before it has read the last one.
+
+    depth 1    plan, run, read, plan, run, read …           the runner waits while the loop reads and plans
+    depth 2    a second plan lies ready when a step ends     as a node does it (node/steps.py)
+
+The loop, the runner thread, the scheduler and the messages to a router are a node's own; only the session is left out. Rounds of
+both depths take turns, and a ratio is the median over rounds. Not here: how fast a step is (bench.engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import machine, utc_date
+from bench.progress import StepProgress
+from runtime.config import knob, load, set_thread_environment
+from runtime.process import fatal, write_atomically
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+PROG: Final = "python -m bench.overlap"
+_BLOCK_SIZE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapConfig:
+    """One run."""
+
+    model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
+        "auto", "of weights and KV; auto: what the model's files hold"
+    )
+    kernels: Literal["cpu", "numba", "torch"] = knob("cpu", "what computes; as of a node")
+    threads: int = knob(1, "compute threads; the loop needs a core of its own beside them", low=1, high=1024)
+    batches: str = knob("1,8,32", "sequences that decode together", metavar="N,…")
+    prompt_tokens: int = knob(32, "tokens of each prompt", low=1, high=100_000)
+    steps: int = knob(100, "decode steps of a round", low=2, high=100_000)
+    rounds: int = knob(7, "rounds of each depth", low=1, high=10_000)
+    output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        self.batch_sizes()
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise ValueError(f"--output {self.output}: its folder does not exist")
+
+    def batch_sizes(self) -> list[int]:
+        """The numbers of --batches. ValueError: they are none."""
+        parts = [part for part in self.batches.split(",") if part]
+        if not parts or not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):
+            raise ValueError(f"--batches {self.batches}: must be whole numbers from 1 to 4096 with commas between")
+        return [int(part) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One batch size; seconds of a step, medians over rounds."""
+
+    batch: int
+    alone_s: float  # depth 1
+    overlapped_s: float  # depth 2
+    ratio: float  # of overlapped to alone, median over rounds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
+    config = load(OverlapConfig, PROG, "Measure what planning a step ahead of the runner buys.", argv)
+    set_thread_environment(config.threads)  # before torch loads
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    try:
+        figures = _measure(config, console)
+    except ValueError as error:
+        fatal(f"{PROG}: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
+        return 130
+    show(console, figures)
+    if config.output is not None:
+        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
+        write_atomically(config.output, {**facts, "batches": [asdict(each) for each in figures]})
+        console.print(f"written: {config.output}")
+    return 0
+
+
+def _measure(config: OverlapConfig, console: Console) -> list[Figures]:
+    import torch
+
+    from engine.model import load_model
+
+    torch.set_num_threads(config.threads)
+    model = load_model(config.model, config.dtype, config.kernels)
+    console.print(f"{config.model}, {model.dtype}, kernels {model.kernels.name}, {config.threads} threads")
+    figures = []
+    with StepProgress(console, "rounds", 2 * config.rounds * len(config.batch_sizes())) as progress:
+        for batch in config.batch_sizes():
+            seconds: dict[int, list[float]] = {1: [], 2: []}
+            for number in range(config.rounds):
+                for depth in (1, 2) if number % 2 else (2, 1):
+                    seconds[depth].append(asyncio.run(_step_s(model, config, batch, depth)))
+                    progress.advance(f"batch {batch}, depth {depth}")
+            ratios = [two / one for one, two in zip(seconds[1], seconds[2], strict=True)]
+            medians = statistics.median(seconds[1]), statistics.median(seconds[2])
+            figures.append(Figures(batch, *medians, statistics.median(ratios)))
+    return figures
+
+
+async def _step_s(model: Model, config: OverlapConfig, batch: int, depth: int) -> float:
+    """Seconds of a step in which the whole batch decodes."""
+    from engine.block_pool import BlockPool
+    from engine.kv_memory import KvMemory
+    from engine.plan import SamplingParams, StepResult
+    from engine.runner import TorchRunner
+    from engine.scheduler import Scheduler, SchedulerConfig
+    from engine.sequence import Progress, SequenceSpec
+    from node.events import RouterId
+    from node.runner_thread import RunnerThread
+    from node.steps import plan_ahead
+    from node.token_batches import TokenBatches
+    from proto.attempt_key import AttemptKey
+
+    longest = config.prompt_tokens + config.steps + 1
+    num_blocks = batch * -(-longest // _BLOCK_SIZE)
+    pool = BlockPool(num_blocks, _BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(batch, max(batch, 4096), longest), pool, bytes(32))
+    rng, key_of, router = random.Random(batch), {}, RouterId("router", 1)
+    for number in range(batch):
+        key_of[number] = AttemptKey(f"r{number}", 0, 0)
+        prompt = tuple(rng.randrange(model.config.vocab_size) for _ in range(config.prompt_tokens))
+        sampling = SamplingParams(1.0, number)
+        scheduler.submit(SequenceSpec(number, prompt, 0, sampling, config.steps + 1, frozenset(), ()))
+    results: asyncio.Queue[StepResult] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    runner = TorchRunner(model, KvMemory(model.config, _BLOCK_SIZE, num_blocks, model.dtype), batch, longest)
+
+    def hand_over(result: StepResult) -> None:
+        loop.call_soon_threadsafe(results.put_nowait, result)
+
+    thread = RunnerThread(runner, hand_over)
+
+    def tell(progress: Sequence[Progress]) -> None:
+        batches = TokenBatches(from_receiver=True)
+        for item in progress:
+            if item.token_id is not None:
+                batches.add(router, key_of[cast(int, item.sequence_id)], 0, [item.token_id], item.finish)
+        for action in batches.to_actions():
+            action.message.SerializeToString()
+
+    started_at = None
+    num_read = 0
+    while scheduler.num_running or scheduler.num_waiting or scheduler.steps_in_flight:
+        for step in plan_ahead(scheduler, depth):
+            thread.submit(step.plan)
+        tell(scheduler.complete(await results.get()))
+        num_read += started_at is not None
+        if started_at is None and not scheduler.num_waiting:
+            started_at = time.perf_counter()  # the prompts are read, from here on all decode
+    assert started_at is not None
+    seconds = time.perf_counter() - started_at
+    await thread.stop()
+    return seconds / num_read
+
+
+def show(console: Console, figures: Sequence[Figures]) -> None:
+    """One table."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for heading in ("milliseconds of a step", "one at a time", "one ahead", "ratio"):
+        table.add_column(heading, justify="left" if heading.startswith("milli") else "right", no_wrap=True)
+    for each in figures:
+        milliseconds = (f"{1000 * each.alone_s:.2f}", f"{1000 * each.overlapped_s:.2f}")
+        table.add_row(f"batch {each.batch}", *milliseconds, f"{each.ratio:.3f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
