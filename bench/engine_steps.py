@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kv_memory import TORCH_DTYPES, KvMemory
 from engine.model import Model
 from engine.model_config import ModelConfig
-from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams, SlotStart
+from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from engine.sampler import Draw, sample
 from kernels.cpu_kernels import CpuStack
@@ -151,11 +151,12 @@ class Steps:
         if case.chunk:
             ids = tuple(range(1, case.chunk + 1))
             blocks = tables[0] if tables else ()
-            return Plan(0, tuple(starts), (), (PrefillChunk(0, generation, case.context, ids, blocks, True),))
-        rows = tuple(
+            chunk = PrefillChunk(0, generation, case.context, ids, blocks, True)
+            return Plan(0, tuple(starts), chunks=(chunk,))
+        rows = (
             DecodeRow(slot, generation, case.context - 1, tables[slot] if tables else ()) for slot in range(case.batch)
         )
-        return Plan(0, tuple(starts), rows, ())
+        return Plan(0, tuple(starts), Decodes.of(*rows))
 
 
 def _tables(num_blocks: int, num_sequences: int, per_sequence: int) -> list[tuple[int, ...]]:

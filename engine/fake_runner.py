@@ -85,7 +85,7 @@ class FakeRunner:
         decoded = [self._decode(row) for row in plan.decodes]
         prefilled = [self._prefill(chunk) for chunk in plan.chunks]
         marked = [self._leave(mark) for mark in plan.marks]
-        return StepResult(plan.step_id, tuple(decoded + prefilled + marked))
+        return StepResult.of(plan.step_id, decoded + prefilled + marked)
 
     def _start(self, start: SlotStart) -> None:
         previous = self._slots[start.slot]

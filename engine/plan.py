@@ -6,12 +6,18 @@ starts from, because that token may not be known yet (steps overlap): the runner
 
 For the same reason a scheduler that takes a slot away does not know its last token yet. It marks the slot; the runner answers
 the mark in order, behind the answers of all earlier rows, and then the sequence's length is final.
+
+What every step has for every slot, decode rows and answers, travels as parallel arrays; one row of them is made when asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 # What a slot's row can answer besides a token id (>= 0; 0 is a token like any other).
 NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
@@ -83,14 +89,52 @@ class PrefillChunk:
     samples: bool  # last chunk: sample the next token from its last position
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One more token of one sequence: feeds the slot's last token at `position`, samples the next."""
 
     slot: int
     generation: int
     position: int
-    new_block_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]  # appended to the slot's block table before the row runs
+
+
+def _columns(
+    triples: Sequence[tuple[int, int, int]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    first, second, third = np.array(triples, np.int64).reshape(-1, 3).T.copy()
+    return first, second, third
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decodes:
+    """A step's decode rows; each array is [num_rows] int64, and nobody changes it."""
+
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    new_block_ids: Mapping[int, tuple[int, ...]]  # by slot, of those that get any
+
+    @classmethod
+    def of(cls, *rows: DecodeRow) -> Decodes:
+        """These rows."""
+        slots, generations, positions = _columns([row[:3] for row in rows])
+        return cls(slots, generations, positions, {row.slot: row.new_block_ids for row in rows if row.new_block_ids})
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: int) -> DecodeRow:
+        slot = int(self.slots[index])
+        blocks = self.new_block_ids.get(slot, ())
+        return DecodeRow(slot, int(self.generations[index]), int(self.positions[index]), blocks)
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        slots = self.slots.tolist()
+        blocks = (self.new_block_ids.get(slot, ()) for slot in slots)
+        return map(DecodeRow, slots, self.generations.tolist(), self.positions.tolist(), blocks)
+
+
+NO_DECODES: Final = Decodes.of()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +150,9 @@ class Plan:
     """One step. At most one row or mark per slot; one with marks alone is run and answered like any other."""
 
     step_id: int
-    starts: tuple[SlotStart, ...]
-    decodes: tuple[DecodeRow, ...]
-    chunks: tuple[PrefillChunk, ...]
+    starts: tuple[SlotStart, ...] = ()
+    decodes: Decodes = NO_DECODES
+    chunks: tuple[PrefillChunk, ...] = ()
     marks: tuple[SlotMark, ...] = ()
     # Blocks whose KV came over the wire and that no earlier plan told of: a runner whose device has memory of its own copies
     # them there before the rows run.
@@ -127,8 +171,7 @@ class BranchToken(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-@dataclass(frozen=True, slots=True)
-class SlotResult:
+class SlotResult(NamedTuple):
     """What one row or mark of the plan gave."""
 
     slot: int
@@ -139,13 +182,39 @@ class SlotResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     branch_tokens: tuple[BranchToken, ...] = ()  # with the slot's first token: one per branch seed
 
+    @property
+    def has_more(self) -> bool:
+        """Whether it is more than a token id."""
+        return self.logprobs is not None or bool(self.prompt_logprobs or self.branch_tokens)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """One answer per row and mark of the plan with the same step_id: decodes, chunks, marks, each in the plan's order."""
 
     step_id: int
-    slots: tuple[SlotResult, ...]
+    slots: NDArray[np.int64]  # [num_answers], as the next two
+    generations: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    with_more: Mapping[int, SlotResult]  # by index, the answers that are more than a token id
+
+    @classmethod
+    def of(cls, step_id: int, answers: Sequence[SlotResult]) -> StepResult:
+        """These answers."""
+        with_more = {index: answer for index, answer in enumerate(answers) if answer.has_more}
+        slots, generations, token_ids = _columns([answer[:3] for answer in answers])
+        return cls(step_id, slots, generations, token_ids, with_more)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: int) -> SlotResult:
+        if index in self.with_more:
+            return self.with_more[index]
+        return SlotResult(int(self.slots[index]), int(self.generations[index]), int(self.token_ids[index]))
+
+    def __iter__(self) -> Iterator[SlotResult]:
+        return map(self.__getitem__, range(len(self)))
 
 
 class Runner(Protocol):

@@ -5,7 +5,9 @@ The rules are told in engine/scheduler.py, which reads the results. Pure.
 
 from __future__ import annotations
 
-from engine.plan import DecodeRow, Plan, PrefillChunk, SlotMark, SlotStart
+import numpy as np
+
+from engine.plan import Decodes, Plan, PrefillChunk, SlotMark, SlotStart
 from engine.population import Population
 from engine.room import Room
 from engine.sequence import NEVER, Phase, Sequence
@@ -16,6 +18,7 @@ class Planner:
 
     def __init__(self, population: Population, room: Room, max_batched_tokens: int) -> None:
         self._population = population
+        self._slots = population.slots
         self._room = room
         self._max_batched_tokens = max_batched_tokens
         self._next_step_id = 0
@@ -36,30 +39,49 @@ class Planner:
         if decodes or chunks:
             self._room.reserve.stepped()
         self._next_step_id += 1
-        return Plan(
-            self._next_step_id - 1, tuple(self._starts), tuple(decodes), tuple(chunks), marks, self._room.take_arrived()
-        )
+        arrived = self._room.take_arrived()
+        return Plan(self._next_step_id - 1, tuple(self._starts), decodes, tuple(chunks), marks, arrived)
 
     # Rows that run
 
-    def _plan_decodes(self) -> list[DecodeRow]:
-        """One row for each sequence that decodes: never more than slots, which the budget always covers."""
-        rows: list[DecodeRow] = []
-        num_lacking = 0  # blocks, one for each row that found none
-        for sequence in list(self._population.decoding.values()):
-            if sequence.phase is Phase.PREEMPTING:
+    def _plan_decodes(self) -> Decodes:
+        """One row for each sequence that decodes, oldest first: never more than slots, which the budget always covers.
+
+        All go one position on at once. Looked at one by one are those that begin or end with it, or may not find a block.
+        """
+        slots = self._slots
+        rows = slots.decoding()
+        positions = slots.num_planned[rows]
+        is_last = positions + 1 == slots.ends[rows]
+        is_due = is_last | (slots.last_step_ids[rows] == NEVER)
+        is_full = positions == slots.num_blocks[rows] * self._room.block_size
+        new_block_ids: dict[int, tuple[int, ...]] = {}
+        if self._room.grow_each([slots[slot] for slot in rows[is_full].tolist()]):
+            for slot in rows[is_full & ~is_due].tolist():
+                new_block_ids[slot] = self._tell(slots[slot])
+        else:
+            is_due |= is_full
+        without: list[int] = []  # slots whose rows found no block
+        num_lacking = 0  # blocks, one for each of them that does not give way itself
+        for slot, is_its_last in zip(rows[is_due].tolist(), is_last[is_due].tolist(), strict=True):
+            sequence = slots[slot]
+            if slots.phases[slot] == Phase.PREEMPTING:
                 continue
-            position = sequence.num_planned
-            if not self._room.grow(sequence, position + 1):
+            if not self._room.grow(sequence, int(slots.num_planned[slot]) + 1):
                 self.is_short = True
+                without.append(slot)
                 num_lacking += 1
                 num_lacking -= self._give_way(num_lacking, sequence)
                 continue
-            rows.append(DecodeRow(sequence.slot, sequence.generation, position, self._launch(sequence, position + 1)))
-            sequence.num_samples_planned += 1
-            if not sequence.may_sample_more:
-                del self._population.decoding[sequence.spec.sequence_id]
-        return rows
+            new_block_ids[slot] = self._tell(sequence)
+            if is_its_last:
+                slots.set_has_rows(sequence, False)
+        if self.is_short:
+            rows = rows[(slots.phases[rows] == Phase.RUNNING_DECODE) & ~np.isin(rows, without)]
+            positions = slots.num_planned[rows]
+        slots.num_planned[rows] = positions + 1
+        slots.last_step_ids[rows] = self._next_step_id
+        return Decodes(rows, slots.generations[rows], positions, new_block_ids)
 
     def _plan_chunks(self, budget_tokens: int) -> list[PrefillChunk]:
         """The running prompt's next chunk, then those of newly admitted ones, until the budget is used up."""
@@ -77,43 +99,42 @@ class Planner:
 
     def _plan_chunk(self, sequence: Sequence, budget_tokens: int) -> PrefillChunk | None:
         """The prompt's next chunk; None if its blocks are not there: the step ends with that, and nobody gives way."""
-        start = sequence.num_planned
-        end = start + min(budget_tokens, sequence.num_prompt_unplanned)
+        slot, given = sequence.slot, sequence.spec.token_ids
+        start = int(self._slots.num_planned[slot])
+        end = min(start + budget_tokens, len(given))
         if not self._room.grow(sequence, end):
             self.is_short = True
             return None
-        samples = end == len(sequence.spec.token_ids)
-        new_block_ids = self._launch(sequence, end)
+        new_block_ids = self._tell(sequence)
+        self._slots.num_planned[slot] = end
+        self._slots.last_step_ids[slot] = self._next_step_id
+        samples = end == len(given)
         if samples:
             self._population.prefilling = None
-            sequence.num_samples_planned = 1
-            if sequence.may_sample_more:
+            if end < self._slots.ends[slot]:
                 self._population.start_decoding(sequence)
-        token_ids = sequence.spec.token_ids[start:end]
-        return PrefillChunk(sequence.slot, sequence.generation, start, token_ids, new_block_ids, samples)
+        return PrefillChunk(slot, sequence.generation, start, given[start:end], new_block_ids, samples)
 
-    def _launch(self, sequence: Sequence, end: int) -> tuple[int, ...]:
-        """Note that the plan being made computes the sequence up to position `end`; the blocks to tell the runner of."""
-        if sequence.last_step_id == NEVER:
+    def _tell(self, sequence: Sequence) -> tuple[int, ...]:
+        """Of a sequence with a row in the plan being made: its start if it is its first, and the blocks that are new."""
+        if self._slots.last_step_ids[sequence.slot] == NEVER:
             self._starts.append(sequence.slot_start())
         new_block_ids = tuple(sequence.block_ids[sequence.num_blocks_planned :])
-        sequence.num_blocks_planned = len(sequence.block_ids)
-        sequence.num_planned = end
-        sequence.last_step_id = self._next_step_id
+        sequence.num_blocks_planned = self._slots.num_blocks[sequence.slot] = len(sequence.block_ids)
         return new_block_ids
 
     def _admit(self) -> Sequence | None:
         """Give the head of the queue a slot and its cached prefix, if there is room for it, and for those who run first."""
         population = self._population
         waiting = next(iter(population.waiting.values()), None)
-        if waiting is None or self.is_short or population.num_preempting or population.slots.num_free < 1:
+        if waiting is None or self.is_short or population.num_preempting or self._slots.num_free < 1:
             return None
-        granted = self._room.admit(waiting.spec, population.admitted.values())
+        granted = self._room.admit(waiting.spec, self._slots)
         if granted is None:
             return None
+        block_ids, num_promised = granted
         del population.waiting[waiting.spec.sequence_id]
-        sequence = population.occupy(waiting, *granted)
-        sequence.num_planned = sequence.num_computed = self._room.num_positions(sequence)
+        sequence = population.occupy(waiting, block_ids, num_promised, len(block_ids) * self._room.block_size)
         population.prefilling = sequence
         return sequence
 
@@ -123,28 +144,27 @@ class Planner:
         """Have the youngest give way until as many blocks come as are lacking; 1 if the needy one itself was it, else 0."""
         while self._room.num_coming(self._population.leaving()) < num_lacking:
             # Of a lending sequence somebody reads the blocks. The youngest of the others is never older than the needy one.
-            candidates = (each for each in reversed(self._population.decoding.values()) if not each.is_lending)
-            victim = next(candidates, None)
-            if victim is None:
+            decoding = self._slots.decoding()
+            candidates = decoding[~self._slots.is_lending[decoding]]
+            if not len(candidates):
                 return 0
+            victim = self._slots[candidates[-1]]
             self._preempt(victim)
             if victim is needy:
                 return 1
         return 0
 
     def _preempt(self, victim: Sequence) -> None:
-        decoding = [each for each in self._population.admitted.values() if each.phase is Phase.RUNNING_DECODE]
-        num_generated, num_limit = (
-            sum(each.num_generated for each in decoding),
-            sum(each.num_limit for each in decoding),
-        )
+        decoding = self._slots.in_phase(Phase.RUNNING_DECODE)
+        num_limit = int(self._slots.num_limits(decoding).sum())
+        num_generated = num_limit - int(self._slots.num_remaining(decoding).sum())
         self._room.reserve.preempted(num_generated, num_limit, len(decoding))
         self._population.mark(victim)
         self._to_mark.append(victim)
         self.num_preempted += 1
 
     def _mark(self, sequence: Sequence) -> SlotMark:
-        if sequence.last_step_id == NEVER:  # adopted, and out before its first row
+        if self._slots.last_step_ids[sequence.slot] == NEVER:  # adopted, and out before its first row
             self._starts.append(sequence.slot_start())
-        sequence.last_step_id = self._next_step_id
+        self._slots.last_step_ids[sequence.slot] = self._next_step_id
         return SlotMark(sequence.slot, sequence.generation)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from itertools import takewhile
 from typing import NamedTuple
 
 from engine.block_pool import BlockPool
-from engine.sequence import NEVER, Phase, Sequence, SequenceSpec
+from engine.sequence import Phase, Sequence, SequenceSpec
 from engine.slots import Slots
 
 
@@ -34,11 +33,14 @@ class Population:
         # The prompt of which chunks are left to plan. There is never a second one: a step gives a prompt all that its budget
         # has left, so that it is through, or the budget is.
         self.prefilling: Sequence | None = None
-        self.decoding: OrderedDict[Hashable, Sequence] = OrderedDict()  # with rows left to plan, oldest first
         self._pool = pool
         self._key_seed = key_seed
         self._num_arrived = 0
-        self.num_preempting = 0  # marked to give way, and still holding their blocks
+
+    @property
+    def num_preempting(self) -> int:
+        """Marked to give way, and still holding their blocks."""
+        return len(self.slots.in_phase(Phase.PREEMPTING))
 
     def knows(self, sequence_id: Hashable) -> bool:
         """Whether the sequence is here, be it only until a step that was launched with it is read."""
@@ -51,12 +53,10 @@ class Population:
 
     def leaving(self) -> Iterator[Sequence]:
         """Those that hold blocks and have no further row: what they hold becomes available when in-flight steps are read."""
-        for sequence_id, sequence in self.admitted.items():
-            if sequence is not self.prefilling and sequence_id not in self.decoding:
-                yield sequence
+        return (self.slots[slot] for slot in self.slots.leaving() if self.slots[slot] is not self.prefilling)
 
-    def occupy(self, waiting: Waiting, block_ids: list[int], num_promised: int) -> Sequence:
-        """Admit into a free slot; what it holds passes to it."""
+    def occupy(self, waiting: Waiting, block_ids: list[int], num_promised: int, num_computed: int) -> Sequence:
+        """Admit into a free slot; what it holds passes to it. Its leading `num_computed` positions are computed already."""
         spec = waiting.spec
         slot, generation = self.slots.next_owner()
         sequence = Sequence(
@@ -70,38 +70,28 @@ class Population:
             last_key=self._key_seed,
             arrival=waiting.arrival,
         )
-        self.slots.own(sequence)
+        self.slots.own(sequence, num_computed)
         self.admitted[spec.sequence_id] = sequence
         return sequence
 
     def start_decoding(self, sequence: Sequence) -> None:
-        """Every token known at its start is planned, and more are to come: mostly the youngest, unless it was preempted once."""
-        sequence.phase = Phase.RUNNING_DECODE
-        younger = list(takewhile(lambda each: self.decoding[each].arrival > sequence.arrival, reversed(self.decoding)))
-        self.decoding[sequence.spec.sequence_id] = sequence
-        for sequence_id in reversed(younger):
-            self.decoding.move_to_end(sequence_id)
+        """Every token known at its start is planned, and more are to come."""
+        self.slots.set_phase(sequence, Phase.RUNNING_DECODE, has_rows=True)
 
     def mark(self, sequence: Sequence) -> None:
         """It gives way: nothing of it is planned any more but a mark."""
-        sequence.phase = Phase.PREEMPTING
-        self.num_preempting += 1
-        del self.decoding[sequence.spec.sequence_id]
+        self.slots.set_phase(sequence, Phase.PREEMPTING)
 
     def finish(self, sequence: Sequence) -> None:
         """Nothing of it is planned any more; what it holds stays its own until retire()."""
-        sequence_id = sequence.spec.sequence_id
-        self.num_preempting -= sequence.phase is Phase.PREEMPTING
-        sequence.phase = Phase.FINISHED
+        self.slots.set_phase(sequence, Phase.FINISHED)
         self.prefilling = None if self.prefilling is sequence else self.prefilling
-        self.decoding.pop(sequence_id, None)
         self._pool.unpromise(sequence.num_promised)
         sequence.num_promised = 0
 
     def retire(self, sequence: Sequence) -> None:
         """No unread step has a row of it: its slot is free, and its blocks, unless it lends them."""
         sequence_id = sequence.spec.sequence_id
-        self.num_preempting -= sequence.phase is Phase.PREEMPTING
         del self.admitted[sequence_id]
         self.slots.vacate(sequence)
         if sequence.is_lending:
@@ -120,13 +110,8 @@ class Population:
         """Every sequence with its phase, and who holds the slots."""
         return {
             "phases": dict.fromkeys(self.waiting, Phase.WAITING)
-            | {sequence_id: sequence.phase for sequence_id, sequence in self.admitted.items()}
+            | {sequence_id: self.slots.phase_of(sequence) for sequence_id, sequence in self.admitted.items()}
             | dict.fromkeys(self.lent, Phase.FINISHED),
             **self.slots.snapshot(),
             "num_lent": len(self.lent),
         }
-
-
-def has_unread_rows(sequence: Sequence, last_read_step_id: int) -> bool:
-    """Whether a step that was launched with it has not been read."""
-    return sequence.last_step_id != NEVER and sequence.last_step_id > last_read_step_id

@@ -13,10 +13,12 @@ A step is one that scheduled something. Tokens are completion tokens; a limit is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 ReservePolicy = Literal["full", "ratio", "fixed", "none"]
 
@@ -49,7 +51,7 @@ class Reserve(Protocol):
     def value(self) -> float:
         """The policy's own number: the ratio, or blocks per running sequence."""
 
-    def num_blocks(self, remaining: Iterable[int]) -> int:
+    def num_blocks(self, remaining: NDArray[np.int64]) -> int:
         """To leave to sequences that may say so many more tokens each; a negative one, beyond its limit, needs none."""
 
     def stepped(self) -> None:
@@ -72,10 +74,10 @@ class RatioReserve:
         """See Reserve."""
         return self._ratio
 
-    def num_blocks(self, remaining: Iterable[int]) -> int:
+    def num_blocks(self, remaining: NDArray[np.int64]) -> int:
         """See Reserve."""
         share, clip = self._ratio / self._block_size, self._config.clip_max_new_tokens
-        return sum(ceil(min(tokens, clip) * share) for tokens in remaining if tokens > 0)
+        return int(np.ceil(np.clip(remaining, 0, clip) * share).sum())
 
     def stepped(self) -> None:
         """See Reserve: linear, to the floor; a ratio that a preemption put below it stays."""
@@ -101,9 +103,9 @@ class FixedReserve:
         """See Reserve."""
         return self._blocks
 
-    def num_blocks(self, remaining: Iterable[int]) -> int:
+    def num_blocks(self, remaining: NDArray[np.int64]) -> int:
         """See Reserve; nobody is left more than a clip of one sequence."""
-        return ceil(self._blocks * sum(tokens > 0 for tokens in remaining))
+        return ceil(self._blocks * np.count_nonzero(remaining > 0))
 
     def stepped(self) -> None:
         """See Reserve."""
@@ -122,7 +124,7 @@ class NoReserve:
         """See Reserve."""
         return 0.0
 
-    def num_blocks(self, remaining: Iterable[int]) -> int:
+    def num_blocks(self, remaining: NDArray[np.int64]) -> int:
         """See Reserve."""
         return 0
 

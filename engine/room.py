@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.reserve import Reserve, ReserveConfig, make_reserve
-from engine.sequence import Phase, SequenceSpec, blocks_for
 from engine.sequence import Sequence as Admitted
-
-_RUNNING = (Phase.RUNNING_PREFILL, Phase.RUNNING_DECODE)
+from engine.sequence import SequenceSpec, blocks_for
+from engine.slots import Slots
 
 
 class Room:
@@ -31,40 +32,38 @@ class Room:
         self._pool = pool
         self._cache = PrefixCache(pool)
         self._cache_generated = cache_generated
-        self._block_size = pool.block_size
+        self.block_size = pool.block_size
         self.promises_growth = config.policy == "full"
         self.reserve: Reserve = make_reserve(config, pool.block_size)
 
-    def admits(
-        self, num_blocks: int, remaining: Sequence[int], running: Iterable[Admitted], granted: Sequence[int] = ()
-    ) -> bool:
+    def admits(self, num_blocks: int, remaining: Sequence[int], slots: Slots, granted: Sequence[int] = ()) -> bool:
         """Whether newcomers that take so many blocks find room beside those that run.
 
         `remaining`: how many tokens each of them may say; `granted`: the same of others that were promised a slot. Who would
         run alone needs no reserve: nobody is there who could be preempted for it.
         """
-        num_prompt, others = 0, list(granted)
-        for sequence in running:
-            if sequence.phase not in _RUNNING:
-                continue
-            if not sequence.num_promised:
-                num_prompt += max(0, self._num_blocks(sequence.spec) - len(sequence.block_ids))
-            if not sequence.is_lending:
-                others.append(sequence.num_remaining)
-        num_reserved = self.reserve.num_blocks((*others, *remaining)) if others else 0
+        running = slots.running()
+        counted = running[~slots.is_promised[running]]
+        num_lacking = slots.begins[counted] // self.block_size + 1 - slots.num_blocks[counted]
+        num_prompt = int(np.maximum(num_lacking, 0).sum())
+        growing = running[~slots.is_lending[running]]
+        num_reserved = 0
+        if len(growing) or granted:
+            newcomers = np.array((*granted, *remaining), np.int64)
+            num_reserved = self.reserve.num_blocks(np.concatenate((slots.num_remaining(growing), newcomers)))
         return num_blocks + num_prompt + num_reserved <= self._pool.num_available
 
-    def admit(self, spec: SequenceSpec, running: Iterable[Admitted]) -> tuple[list[int], int] | None:
+    def admit(self, spec: SequenceSpec, slots: Slots) -> tuple[list[int], int] | None:
         """The blocks of its cached prefix and what is promised on top; None, and no change, if there is no room."""
         # At least the last token is computed: its logits are what the first sampled token is drawn from. Every token of a
         # prompt whose logprobs are wanted is: a cached block has KV, but no logits.
         wants_prompt = spec.sampling.prompt_logprobs
-        max_matched = 0 if wants_prompt else (len(spec.token_ids) - 1) // self._block_size
+        max_matched = 0 if wants_prompt else (len(spec.token_ids) - 1) // self.block_size
         matched = self._cache.acquire_match(spec.block_keys, max_matched)
         is_to_limit = self.promises_growth or spec.lends
-        num_total = spec.num_blocks_at_limit(self._block_size) if is_to_limit else self._num_blocks(spec)
+        num_total = spec.num_blocks_at_limit(self.block_size) if is_to_limit else self._num_blocks(spec)
         num_needed = num_total - len(matched)
-        if not self.admits(num_needed, () if is_to_limit else (spec.max_new_tokens,), running):
+        if not self.admits(num_needed, () if is_to_limit else (spec.max_new_tokens,), slots):
             self._pool.free(matched)
             return None
         num_promised = num_needed if is_to_limit or wants_prompt else 0
@@ -73,7 +72,7 @@ class Room:
 
     def grow(self, sequence: Admitted, end: int) -> bool:
         """Give the sequence the blocks of its positions up to `end`; False, and no change, if they are not there."""
-        num_new = blocks_for(end, self._block_size) - len(sequence.block_ids)
+        num_new = blocks_for(end, self.block_size) - len(sequence.block_ids)
         if num_new <= 0:
             return True
         is_promised = sequence.num_promised > 0
@@ -81,6 +80,19 @@ class Room:
             return False
         sequence.block_ids += self._pool.allocate(num_new, promised=is_promised)
         sequence.num_promised -= num_new if is_promised else 0
+        return True
+
+    def grow_each(self, sequences: Sequence[Admitted]) -> bool:
+        """Give each of them one block; False, and no change, if they are not all there."""
+        promised = [sequence for sequence in sequences if sequence.num_promised]
+        others = [sequence for sequence in sequences if not sequence.num_promised]
+        if not self._pool.can_allocate(len(others)):
+            return False
+        for sequence, block_id in zip(promised, self._pool.allocate(len(promised), promised=True), strict=True):
+            sequence.block_ids.append(block_id)
+            sequence.num_promised -= 1
+        for sequence, block_id in zip(others, self._pool.allocate(len(others)), strict=True):
+            sequence.block_ids.append(block_id)
         return True
 
     def num_coming(self, leaving: Iterable[Admitted]) -> int:
@@ -91,23 +103,19 @@ class Room:
         """Blocks that a transfer filled and that no plan told of."""
         return self._pool.take_arrived()
 
-    def num_positions(self, sequence: Admitted) -> int:
-        """That its blocks hold."""
-        return len(sequence.block_ids) * self._block_size
-
     def _num_blocks(self, spec: SequenceSpec) -> int:
         """Of the tokens known at the start."""
-        return blocks_for(len(spec.token_ids), self._block_size)
+        return blocks_for(len(spec.token_ids), self.block_size)
 
-    def publish(self, sequence: Admitted) -> None:
+    def publish(self, sequence: Admitted, num_computed: int) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.
 
         Of matched and adopted blocks some have their keys already: offering them again changes nothing.
         """
-        end = sequence.num_computed
+        end = num_computed
         if not self._cache_generated:
             end = min(end, len(sequence.spec.token_ids) - sequence.spec.num_generated)
-        for index in range(sequence.num_published, end // self._block_size):
-            sequence.last_key = sequence.next_key(self._block_size)
+        for index in range(sequence.num_published, end // self.block_size):
+            sequence.last_key = sequence.next_key(self.block_size)
             sequence.num_published = index + 1
             self._pool.publish(sequence.block_ids[index], sequence.last_key)

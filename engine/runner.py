@@ -27,6 +27,7 @@ from engine.plan import (
     PREEMPTED_TOKEN_ID,
     BranchToken,
     DecodeRow,
+    Decodes,
     Plan,
     PrefillChunk,
     SamplingParams,
@@ -74,10 +75,12 @@ class TorchRunner:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
-            return StepResult(plan.step_id, tuple(map(self._leave, plan.marks)))
-        self._take_blocks(rows)
+            return StepResult.of(plan.step_id, list(map(self._leave, plan.marks)))
+        self._take_blocks(plan.decodes, plan.chunks)
         chunks = [self._chunk(row) for row in plan.chunks]
-        batch = self._buffers.lay_out(self._tables, self._decode_rows(plan.decodes), chunks)
+        slots = plan.decodes.slots
+        decodes = DecodeRows(slots, plan.decodes.positions, self._last_token_id[slots])
+        batch = self._buffers.lay_out(self._tables, decodes, chunks)
         logits = self._model.forward(batch, self._kv.tensor, self._memory).cpu()  # the sampler's side; on a CPU no copy
         if self._kv.is_mirrored and chunks:
             self._kv.to_host(self._blocks_of(chunks))  # before the result says that a sender may read them
@@ -89,7 +92,7 @@ class TorchRunner:
             self._result(row, logits, (end - num_logits, end), sampled.get(row.slot, [NO_TOKEN]))
             for row, num_logits, end in zip(rows, nums_logits, ends, strict=True)
         ]
-        return StepResult(plan.step_id, (*results, *map(self._leave, plan.marks)))
+        return StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks)))
 
     def _leave(self, mark: SlotMark) -> SlotResult:
         """Its owner's last row ran in an earlier step: nothing is under way."""
@@ -168,17 +171,19 @@ class TorchRunner:
         self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
         self._branch_seeds[slot] = start.branch_seeds
 
-    def _take_blocks(self, rows: Sequence[DecodeRow | PrefillChunk]) -> None:
+    def _take_blocks(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> None:
         """Take the rows' new blocks into their slots' tables."""
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        generations = np.fromiter((row.generation for row in rows), np.int64, len(rows))
+        slots = np.concatenate((decodes.slots, np.array([chunk.slot for chunk in chunks], np.int64)))
+        generations = np.concatenate((decodes.generations, np.array([chunk.generation for chunk in chunks], np.int64)))
         if (wrong := np.flatnonzero(self._generation[slots] != generations)).size:
-            row = rows[wrong[0]]
-            held = self._generation[row.slot]
-            raise PlanError(f"slot {row.slot} is at generation {held}, the plan means {row.generation}")
-        for row in rows:
-            if row.new_block_ids:
-                self._append_blocks(row.slot, row.new_block_ids)
+            slot = slots[wrong[0]]
+            raise PlanError(
+                f"slot {slot} is at generation {self._generation[slot]}, the plan means {generations[wrong[0]]}"
+            )
+        for slot, block_ids in decodes.new_block_ids.items():
+            self._append_blocks(slot, block_ids)
+        for chunk in chunks:
+            self._append_blocks(chunk.slot, chunk.new_block_ids)
 
     def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         if not all(0 <= block_id < self._num_blocks for block_id in block_ids):
@@ -198,11 +203,6 @@ class TorchRunner:
             blocks = slice(chunk.first_position // block_size, last_position // block_size + 1)
             block_ids += self._tables.block_ids[chunk.slot, blocks].tolist()
         return block_ids
-
-    def _decode_rows(self, rows: Sequence[DecodeRow]) -> DecodeRows:
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        positions = np.fromiter((row.position for row in rows), np.int64, len(rows))
-        return DecodeRows(slots, positions, self._last_token_id[slots])
 
     def _chunk(self, row: PrefillChunk) -> Chunk:
         # Of a prompt whose logprobs are wanted every row has a next token to tell of, but for the tokens of earlier attempts.

@@ -34,10 +34,22 @@ from __future__ import annotations
 from collections import abc, deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from engine.block_pool import BlockPool
-from engine.plan import BROKEN_ROW, PREEMPTED_TOKEN_ID, DecodeRow, Plan, PrefillChunk, SlotMark, SlotResult, StepResult
+from engine.plan import (
+    BROKEN_ROW,
+    PREEMPTED_TOKEN_ID,
+    DecodeRow,
+    Decodes,
+    Plan,
+    PrefillChunk,
+    SlotMark,
+    SlotResult,
+    StepResult,
+)
 from engine.planning import Planner
-from engine.population import Population, Waiting, has_unread_rows
+from engine.population import Population, Waiting
 from engine.reserve import ReserveConfig
 from engine.room import Room
 from engine.sequence import NEVER, Phase, Progress, Sequence, SequenceSpec
@@ -103,12 +115,11 @@ class Scheduler:
         if self._all.slots.num_reserved < 1:
             raise ValueError(f"no slot is reserved for {spec.sequence_id}")
         self._all.slots.unreserve(1)
-        sequence = self._all.occupy(Waiting(spec, self._all.new_arrival()), list(block_ids), num_promised)
-        sequence.num_planned = sequence.num_computed = num_computed
+        sequence = self._all.occupy(Waiting(spec, self._all.new_arrival()), list(block_ids), num_promised, num_computed)
         if num_published:
             sequence.num_published, sequence.last_key = num_published, spec.block_keys[num_published - 1]
         self._all.start_decoding(sequence)
-        self._room.publish(sequence)
+        self._room.publish(sequence, num_computed)
 
     def abort(self, sequence_id: abc.Hashable) -> bool:
         """End a sequence wherever it is, without further progress; False if nobody knows it. A finished one stays as it is.
@@ -120,9 +131,9 @@ class Scheduler:
         sequence = self._all.admitted.get(sequence_id)
         if sequence is None:
             return sequence_id in self._all.lent
-        if sequence.phase is not Phase.FINISHED:
+        if not self._is_finished(sequence):
             self._all.finish(sequence)
-            if not has_unread_rows(sequence, self._last_read_step_id):
+            if not self._has_unread_rows(sequence):
                 self._all.retire(sequence)
         return True
 
@@ -138,7 +149,7 @@ class Scheduler:
         sequence = self._all.admitted.get(sequence_id)
         if sequence is None and sequence_id not in self._all.waiting:
             return False
-        if sequence is None or not sequence.is_lending or sequence.phase is not Phase.FINISHED:
+        if sequence is None or not sequence.is_lending or not self._is_finished(sequence):
             raise ValueError(f"sequence {sequence_id} has nothing to release")
         sequence.is_lending = False
         return True
@@ -172,8 +183,9 @@ class Scheduler:
         """
         if self._planner.is_short or self._all.num_preempting:
             return False
-        running = self._all.admitted.values() if reserves else ()
-        return self._room.admits(num_blocks, remaining if reserves else (), running, granted if reserves else ())
+        if not reserves:
+            return self._pool.can_allocate(num_blocks)
+        return self._room.admits(num_blocks, remaining, self._all.slots, granted)
 
     def reserve_slots(self, num_slots: int) -> bool:
         """Keep so many free slots for a later adopt() each; False, and nothing reserved, if there are fewer."""
@@ -207,7 +219,7 @@ class Scheduler:
 
     def num_in(self, phase: Phase) -> int:
         """Sequences of this phase that hold a slot."""
-        return sum(sequence.phase is phase for sequence in self._all.admitted.values())
+        return len(self._all.slots.in_phase(phase))
 
     @property
     def num_preempted(self) -> int:
@@ -242,72 +254,117 @@ class Scheduler:
         if not self._unread or result.step_id != self._unread[0].step_id:
             raise ValueError(f"results of step {result.step_id} out of order")
         plan = self._unread[0]
-        rows: tuple[DecodeRow | PrefillChunk | SlotMark, ...] = (*plan.decodes, *plan.chunks, *plan.marks)
-        if [row.slot for row in rows] != [answer.slot for answer in result.slots]:
+        num_decodes = len(plan.decodes)
+        others: tuple[PrefillChunk | SlotMark, ...] = (*plan.chunks, *plan.marks)
+        of_decodes, of_others = result.slots[:num_decodes], result.slots[num_decodes:].tolist()
+        if not np.array_equal(of_decodes, plan.decodes.slots) or of_others != [row.slot for row in others]:
             raise ValueError(f"results of step {result.step_id} are not those of its rows and marks")
         self._unread.popleft()
         self._last_read_step_id = plan.step_id
-        progress: list[Progress] = []
-        for row, answer in zip(rows, result.slots, strict=True):
-            sequence = self._all.slots[row.slot]
-            # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
-            assert sequence is not None and sequence.generation == row.generation
-            if isinstance(row, SlotMark):
-                progress += self._leave(sequence, answer)
-            elif answer.token_id == PREEMPTED_TOKEN_ID:
-                raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
-            elif answer.generation == sequence.generation:
-                if sequence.phase is not Phase.FINISHED:
-                    progress.append(self._advance(sequence, row, answer))
-                elif isinstance(row, PrefillChunk) and not sequence.is_broken:
-                    self._keep_computed(sequence, row, answer)
-            if sequence.phase is Phase.FINISHED and sequence.last_step_id == plan.step_id:
-                self._all.retire(sequence)
+        progress = self._read_decodes(plan.decodes, result)
+        for index, row in enumerate(others, num_decodes):
+            progress += self._read(row, result[index])
         return progress
 
     # Inside: reading
+
+    def _read_decodes(self, decodes: Decodes, result: StepResult) -> list[Progress]:
+        """Most answers are one more token, and nothing else; those that are more, or may be the last, are read one by one."""
+        slots, rows, ends = self._all.slots, decodes.slots, decodes.positions + 1
+        num_decodes = len(rows)
+        token_ids = result.token_ids[:num_decodes]
+        is_plain = (
+            (token_ids >= 0)
+            & (result.generations[:num_decodes] == decodes.generations)
+            & (slots.generations[rows] == decodes.generations)
+            & (slots.phases[rows] != Phase.FINISHED)
+            & (ends != slots.ends[rows])
+        )
+        is_plain[[index for index in result.with_more if index < num_decodes]] = False
+        slots.num_computed[rows[is_plain]] = ends[is_plain]
+        progress: list[Progress] = []
+        fills_block = ends % self._pool.block_size == 0
+        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist(), fills_block.tolist())
+        for index, (slot, end, token_id, plain, fills) in enumerate(zip(*columns, strict=True)):
+            sequence = slots.owners[slot]
+            if sequence is None or not plain or token_id in sequence.spec.stop_token_ids:
+                progress += self._read(decodes[index], result[index])
+                continue
+            sequence.token_ids.append(token_id)
+            if fills:
+                self._room.publish(sequence, end)
+            progress.append(Progress(sequence.spec.sequence_id, end, token_id, None))
+        return progress
+
+    def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
+        """What one row or mark gave."""
+        sequence = self._all.slots[row.slot]
+        # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
+        assert sequence.generation == row.generation
+        progress: list[Progress] = []
+        if isinstance(row, SlotMark):
+            progress = self._leave(sequence, answer)
+        elif answer.token_id == PREEMPTED_TOKEN_ID:
+            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
+        elif answer.generation == sequence.generation:
+            if not self._is_finished(sequence):
+                progress = [self._advance(sequence, row, answer)]
+            elif isinstance(row, PrefillChunk) and not sequence.is_broken:
+                self._keep_computed(sequence, row, answer)
+        if self._is_finished(sequence) and not self._has_unread_rows(sequence):
+            self._all.retire(sequence)
+        return progress
+
+    def _is_finished(self, sequence: Sequence) -> bool:
+        return self._all.slots.phase_of(sequence) is Phase.FINISHED
+
+    def _has_unread_rows(self, sequence: Sequence) -> bool:
+        """Whether a step that was launched with it has not been read."""
+        return bool(self._all.slots.last_step_ids[sequence.slot] > self._last_read_step_id)
 
     def _advance(self, sequence: Sequence, row: DecodeRow | PrefillChunk, answer: SlotResult) -> Progress:
         sequence_id, token_id = sequence.spec.sequence_id, answer.token_id
         match row:
             case DecodeRow():
-                sequence.num_computed, samples = row.position + 1, True
+                num_computed, samples = row.position + 1, True
             case PrefillChunk():
-                sequence.num_computed, samples = row.start + len(row.token_ids), row.samples
+                num_computed, samples = row.start + len(row.token_ids), row.samples
+        self._all.slots.num_computed[row.slot] = num_computed
         if token_id == BROKEN_ROW:
             sequence.is_broken = True
             self._all.finish(sequence)
-            return Progress(sequence_id, sequence.num_computed, None, "broken")
+            return Progress(sequence_id, num_computed, None, "broken")
         if samples != (token_id >= 0):
             kind = "samples" if samples else "does not sample"
             raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
-        self._room.publish(sequence)
+        self._room.publish(sequence, num_computed)
         if not samples:
-            return Progress(sequence_id, sequence.num_computed, None, None, None, answer.prompt_logprobs)
+            return Progress(sequence_id, num_computed, None, None, None, answer.prompt_logprobs)
         sequence.token_ids.append(token_id)
         finish = sequence.finish_reason()
         if finish is not None:
             self._all.finish(sequence)
         told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
-        return Progress(sequence_id, sequence.num_computed, token_id, finish, *told)
+        return Progress(sequence_id, num_computed, token_id, finish, *told)
 
     def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
         """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
         if answer.token_id != BROKEN_ROW:
-            sequence.num_computed = row.start + len(row.token_ids)
-            self._room.publish(sequence)
+            self._room.publish(sequence, row.start + len(row.token_ids))
 
     def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:
         """The runner is done with a marked slot: all that its owner generated has been read before this."""
         if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):
             raise ValueError(f"slot {answer.slot} answered {answer.token_id} to its mark")
-        if sequence.phase is Phase.FINISHED:  # meanwhile, or aborted
+        if self._is_finished(sequence):  # meanwhile, or aborted
             return []
         if self._config.resumes_preempted:
             self._all.requeue(sequence)
             return []
         self._all.retire(sequence)
-        return [Progress(sequence.spec.sequence_id, sequence.num_computed, None, "preempted")]
+        return [
+            Progress(sequence.spec.sequence_id, int(self._all.slots.num_computed[sequence.slot]), None, "preempted")
+        ]
 
     def _check(self, spec: SequenceSpec) -> None:
         if self.knows(spec.sequence_id):

@@ -1,6 +1,7 @@
 """What the scheduler knows about one sequence. No queues, no pool, no decisions.
 
-Three numbers say how far a sequence is, because steps overlap (position = index into prompt and completion together):
+Three numbers say how far a sequence is, because steps overlap (position = index into prompt and completion together). The
+last two, and the phase, change in every step for all that run: they lie in arrays (engine/slots.py).
 
     token_ids   0 ........................................... len - 1     known: given at the start, or read
     computed    [ KV final, its steps were read )  num_computed
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import IntEnum, auto
+from typing import NamedTuple
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
 from proto.block_key import block_keys, next_key
@@ -22,14 +24,14 @@ from proto.block_key import block_keys, next_key
 NEVER = -1  # step id of a sequence that no step was launched with
 
 
-class Phase(Enum):
-    """How far a sequence is, as plans go: steps that are launched count as done."""
+class Phase(IntEnum):
+    """How far a sequence is, as plans go: steps that are launched count as done. Numbers, because they lie in an array."""
 
-    WAITING = "waiting"  # holds nothing
-    RUNNING_PREFILL = "running_prefill"
-    RUNNING_DECODE = "running_decode"  # every token known at the start is planned; each further row feeds a sampled one
-    PREEMPTING = "preempting"  # its slot is marked: no further row, and its length is final when the mark is answered
-    FINISHED = "finished"  # no further row; slot and blocks go when the last step launched with it was read
+    WAITING = auto()  # holds nothing
+    RUNNING_PREFILL = auto()
+    RUNNING_DECODE = auto()  # every token known at the start is planned; each further row feeds a sampled one
+    PREEMPTING = auto()  # its slot is marked: no further row, and its length is final when the mark is answered
+    FINISHED = auto()  # no further row; slot and blocks go when the last step launched with it was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,7 @@ class SequenceSpec:
         return blocks_for(len(self.token_ids) + self.max_new_tokens - 1, block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What a read step gave one sequence."""
 
     sequence_id: Hashable
@@ -99,12 +100,7 @@ class Sequence:
     last_key: bytes  # key of the last published block; the seed before the first
     arrival: int = 0  # who came later is younger; a preempted sequence keeps its own
     num_published: int = 0  # leading full blocks that were offered to the prefix cache
-    phase: Phase = Phase.RUNNING_PREFILL
-    num_computed: int = 0
-    num_planned: int = 0
-    num_samples_planned: int = 0
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
-    last_step_id: int = NEVER  # the last step launched with it
     is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
 
     @property
@@ -118,24 +114,9 @@ class Sequence:
         return self.spec.num_generated + self.num_sampled
 
     @property
-    def num_limit(self) -> int:
-        """Completion tokens that it ends with at the latest."""
-        return self.spec.num_generated + self.spec.max_new_tokens
-
-    @property
     def num_remaining(self) -> int:
         """Completion tokens that may still come."""
         return self.spec.max_new_tokens - self.num_sampled
-
-    @property
-    def num_prompt_unplanned(self) -> int:
-        """Positions that prefill chunks have yet to cover."""
-        return len(self.spec.token_ids) - self.num_planned
-
-    @property
-    def may_sample_more(self) -> bool:
-        """Whether another row may sample, as far as is known: a stop token is discovered one step late."""
-        return self.num_samples_planned < self.spec.max_new_tokens
 
     def slot_start(self) -> SlotStart:
         """What the runner is told of the slot's new owner."""

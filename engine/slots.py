@@ -1,21 +1,102 @@
-"""The rows of the runner's persistent batch: who owns each, in which generation, and how many are kept for later. Pure."""
+"""The rows of the runner's persistent batch: who owns each, how far it is, and how many are kept for later. Pure.
+
+What a step asks of every sequence lies here, in arrays by slot, so that it is asked of all of them at once; what is asked of
+one sequence at a time lies in the Sequence.
+
+    token_ids   0 ......................... | begin ................. | end - 1 | end
+    its row     computes KV and no more     | samples the next token            | never fed
+"""
 
 from __future__ import annotations
 
-from engine.sequence import Sequence
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sequence import NEVER, Phase, Sequence
+
+Slot = int | np.int64
 
 
 class Slots:
-    """A slot belongs to one sequence at a time; each owner has its own generation, so that late answers are told apart."""
+    """A slot belongs to one sequence at a time; each owner has its own generation, so that late answers are told apart.
+
+    The arrays are [num_slots]; but for generations, what they say of a slot that nobody owns means nothing.
+    """
 
     def __init__(self, num_slots: int) -> None:
-        self._owners: list[Sequence | None] = [None] * num_slots
-        self._generations = [0] * num_slots
+        self.owners: list[Sequence | None] = [None] * num_slots
+        self.generations = np.zeros(num_slots, np.int64)
+        self.phases = np.full(num_slots, Phase.WAITING, np.int8)  # of the owner; WAITING: there is none
+        self.arrivals = np.zeros(num_slots, np.int64)  # the higher, the younger
+        self.begins = np.zeros(
+            num_slots, np.int64
+        )  # the position whose row samples first: that of the last token given
+        self.ends = np.zeros(num_slots, np.int64)  # behind the last position whose row may sample
+        self.num_planned = np.zeros(num_slots, np.int64)  # leading positions, by all plans so far
+        self.num_computed = np.zeros(num_slots, np.int64)  # the same, by all steps that were read
+        self.num_blocks = np.zeros(num_slots, np.int64)  # in the block table
+        self.last_step_ids = np.full(num_slots, NEVER, np.int64)  # of the last step launched with the owner
+        self.num_said = np.zeros(num_slots, np.int64)  # completion tokens among those given
+        self.is_promised = np.zeros(num_slots, np.bool_)  # admitted with its prompt's blocks promised, or more
+        self.is_lending = np.zeros(num_slots, np.bool_)
+        self._is_decoding = np.zeros(num_slots, np.bool_)
+        self._by_age: NDArray[np.int64] | None = None  # those that decode; None: somebody came or went
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_reserved = 0
 
-    def __getitem__(self, slot: int) -> Sequence | None:
-        return self._owners[slot]
+    def __getitem__(self, slot: Slot) -> Sequence:
+        """The owner. There is one wherever a row, a phase or a plan says so."""
+        owner = self.owners[slot]
+        assert owner is not None
+        return owner
+
+    # All at once
+
+    def decoding(self) -> NDArray[np.int64]:
+        """Slots with decode rows left to plan, oldest first; not to be changed."""
+        if self._by_age is None:
+            slots = np.flatnonzero(self._is_decoding)
+            self._by_age = slots[np.argsort(self.arrivals[slots])]
+        return self._by_age
+
+    def running(self) -> NDArray[np.int64]:
+        """Slots of those that were admitted and neither give way nor are finished."""
+        return np.flatnonzero((self.phases == Phase.RUNNING_PREFILL) | (self.phases == Phase.RUNNING_DECODE))
+
+    def in_phase(self, phase: Phase) -> NDArray[np.int64]:
+        """Slots of those in it."""
+        return np.flatnonzero(self.phases == phase)
+
+    def leaving(self) -> NDArray[np.int64]:
+        """Slots of those that have no decode rows left to plan, or none yet."""
+        return np.flatnonzero((self.phases != Phase.WAITING) & ~self._is_decoding)
+
+    def num_remaining(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Completion tokens that may still come from each, those of unread steps included."""
+        return self.ends[slots] - np.maximum(self.num_computed[slots], self.begins[slots])
+
+    def num_limits(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Completion tokens that each ends with at the latest."""
+        return self.num_said[slots] + self.ends[slots] - self.begins[slots]
+
+    # One by one
+
+    def phase_of(self, sequence: Sequence) -> Phase:
+        """How far it is."""
+        return Phase(int(self.phases[sequence.slot]))
+
+    def set_phase(self, sequence: Sequence, phase: Phase, has_rows: bool = False) -> None:
+        """It is so far now; `has_rows`: there are decode rows of it to plan."""
+        self.phases[sequence.slot] = phase
+        self.set_has_rows(sequence, has_rows)
+
+    def set_has_rows(self, sequence: Sequence, has_rows: bool) -> None:
+        """Whether decode rows of it are left to plan."""
+        if self._is_decoding[sequence.slot] != has_rows:
+            self._is_decoding[sequence.slot] = has_rows
+            self._by_age = None
+
+    # Who has them
 
     @property
     def num_free(self) -> int:
@@ -43,24 +124,35 @@ class Slots:
     def next_owner(self) -> tuple[int, int]:
         """The slot that the next own() takes, and its generation there."""
         slot = self._free[-1]
-        return slot, self._generations[slot] + 1
+        return slot, int(self.generations[slot]) + 1
 
-    def own(self, sequence: Sequence) -> None:
-        """The sequence, made for next_owner(), has its slot from now on."""
-        slot = self._free.pop()
-        self._generations[slot] += 1
-        assert (sequence.slot, sequence.generation) == (slot, self._generations[slot])
-        self._owners[slot] = sequence
+    def own(self, sequence: Sequence, num_computed: int) -> None:
+        """The sequence, made for next_owner(), has its slot from now on; no step was launched with it yet."""
+        slot, spec = self._free.pop(), sequence.spec
+        self.generations[slot] += 1
+        assert (sequence.slot, sequence.generation) == (slot, self.generations[slot])
+        self.owners[slot] = sequence
+        self.set_phase(sequence, Phase.RUNNING_PREFILL)
+        self.arrivals[slot] = sequence.arrival
+        self.begins[slot] = len(spec.token_ids) - 1
+        self.ends[slot] = len(spec.token_ids) - 1 + spec.max_new_tokens
+        self.num_planned[slot] = self.num_computed[slot] = num_computed
+        self.num_blocks[slot] = len(sequence.block_ids)
+        self.last_step_ids[slot] = NEVER
+        self.num_said[slot] = spec.num_generated
+        self.is_promised[slot] = sequence.num_promised > 0
+        self.is_lending[slot] = sequence.is_lending
 
     def vacate(self, sequence: Sequence) -> None:
         """No unread step has a row of its owner."""
-        self._owners[sequence.slot] = None
+        self.owners[sequence.slot] = None
+        self.set_phase(sequence, Phase.WAITING)
         self._free.append(sequence.slot)
 
     def snapshot(self) -> dict[str, object]:
         """Every slot's owner and generation."""
         return {
-            "slots": tuple(None if owner is None else owner.spec.sequence_id for owner in self._owners),
-            "generations": tuple(self._generations),
+            "slots": tuple(None if owner is None else owner.spec.sequence_id for owner in self.owners),
+            "generations": tuple(self.generations.tolist()),
             "num_reserved_slots": self._num_reserved,
         }

@@ -129,9 +129,9 @@ class NodeView(Collector):
 
 def _scheduler_state(scheduler: Mapping[str, object]) -> dict[str, object]:
     """Numbers only: a sequence's id is an attempt's, and there may be thousands."""
-    phases = Counter(phase.value for phase in cast(Mapping[object, Phase], scheduler.get("phases", {})).values())
+    phases = Counter(cast(Mapping[object, Phase], scheduler.get("phases", {})).values())
     return {
-        "sequences": {phase.value: phases[phase.value] for phase in Phase},
+        "sequences": {phase.name.lower(): phases[phase] for phase in Phase},
         "preemptions": _number(scheduler, "num_preempted"),
         "reserve": scheduler.get("reserve", 0.0),
     }
@@ -149,7 +149,7 @@ def _scheduler_families(scheduler: Mapping[str, object]) -> Iterator[Metric]:
     )
     phases = Counter(cast(Mapping[object, Phase], scheduler.get("phases", {})).values())
     for phase in Phase:
-        sequences.add_metric([phase.value], phases[phase])
+        sequences.add_metric([phase.name.lower()], phases[phase])
     yield sequences
     yield CounterMetricFamily(
         "baton_node_preemptions",

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from engine.fake_runner import expected_logprobs, expected_tokens
-from engine.plan import BROKEN_ROW
+from engine.plan import BROKEN_ROW, StepResult
 from node import events as ev
 from node.sampling import to_logprobs_message, to_sampling_params
 from proto import baton_pb2 as pb
@@ -179,12 +179,12 @@ class Life:
         if not self.node.plans:
             return False
         result = self.node.runner.run(self.node.plans.popleft())
-        sampled = [index for index, slot in enumerate(result.slots) if slot.token_id >= 0]
+        answers = list(result)
+        sampled = [index for index, answer in enumerate(answers) if answer.token_id >= 0]
         if sampled:
             index = self.random.choice(sampled)
-            slots = list(result.slots)
-            slots[index] = replace(slots[index], token_id=BROKEN_ROW, logprobs=None)
-            result = replace(result, slots=tuple(slots))
+            answers[index] = answers[index]._replace(token_id=BROKEN_ROW, logprobs=None)
+            result = StepResult.of(result.step_id, answers)
             self.num_broken += 1
         self.take(self.node.feed(ev.StepDone(result), self.now))
         return bool(sampled)

@@ -339,4 +339,4 @@ def _plans(actions: object) -> list[ev.RunStep]:
 
 
 def _result(step_id: int, slot: int, generation: int, token_id: int) -> StepResult:
-    return StepResult(step_id, (SlotResult(slot, generation, token_id),))
+    return StepResult.of(step_id, (SlotResult(slot, generation, token_id),))

@@ -25,7 +25,7 @@ def plans(actions: Sequence[ev.Action]) -> list[Plan]:
 def done(plan: Plan, token_id: int) -> ev.StepDone:
     """The runner's answer: `token_id` where the plan samples."""
     rows = [SlotResult(c.slot, c.generation, token_id if c.samples else NO_TOKEN) for c in plan.chunks]
-    return ev.StepDone(StepResult(plan.step_id, tuple(rows)))
+    return ev.StepDone(StepResult.of(plan.step_id, rows))
 
 
 def writes(actions: Sequence[ev.Action]) -> list[int]:

@@ -88,7 +88,7 @@ class SenderWorld:
     def step(self) -> None:
         plan = self.plans.popleft()
         rows = [SlotResult(c.slot, c.generation, 7 if c.samples else NO_TOKEN) for c in plan.chunks]
-        self.feed(ev.StepDone(StepResult(plan.step_id, tuple(rows))))
+        self.feed(ev.StepDone(StepResult.of(plan.step_id, rows)))
 
     def read(self) -> None:
         link_id, lease_id, index, _ = self.unread.pop(0)

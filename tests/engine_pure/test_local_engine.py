@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.fake_runner import FakeRunnerError
 from engine.local_engine import LocalEngine
-from engine.plan import DecodeRow, Plan, SamplingParams, SlotStart, StepResult
+from engine.plan import DecodeRow, Decodes, Plan, SamplingParams, SlotStart, StepResult
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, right_answer
 
 PURE_MODULES = "block_pool, fake_runner, local_engine, plan, prefix_cache, scheduler, sequence"
@@ -105,11 +105,14 @@ START = SlotStart(slot=0, generation=1, sampling=SamplingParams(0.0, 0), next_in
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (Plan(1, (), (), ()), "where 0 comes next"),
-        (Plan(0, (START,), (DecodeRow(0, 2, 0, (0,)),), ()), "not in generation 2"),
-        (Plan(0, (START, START), (), ()), "from generation 1 to 1"),
-        (Plan(0, (START,), (DecodeRow(0, 1, 4, (0,)),), ()), "positions 4..5 in 1 blocks"),
-        (Plan(0, (START,), (DecodeRow(0, 1, 0, (0,)), DecodeRow(0, 1, 1, ())), ()), "two rows or marks for one slot"),
+        (Plan(1), "where 0 comes next"),
+        (Plan(0, (START,), Decodes.of(DecodeRow(0, 2, 0, (0,)))), "not in generation 2"),
+        (Plan(0, (START, START)), "from generation 1 to 1"),
+        (Plan(0, (START,), Decodes.of(DecodeRow(0, 1, 4, (0,)))), "positions 4..5 in 1 blocks"),
+        (
+            Plan(0, (START,), Decodes.of(DecodeRow(0, 1, 0, (0,)), DecodeRow(0, 1, 1, ()))),
+            "two rows or marks for one slot",
+        ),
     ],
 )
 def test_the_fake_runner_refuses_a_plan_that_breaks_the_rules(plan: Plan, why: str) -> None:

@@ -205,7 +205,7 @@ def test_an_answer_that_does_not_belong_is_refused_at_once_so_no_slot_waits_for_
     plan = node.plan()
     assert plan is not None and not plan.marks
     while plan is not None and not plan.marks:
-        result = StepResult(plan.step_id, (SlotResult(0, 1, of_row),))
+        result = StepResult.of(plan.step_id, (SlotResult(0, 1, of_row),))
         if of_row == PREEMPTED_TOKEN_ID:
             with pytest.raises(ValueError, match="a mark that it was not given"):
                 node.scheduler.complete(result)
@@ -215,7 +215,7 @@ def test_an_answer_that_does_not_belong_is_refused_at_once_so_no_slot_waits_for_
     assert plan is not None
     answers = () if of_mark is None else (SlotResult(0, 1, of_mark),)
     with pytest.raises(ValueError, match=r"answered|not those of its rows and marks"):
-        node.scheduler.complete(StepResult(plan.step_id, answers))
+        node.scheduler.complete(StepResult.of(plan.step_id, answers))
     node.pool.release_lease(held)
 
 

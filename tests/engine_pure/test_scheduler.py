@@ -212,7 +212,7 @@ def test_a_result_of_an_old_generation_is_ignored() -> None:
     node.complete()
     plan = node.plan()
     assert plan is not None and plan.starts[0].slot == 0 and plan.starts[0].generation == 2
-    assert node.scheduler.complete(StepResult(plan.step_id, (SlotResult(0, 1, 4),))) == []
+    assert node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),))) == []
     assert "b" not in node.finished
     assert phase_of(node, "b") is Phase.RUNNING_PREFILL
 
@@ -223,14 +223,14 @@ def test_results_that_are_not_those_of_the_oldest_step_are_a_bug() -> None:
     scheduler = node.scheduler
     assert scheduler.plan() is not None and scheduler.plan() is not None
     for result, why in (
-        (StepResult(1, (SlotResult(0, 1, 4),)), "out of order"),
-        (StepResult(0, ()), "not those of its rows"),
-        (StepResult(0, (SlotResult(1, 1, 4),)), "not those of its rows"),
+        (StepResult.of(1, (SlotResult(0, 1, 4),)), "out of order"),
+        (StepResult.of(0, ()), "not those of its rows"),
+        (StepResult.of(0, (SlotResult(1, 1, 4),)), "not those of its rows"),
     ):
         with pytest.raises(ValueError, match=why):
             scheduler.complete(result)
     with pytest.raises(ValueError, match="answered -1"):
-        scheduler.complete(StepResult(0, (SlotResult(0, 1, NO_TOKEN),)))
+        scheduler.complete(StepResult.of(0, (SlotResult(0, 1, NO_TOKEN),)))
 
 
 @pytest.mark.covers("Q03")
@@ -248,7 +248,7 @@ def test_a_sequence_that_samples_one_token_is_never_decoded() -> None:
     node = CheckedNode(SIZES)
     node.submit(make_spec("a", [1] * 20, 1, SIZES))
     plans = [node.plan() for _ in range(4)]
-    assert [plan is None or plan.decodes for plan in plans] == [(), (), True, True]
+    assert [plan is None or len(plan.decodes) for plan in plans] == [0, 0, True, True]
 
 
 @pytest.mark.parametrize("cache_generated", [True, False])
@@ -308,7 +308,7 @@ def test_a_broken_row_ends_its_sequence_without_a_token_and_is_not_cached() -> N
     plan = node.scheduler.plan()
     assert plan is not None
     (chunk,) = plan.chunks
-    answer = StepResult(plan.step_id, (SlotResult(chunk.slot, chunk.generation, BROKEN_ROW),))
+    answer = StepResult.of(plan.step_id, (SlotResult(chunk.slot, chunk.generation, BROKEN_ROW),))
     (progress,) = node.scheduler.complete(answer)
     assert (progress.token_id, progress.finish) == (None, "broken")
     assert node.pool.counts() == BlockCounts(free=SIZES.num_blocks, cached=0, used=0, leased=0, quarantined=0)
@@ -326,7 +326,7 @@ def test_what_an_aborted_prompt_had_launched_is_found_by_the_next_unless_it_is_b
     answers = tuple(
         SlotResult(chunk.slot, chunk.generation, BROKEN_ROW if is_broken else NO_TOKEN) for chunk in plan.chunks
     )
-    assert not node.scheduler.complete(StepResult(plan.step_id, answers))
+    assert not node.scheduler.complete(StepResult.of(plan.step_id, answers))
     node.scheduler.submit(make_spec("again", prompt, 2, SIZES))
     again = node.scheduler.plan()
     assert again is not None and again.chunks[0].start == (0 if is_broken else SIZES.max_batched_tokens)

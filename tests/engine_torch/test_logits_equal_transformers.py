@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import load_model
-from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams, SlotStart
+from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from tests.engine_torch.conftest import SHAPES, VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
@@ -78,14 +78,14 @@ def test_a_greedy_completion_of_64_tokens_is_that_of_transformers(model_dirs: Mo
     runner = TorchRunner(model, KvMemory(model.config, BLOCK_SIZE, 12, "fp32"), num_slots=3, max_model_len=192)
     start = SlotStart(1, 1, SamplingParams(0.0, 0), 0, 0)
     plans = [
-        Plan(0, (start,), (), (PrefillChunk(1, 1, 0, tuple(prompt[:40]), (3, 4, 5), False),)),
-        Plan(1, (), (), (PrefillChunk(1, 1, 40, tuple(prompt[40:]), (0, 11), True),)),
+        Plan(0, (start,), chunks=(PrefillChunk(1, 1, 0, tuple(prompt[:40]), (3, 4, 5), False),)),
+        Plan(1, chunks=(PrefillChunk(1, 1, 40, tuple(prompt[40:]), (0, 11), True),)),
     ]
     for step in range(63):
         position = len(prompt) + step
         new_blocks = (6 + position // BLOCK_SIZE - 5,) if position % BLOCK_SIZE == 0 else ()
-        plans.append(Plan(2 + step, (), (DecodeRow(1, 1, position, new_blocks),), ()))
-    completion = [runner.run(plan).slots[0].token_id for plan in plans][1:]
+        plans.append(Plan(2 + step, decodes=Decodes.of(DecodeRow(1, 1, position, new_blocks))))
+    completion = [runner.run(plan)[0].token_id for plan in plans][1:]
     theirs = oracle(model_dir).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -90,7 +90,7 @@ def test_a_result_is_told_when_the_chunks_blocks_are_in_host_memory_wherever_the
     start = SlotStart(0, 1, SamplingParams(0.0, 0), 0, 0)
     for first, end, block_ids in ((0, 6, (5, 2)), (6, 7, ()), (7, 15, (7, 0))):
         chunk = PrefillChunk(0, 1, first, tuple(range(first, end)), block_ids, samples=False)
-        runner.run(Plan(0, (start,) if first == 0 else (), (), (chunk,)))
+        runner.run(Plan(0, (start,) if first == 0 else (), chunks=(chunk,)))
         on_device = memory.tensor.view(torch.uint8).reshape(memory.bytes.shape).numpy()
         assert np.array_equal(memory.bytes, on_device)
     assert memory.bytes[[5, 2, 7, 0]].any(-1).all()

@@ -13,8 +13,10 @@ from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.plan import (
     BROKEN_ROW,
+    NO_DECODES,
     NO_TOKEN,
     DecodeRow,
+    Decodes,
     Plan,
     PrefillChunk,
     Runner,
@@ -55,10 +57,10 @@ def block_ids() -> Iterator[int]:
 
 
 def run_one(runner: Runner, *, starts: tuple[SlotStart, ...] = (), row: DecodeRow | PrefillChunk) -> SlotResult:
-    decodes, chunks = ((row,), ()) if isinstance(row, DecodeRow) else ((), (row,))
-    result = runner.run(Plan(0, starts, decodes, chunks))
-    assert result.slots[0].slot == row.slot and result.slots[0].generation == row.generation
-    return result.slots[0]
+    decodes, chunks = (Decodes.of(row), ()) if isinstance(row, DecodeRow) else (NO_DECODES, (row,))
+    (answer,) = runner.run(Plan(0, starts, decodes, chunks))
+    assert answer.slot == row.slot and answer.generation == row.generation
+    return answer
 
 
 def complete(
@@ -118,9 +120,9 @@ def test_sequences_give_the_same_tokens_alone_and_sharing_steps_with_others(
             done[slot] += width
         if not decodes and not chunks:
             break
-        result = runner.run(Plan(step, tuple(starts), tuple(decodes), tuple(chunks)))
-        assert [answer.slot for answer in result.slots] == [d.slot for d in decodes] + [c.slot for c in chunks]
-        for answer in result.slots:
+        result = runner.run(Plan(step, tuple(starts), Decodes.of(*decodes), tuple(chunks)))
+        assert [answer.slot for answer in result] == [d.slot for d in decodes] + [c.slot for c in chunks]
+        for answer in result:
             if answer.token_id != NO_TOKEN:
                 together[answer.slot].append(answer.token_id)
     assert together == alone
@@ -187,7 +189,7 @@ def test_a_plan_for_a_former_owner_is_refused(runner: Runner, block_ids: Iterato
     with pytest.raises(PlanError, match="slot 0 is at generation 2"):
         run_one(runner, row=DecodeRow(0, 1, len(PROMPT) + 2, ()))
     with pytest.raises(PlanError, match="generation 2 does not follow 2"):
-        runner.run(Plan(0, (SlotStart(0, 2, GREEDY, 0, 0),), (), ()))
+        runner.run(Plan(0, (SlotStart(0, 2, GREEDY, 0, 0),)))
 
 
 def test_rows_past_their_blocks_or_outside_the_pool_are_refused(runner: Runner) -> None:
@@ -201,8 +203,8 @@ def test_rows_past_their_blocks_or_outside_the_pool_are_refused(runner: Runner) 
 
 
 def test_a_plan_without_rows_answers_without_rows(runner: Runner) -> None:
-    result = runner.run(Plan(9, (), (), ()))
-    assert (result.step_id, result.slots) == (9, ())
+    result = runner.run(Plan(9))
+    assert (result.step_id, *result) == (9,)
 
 
 def test_broken_kv_ends_in_an_error_for_its_own_sequence_only(

@@ -85,7 +85,7 @@ class Rig:
 
     def read(self) -> StepResult:
         result = self.runner.run(self.unread.popleft())
-        for answer in result.slots:
+        for answer in result:
             self.answers.setdefault((answer.slot, answer.generation), []).append(answer.token_id)
         for progress in self.scheduler.complete(result):
             if progress.token_id is not None:
@@ -159,7 +159,7 @@ def test_a_step_in_which_every_slot_is_marked_still_answers(make_runner: Make) -
         rig.read()
     assert plan is not None and not plan.num_tokens
     result = rig.read()
-    assert [answer.token_id for answer in result.slots] == [PREEMPTED_TOKEN_ID]
+    assert [answer.token_id for answer in result] == [PREEMPTED_TOKEN_ID]
     rig.pool.release_lease(held)
     rig.run(2)
     assert len(rig.told["a"]) == 60
@@ -187,4 +187,4 @@ def test_a_mark_for_another_owner_is_refused(make_runner: Make, generation: int)
     rig.plan()
     rig.read()
     with pytest.raises(Exception, match="generation"):
-        rig.runner.run(Plan(1, (), (), (), (SlotMark(0, generation),)))
+        rig.runner.run(Plan(1, marks=(SlotMark(0, generation),)))

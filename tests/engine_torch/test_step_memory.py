@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, Segment, SlotTables, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
-from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams, SlotStart
+from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from kernels.cpu_kernels import CpuKernels
 from tests.engine_torch.conftest import ModelDirs
@@ -100,11 +100,11 @@ class Decoding:
             )
             for slot in range(num_rows)
         )
-        self._runner.run(Plan(0, starts, (), chunks))
+        self._runner.run(Plan(0, starts, chunks=chunks))
 
     def step(self) -> None:
-        rows = tuple(DecodeRow(slot, 1, self._position, ()) for slot in range(self._num_rows))
-        self._runner.run(Plan(0, (), rows, ()))
+        rows = Decodes.of(*(DecodeRow(slot, 1, self._position, ()) for slot in range(self._num_rows)))
+        self._runner.run(Plan(0, decodes=rows))
         self._position += 1
 
 

@@ -65,7 +65,7 @@ class EchoRunner:
     def run(self, plan: Plan) -> StepResult:
         if plan.step_id == self._fails_at:
             raise RuntimeError("a bug in the runner")
-        return StepResult(plan.step_id, ())
+        return StepResult.of(plan.step_id, ())
 
 
 class Shell:
@@ -173,7 +173,7 @@ def test_events_are_received_in_the_order_of_their_posting_and_actions_performed
 
 
 def test_results_come_back_in_the_order_of_the_plans() -> None:
-    plans = [Plan(step, (), (), ()) for step in range(20)]
+    plans = [Plan(step) for step in range(20)]
 
     def answer(event: ev.Event, _now: float) -> Sequence[ev.Action]:
         if isinstance(event, ev.StepDone):
@@ -255,7 +255,7 @@ def test_a_step_that_raises_ends_the_runner_thread_and_says_so() -> None:
         results: list[int] = []
         runner = RunnerThread(EchoRunner(fails_at=1), lambda result: results.append(result.step_id))
         for step in range(3):
-            runner.submit(Plan(step, (), (), ()))
+            runner.submit(Plan(step))
         async with asyncio.timeout(10):
             await runner.ended
             assert await runner.stop()

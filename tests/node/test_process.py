@@ -24,7 +24,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 BUGGY_NODE = """
 import sys
 import time
-from engine.plan import DecodeRow, Plan
+from engine.plan import DecodeRow, Decodes, Plan
 from node.config import NodeConfig
 from node.events import RunStep
 from node.process import run_node
@@ -39,7 +39,7 @@ class BuggyCore(PrefillCore):
             import asyncio
             asyncio.get_running_loop().call_soon(int, "a bug in a callback")
         if {where!r} == "step":
-            return [RunStep(Plan(0, (), (DecodeRow(0, 99, 0, ()),), ()))]
+            return [RunStep(Plan(0, decodes=Decodes.of(DecodeRow(0, 99, 0, ()))))]
         return []
 
 def make_core(parts):

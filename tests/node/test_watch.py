@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from connector.transport import Answered, LeaseRef
-from engine.plan import DecodeRow, Plan, PrefillChunk, StepResult
+from engine.plan import NO_DECODES, DecodeRow, Decodes, Plan, PrefillChunk, StepResult
 from node import events as ev
 from node.measures import Measures
 from node.watch import MAX_WATCHED, Watch
@@ -141,15 +141,15 @@ def test_an_answer_behind_the_attempts_end_still_tells_how_long_it_took_and_leav
 @pytest.mark.covers("O01")
 def test_a_step_lasts_from_when_the_runner_was_free_for_it_and_counts_its_tokens_when_it_is_done() -> None:
     it = Watched()
-    rows = tuple(DecodeRow(slot, 0, 5, ()) for slot in range(3))
+    rows = Decodes.of(*(DecodeRow(slot, 0, 5, ()) for slot in range(3)))
     chunk = PrefillChunk(4, 0, 0, tuple(range(10)), (1,), True)
     for step, at in ((0, 10.0), (1, 10.0), (2, 20.0)):
-        it.watch.performed(ev.RunStep(Plan(step, (), rows if step else (), (chunk,))), at)
+        it.watch.performed(ev.RunStep(Plan(step, (), rows if step else NO_DECODES, (chunk,))), at)
         if step == 1:
             for done, done_at in ((0, 11.0), (1, 14.0)):
                 assert it.measures.amounts()["tokens_computed"]["prefill"] == 10 * done
-                it.watch.received(ev.StepDone(StepResult(done, ())), done_at)
-    it.watch.received(ev.StepDone(StepResult(2, ())), 20.5)
+                it.watch.received(ev.StepDone(StepResult.of(done, ())), done_at)
+    it.watch.received(ev.StepDone(StepResult.of(2, ())), 20.5)
     assert it.seconds("step_seconds") == (3, 1.0 + 3.0 + 0.5)  # not the 6 s in which there was nothing to do
     assert it.measures.amounts()["tokens_computed"] == {"prefill": 30, "decode": 6}
     assert it.watch.num_watched == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -98,8 +98,9 @@ class SimRunner:
         if self.breaks_next_row and self._plans[0].num_tokens:
             self.breaks_next_row = False
             self._process.kernel.count("broken row")
-            first = replace(result.slots[0], token_id=BROKEN_ROW, logprobs=None, branch_tokens=())
-            result = replace(result, slots=(first, *result.slots[1:]))
+            first, *others = result
+            first = first._replace(token_id=BROKEN_ROW, logprobs=None, branch_tokens=())
+            result = StepResult.of(result.step_id, [first, *others])
         return result
 
     def _end(self, result: StepResult | None) -> None:
