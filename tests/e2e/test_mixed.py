@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import started_cluster
+from tests.e2e.fault_clients import Stream, ask, body, tokens_of
+from tests.e2e.role_by_role import started_role_by_role
 from tests.e2e.test_choices import complete
 from tests.e2e.test_equality import (
     BLOCK_SIZE,
@@ -85,3 +89,35 @@ def test_nodes_of_all_roles_together_give_the_tokens_of_one_engine_alone_with_ha
     assert numbers[2]["attempts_ended_total{finished}"] > 0 and "attempts_ended_total{PREEMPTED}" not in numbers[2]
     assert mixed["counters"]["tokens_computed"]["prefill"] > 0
     assert total([prefill, mixed], "kv_bytes_sent") == total([decode, mixed], "kv_bytes_received")
+
+
+@pytest.mark.covers("C05", "R15", "A10")
+def test_a_mixed_node_started_by_hand_ends_aborted_work_and_dies_with_its_own_requests_alone(
+    tiny_model: Path, tmp_path: Path, fresh_seed: int
+) -> None:
+    rng = random.Random(fresh_seed)
+    with (
+        started_role_by_role(tiny_model, tmp_path, {"router": (), "mixed-0": (), "mixed-1": ()}) as cluster,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        with cluster.http.stream(
+            "POST", f"{cluster.url}/v1/completions", json=body(rng, 40, 4000) | {"stream": True}
+        ) as it:
+            next(it.iter_lines())
+        cluster.wait_until_nothing_is_held("mixed-0", "mixed-1")
+        streams = []
+        for _ in range(4):  # by turns, since each decodes less than the other when it is asked
+            streams.append(Stream(cluster, threads, body(rng, 40, 500)))
+            streams[-1].take_tokens(1)
+        assert [cluster.state(node)["running"] for node in ("mixed-0", "mixed-1")] == [2, 2]
+        cluster.kill("mixed-0")
+        for stream in streams:
+            stream.take_all()
+        lost = [stream for stream in streams if stream.last != "[DONE]"]
+        assert [stream.take_the_error()["code"] for stream in lost] == ["NODE_LOST"] * 2
+        assert all(len(stream.token_ids) == 500 for stream in streams if stream not in lost)
+        cluster.start("mixed-0")
+        cluster.wait_until_ready()
+        assert all(len(tokens_of(ask(cluster, body(rng, 40, 50)))) == 50 for _ in range(4))
+        cluster.wait_until_nothing_is_held("mixed-0", "mixed-1")
+        assert cluster.outcomes("mixed-0").count("finished") > 0
