@@ -6,7 +6,6 @@ Not here: load (load.py). The launcher is a process like any user's; nothing of 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from typing import Any, Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.config import ENVIRONMENT_PREFIX, child_environment
 
 _BATON: Final = Path(sys.executable).with_name("baton")
 _LAST_LINE: Final = "baton up: Ctrl-C stops everything"
@@ -57,8 +58,8 @@ def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Clus
     # A variable would win over the file, and so over what is to be measured; the back end alone is the user's to choose.
     environment = {
         name: value
-        for name, value in os.environ.items()
-        if not name.startswith("BATON_") or name in ("BATON_KERNELS", "BATON_DEVICE")
+        for name, value in child_environment().items()
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in ("BATON_KERNELS", "BATON_DEVICE")
     }
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir, config = Path(folder, "run"), Path(folder, "cluster.toml")
