@@ -6,7 +6,6 @@ Not here: load (load.py). The launcher is a process like any user's; nothing of 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from runtime.config import ENVIRONMENT_PREFIX, child_environment
 
 _BATON: Final = Path(sys.executable).with_name("baton")
 _LAST_LINE: Final = "baton up: Ctrl-C stops everything"
-_END_S: Final = 20.0
 _PREFIX: Final = "baton_node_"
 
 Settings = Mapping[str, int | str]  # of one role: keys and values of its table in a TOML file
@@ -61,7 +59,7 @@ def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Clus
         for name, value in child_environment().items()
         if not name.startswith(ENVIRONMENT_PREFIX) or name in ("BATON_KERNELS", "BATON_DEVICE")
     }
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-", ignore_cleanup_errors=True) as folder:
         run_dir, config = Path(folder, "run"), Path(folder, "cluster.toml")
         config.write_text(to_toml(roles), encoding="utf-8")
         command = [str(_BATON), "up", "--config", str(config), "--model", str(model.absolute())]
@@ -73,10 +71,8 @@ def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Clus
                 _wait_until_ready(launcher)
                 content: dict[str, Any] = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
                 yield Cluster(content["router"]["url"], {node["role"]: node["http"] for node in content["nodes"]})
-                launcher.send_signal(signal.SIGINT)
-                launcher.wait(_END_S)
             finally:
-                launcher.kill()
+                launcher.kill()  # its processes end with it, at once, and what they said is read already
 
 
 def to_toml(roles: Mapping[str, Settings]) -> str:
