@@ -26,7 +26,7 @@ from bench.arrivals import Lengths
 from bench.cluster import ClusterProblem
 from bench.machine import machine, utc_date
 from bench.pressure_cells import POLICIES, Cell, CellRun, Workload, run_cell
-from bench.pressure_figures import complaints, figures_of, need_blocks, schedule, show
+from bench.pressure_figures import compared, complaints, figures_of, need_blocks, schedule, show
 from bench.pressure_plot import SUFFIXES, can_plot, plot
 from bench.progress import StepProgress
 from runtime.config import knob, load
@@ -188,8 +188,7 @@ def measure(config: PressureConfig, console: Console) -> Measured:
         for cell in order[1:]:
             num_blocks = cell.num_blocks if cell.percent is None else round(need * cell.percent / 100)
             run = run_cell(config.model, workload, replace(cell, num_blocks=num_blocks))
-            pairs = zip(first.token_ids, run.token_ids, strict=True)
-            runs.append(replace(run, num_different=sum(said != expected for expected, said in pairs)))
+            runs.append(compared(run, first))
             progress.advance(run.cell.name)
     return Measured(runs, need, mean_output_tokens)
 

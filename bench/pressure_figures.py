@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -55,6 +55,12 @@ def schedule(cells: Sequence[Cell], ample: Cell, rounds: int, per_lap: int, rng:
         for begin in range(0, len(shuffled), per_lap):
             order += [ample, *shuffled[begin : begin + per_lap]]
     return [*order, ample]
+
+
+def compared(run: CellRun, first: CellRun) -> CellRun:
+    """The run with the number of answers whose tokens are not those of the first ample run's."""
+    pairs = zip(first.token_ids, run.token_ids, strict=True)
+    return replace(run, num_different=sum(said != expected for expected, said in pairs))
 
 
 def figures_of(runs: Sequence[CellRun]) -> list[CellFigures]:

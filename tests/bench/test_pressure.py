@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.arrivals import Lengths
 from bench.cluster import to_toml
 from bench.pressure_cells import POLICIES, Cell, CellRun, Workload, node_settings
-from bench.pressure_figures import CellFigures, complaints, figures_of, need_blocks, schedule, show
+from bench.pressure_figures import CellFigures, compared, complaints, figures_of, need_blocks, schedule, show
 from bench.pressure_plot import plot
 from tests.architecture.source_tree import ROOT
 
@@ -112,6 +112,12 @@ def test_a_run_is_compared_with_the_ample_runs_beside_it_and_rounds_by_their_med
     assert figures.preemptions_per_1000_steps == pytest.approx(20)
     assert figures.recomputed_per_1000_tokens == pytest.approx(50)
     assert figures.tpot_p99 == figures.ttft_p50 == pytest.approx(1)
+
+
+def test_an_answer_with_one_other_token_is_counted() -> None:
+    first = replace(RUN, token_ids=[[1, 2], [3], [4, 5, 6]])
+    assert compared(first, first).num_different == 0
+    assert compared(replace(RUN, token_ids=[[1, 2], [3, 3], [4, 5, 7]]), first).num_different == 2
 
 
 def test_whatever_breaks_the_promise_is_said() -> None:
