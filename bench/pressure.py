@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -129,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 if a request failed or said something else under pressure, 2 for what the user can mend, 130."""
     config = load(PressureConfig, PROG, _DESCRIPTION, argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a cluster would outlive the benchmark
     try:
         measured = measure(config, console)
     except (ClusterProblem, ValueError) as error:
