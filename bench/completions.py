@@ -77,6 +77,7 @@ class Record:
     chunk_at_s: list[float] = field(default_factory=list)  # of a stream: each event that carries a choice
     prompt_tokens: int | None = None  # as the server counts them
     output_tokens: int | None = None
+    token_ids: list[int] = field(default_factory=list)  # of a stream that was asked for `return_token_ids`
 
     @property
     def is_ok(self) -> bool:
@@ -139,6 +140,7 @@ class AnswerReader:
                 return
             if event["choices"]:
                 record.chunk_at_s.append(at - self._begun_at)
+                record.token_ids += event["choices"][0].get("completion_token_ids", ())
             _read_usage(record, event)
         if not is_done:
             record.status, record.error = "stream_error", "the stream ended without [DONE]"
