@@ -2,8 +2,9 @@
 
     step = plan() + complete()      ratio = step / reference      reference = a Python loop that appends a number per slot to a list
 
-The reference is measured beside each round of steps; a ratio is the median over rounds. Times are those of the thread. Not here:
-what a step computes (bench.engine), arrivals over time (bench.serve).
+A quiet step is one in which nobody comes or goes: decode rows alone, none of them its sequence's last. The reference is measured
+beside each round of steps; a ratio is the median over rounds. Times are those of the thread. Not here: what a step computes
+(bench.engine), arrivals over time (bench.serve).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Figures:
     step_s: float
     reference_s: float
     best_step_s: float
+    quiet_step_s: float | None  # median of the steps in which nobody comes or goes; None: there was no such step
     ratio: float  # median over rounds
     best_ratio: float
     rows_a_step: float  # decode rows
@@ -113,25 +115,28 @@ def _figures(sizes: LoadSizes, config: SchedulerBenchConfig, progress: StepProgr
         it.step()
     num_rows, num_ended, num_preempted = it.num_rows, it.num_ended, it.scheduler.num_preempted
     rounds: list[tuple[float, float, float]] = []
+    quiet: list[float] = []
     for _ in range(_ROUNDS):
-        plan_s, complete_s = it.plan_s, it.complete_s
-        for _ in range(num_steps):
-            it.step()
-        plan_s, complete_s = (it.plan_s - plan_s) / num_steps, (it.complete_s - complete_s) / num_steps
+        steps = [it.step() for _ in range(num_steps)]
+        plan_s, complete_s = (
+            statistics.fmean(each) for each in zip(*((s.plan_s, s.complete_s) for s in steps), strict=True)
+        )
         rounds.append((plan_s, complete_s, reference_s(sizes.num_slots)))
+        quiet += [step.plan_s + step.complete_s for step in steps if step.is_quiet]
         progress.advance(f"{sizes.num_slots} slots, {sizes.num_sequences} sequences")
     plans, completes, references = zip(*rounds, strict=True)
-    steps = [plan_s + complete_s for plan_s, complete_s, _ in rounds]
-    ratios = [step_s / reference for step_s, reference in zip(steps, references, strict=True)]
+    totals = [plan_s + complete_s for plan_s, complete_s, _ in rounds]
+    ratios = [total / reference for total, reference in zip(totals, references, strict=True)]
     per_step = 1 / (_ROUNDS * num_steps)
     return Figures(
         num_slots=sizes.num_slots,
         num_sequences=sizes.num_sequences,
         plan_s=statistics.median(plans),
         complete_s=statistics.median(completes),
-        step_s=statistics.median(steps),
+        step_s=statistics.median(totals),
         reference_s=statistics.median(references),
-        best_step_s=min(steps),
+        best_step_s=min(totals),
+        quiet_step_s=statistics.median(quiet) if quiet else None,
         ratio=statistics.median(ratios),
         best_ratio=min(ratios),
         rows_a_step=(it.num_rows - num_rows) * per_step,
@@ -143,7 +148,19 @@ def _figures(sizes: LoadSizes, config: SchedulerBenchConfig, progress: StepProgr
 def show(console: Console, figures: Sequence[Figures]) -> None:
     """Two tables: the times, in microseconds of a step, and what happened in it."""
     costs = Table(title=None, box=None, pad_edge=False)
-    for heading in ("slots", "known", "plan", "complete", "step", "best", "of 200", "per row", "reference", "ratio"):
+    for heading in (
+        "slots",
+        "known",
+        "plan",
+        "complete",
+        "step",
+        "best",
+        "of 200",
+        "quiet",
+        "of 200",
+        "per row",
+        "ratio",
+    ):
         costs.add_column(heading, justify="right", no_wrap=True)
     events = Table(title=None, box=None, pad_edge=False)
     for heading in ("slots", "known", "decode rows a step", "ended in 1,000", "preempted in 1,000"):
@@ -152,8 +169,10 @@ def show(console: Console, figures: Sequence[Figures]) -> None:
         names = (str(each.num_slots), str(each.num_sequences))
         times = [f"{1e6 * each_s:.0f}" for each_s in (each.plan_s, each.complete_s, each.step_s, each.best_step_s)]
         per_row = f"{1e6 * each.step_s / max(1.0, each.rows_a_step):.2f}"
-        share = f"{each.step_s / TARGET_S:.0%}"
-        costs.add_row(*names, *times, share, per_row, f"{1e6 * each.reference_s:.2f}", f"{each.ratio:.0f}")
+        share, quiet = f"{each.step_s / TARGET_S:.0%}", ("", "")
+        if each.quiet_step_s is not None:
+            quiet = (f"{1e6 * each.quiet_step_s:.0f}", f"{each.quiet_step_s / TARGET_S:.0%}")
+        costs.add_row(*names, *times, share, *quiet, per_row, f"{each.ratio:.0f}")
         rates = (each.rows_a_step, each.ended_per_1000_steps, each.preempted_per_1000_steps)
         events.add_row(*names, *(f"{rate:.0f}" for rate in rates))
     console.print(costs)

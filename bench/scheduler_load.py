@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from engine.block_pool import BlockPool
 from engine.plan import NO_TOKEN, PREEMPTED_TOKEN_ID, Plan, PrefillChunk, SamplingParams, SlotMark, StepResult
 from engine.reserve import ReserveConfig, ReservePolicy
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Phase, SequenceSpec
+from engine.sequence import SequenceSpec
 from proto.block_key import KEY_BYTES, seed_key
 
 SHORTEST: Final = 16  # tokens of a prompt, and of a completion
@@ -54,6 +54,14 @@ class LoadSizes:
         return -(-max(int(needed), 2 * LONGEST) // self.block_size)
 
 
+class Step(NamedTuple):
+    """One plan() and one complete(); seconds."""
+
+    plan_s: float
+    complete_s: float
+    is_quiet: bool  # every row is a decode, and nobody's last
+
+
 class Load:
     """The scheduler, and whoever keeps it busy."""
 
@@ -69,33 +77,34 @@ class Load:
         self._unread: deque[Plan] = deque()
         self.num_ended = 0
         self.num_rows = 0  # decode rows read
-        self.plan_s = self.complete_s = 0.0  # spent in the scheduler so far
         for self._next_id in range(sizes.num_sequences):
             self.scheduler.submit(self._spec(self._next_id))
 
-    def step(self) -> None:
+    def step(self) -> Step:
         """Read one step, with the next one planned."""
         clock, scheduler = time.thread_time, self.scheduler
+        plan_s, is_quiet = 0.0, True
         while len(self._unread) < _STEPS_AHEAD:
             begin = clock()
             plan = scheduler.plan()
-            self.plan_s += clock() - begin
+            plan_s += clock() - begin
             if plan is None:
                 break
+            is_quiet &= not (plan.chunks or plan.marks)
             self._unread.append(plan)
-        result = self._answers(self._unread.popleft())
+        plan = self._unread.popleft()
+        is_quiet &= not (plan.chunks or plan.marks)
+        result = self._answers(plan)
         begin = clock()
         progress = scheduler.complete(result)
-        self.complete_s += clock() - begin
+        complete_s = clock() - begin
         for item in progress:
             if item.finish is not None:
+                is_quiet = False
                 self.num_ended += 1
                 self._next_id += 1
                 scheduler.submit(self._spec(self._next_id))
-
-    def num_decoding(self) -> int:
-        """Sequences past their prompts."""
-        return self.scheduler.num_in(Phase.RUNNING_DECODE)
+        return Step(plan_s, complete_s, is_quiet)
 
     def _answers(self, plan: Plan) -> StepResult:
         self.num_rows += len(plan.decodes)

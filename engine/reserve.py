@@ -77,7 +77,7 @@ class RatioReserve:
     def num_blocks(self, remaining: NDArray[np.int64]) -> int:
         """See Reserve."""
         share, clip = self._ratio / self._block_size, self._config.clip_max_new_tokens
-        return int(np.ceil(np.clip(remaining, 0, clip) * share).sum())
+        return int(np.ceil(np.minimum(np.maximum(remaining, 0), clip) * share).sum())
 
     def stepped(self) -> None:
         """See Reserve: linear, to the floor; a ratio that a preemption put below it stays."""

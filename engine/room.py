@@ -88,11 +88,11 @@ class Room:
         others = [sequence for sequence in sequences if not sequence.num_promised]
         if not self._pool.can_allocate(len(others)):
             return False
-        for sequence, block_id in zip(promised, self._pool.allocate(len(promised), promised=True), strict=True):
-            sequence.block_ids.append(block_id)
-            sequence.num_promised -= 1
-        for sequence, block_id in zip(others, self._pool.allocate(len(others)), strict=True):
-            sequence.block_ids.append(block_id)
+        for group, is_promised in ((promised, True), (others, False)):
+            block_ids = self._pool.allocate(len(group), promised=is_promised) if group else []
+            for sequence, block_id in zip(group, block_ids, strict=True):
+                sequence.block_ids.append(block_id)
+                sequence.num_promised -= is_promised
         return True
 
     def num_coming(self, leaving: Iterable[Admitted]) -> int:

@@ -316,7 +316,7 @@ class Scheduler:
         return progress
 
     def _is_finished(self, sequence: Sequence) -> bool:
-        return self._all.slots.phase_of(sequence) is Phase.FINISHED
+        return bool(self._all.slots.phases[sequence.slot] == Phase.FINISHED)
 
     def _has_unread_rows(self, sequence: Sequence) -> bool:
         """Whether a step that was launched with it has not been read."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
-from typing import NamedTuple
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
 from proto.block_key import block_keys, next_key
@@ -73,8 +72,9 @@ class SequenceSpec:
         return blocks_for(len(self.token_ids) + self.max_new_tokens - 1, block_size)
 
 
-class Progress(NamedTuple):
-    """What a read step gave one sequence."""
+@dataclass(slots=True)
+class Progress:
+    """What a read step gave one sequence. One is made for each token: a frozen one would take four times as long."""
 
     sequence_id: Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks

@@ -217,6 +217,20 @@ def test_a_result_of_an_old_generation_is_ignored() -> None:
     assert phase_of(node, "b") is Phase.RUNNING_PREFILL
 
 
+@pytest.mark.covers("Q05")
+def test_a_decode_rows_result_of_an_old_generation_is_ignored() -> None:
+    node = CheckedNode(replace(SIZES, num_slots=1))
+    for sequence_id in ("a", "b"):
+        node.submit(make_spec(sequence_id, [1, 2, 3], 5, node.sizes))
+    while node.plan() is not None:
+        node.complete()
+        if "a" in node.finished and node.token_ids["b"]:
+            break
+    plan = node.scheduler.plan()
+    assert plan is not None and [row.generation for row in plan.decodes] == [2]
+    assert node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),))) == []
+
+
 def test_results_that_are_not_those_of_the_oldest_step_are_a_bug() -> None:
     node = CheckedNode(SIZES)
     node.submit(make_spec("a", [1, 2, 3], 2, SIZES))
