@@ -39,16 +39,13 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "make setup: .venv with $$($$python --version); the first time takes a minute or two"; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
 	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'; \
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,numba]'; \
 	touch $(STAMP)
 
-# Seconds, once; without a C++ compiler numba takes its place, and a line says what that costs.
+# Seconds, once; without a C++ compiler numba's functions are, and a line says what that costs.
 $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
 	@$(BIN)/python -m kernels.cpu_build
-	@if ! ls $(@D)/*.so >/dev/null 2>&1; then \
-	  $(BIN)/python -m pip install -qq -c constraints.txt -e '.[numba]' && $(BIN)/python -m kernels.numba_kernels \
-	    || echo "kernels: numba cannot be had either"; \
-	fi
+	@ls $(@D)/*.so >/dev/null 2>&1 || $(BIN)/python -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
 
 # Made beside its place and moved: an interrupted run leaves no half model.

@@ -132,9 +132,9 @@ def test_a_lease_is_one_over_all_ways_written_once_and_quiet_once(choosing: Choo
         link_id = f"receiver@1/{block_index}"
         if link_id not in sender.shows("links"):
             sender.transport.open(link_id, receiver.transport.endpoints())
+        num_arrived = len(receiver.said.of(NotifyArrived)) + 1
         sender.transport.write(link_id, LEASE, [(block_index, block_index)])
         sender.transport.notify(link_id, commit(1))
-        num_arrived = len(receiver.said.of(NotifyArrived)) + 1
         choosing.until(lambda n=num_arrived: len(receiver.said.of(NotifyArrived)) >= n)  # type: ignore[misc]
     assert sorted(receiver.said.landed(1)) == [0, 1]
     assert len(receiver.said.of(WriteRefused)) == 2
