@@ -1,4 +1,4 @@
-"""The picture of the pressure benchmark: goodput, tokens a step, preemptions and TPOT against the size of the pool, a line for each policy.
+"""The picture of the pressure benchmark: four panels against the size of the pool, a line for each policy.
 
 Needs matplotlib (the extra `bench`), and only here.
 """
@@ -22,7 +22,7 @@ _COLOURS: Final = {
 }
 _PANELS: Final = (
     ("goodput", "goodput, ratio to an ample pool"),
-    ("tokens_per_step", "output tokens per decode step, ratio to an ample pool"),
+    ("tokens_per_step", "tokens per decode step, ratio to an ample pool"),
     ("preemptions_per_1000_steps", "preemptions per 1,000 steps"),
     ("tpot_p99", "TPOT p99, ratio to an ample pool"),
 )
