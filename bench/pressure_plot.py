@@ -1,4 +1,4 @@
-"""The picture of the pressure benchmark: goodput, preemptions and TPOT against the size of the pool, a line for each policy.
+"""The picture of the pressure benchmark: four panels against the size of the pool, a line for each policy.
 
 Needs matplotlib (the extra `bench`), and only here.
 """
@@ -22,6 +22,7 @@ _COLOURS: Final = {
 }
 _PANELS: Final = (
     ("goodput", "goodput, ratio to an ample pool"),
+    ("tokens_per_step", "tokens per decode step, ratio to an ample pool"),
     ("preemptions_per_1000_steps", "preemptions per 1,000 steps"),
     ("tpot_p99", "TPOT p99, ratio to an ample pool"),
 )
@@ -42,8 +43,8 @@ def plot(figures: Sequence[CellFigures], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.hashsalt": "baton", "font.size": 9}):
-        figure = Figure(figsize=(11, 3.6), layout="constrained")
-        for axes, (name, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        for axes, (name, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             for policy in dict.fromkeys(each.policy for each in sorted(figures, key=lambda each: each.policy)):
                 of_policy = sorted((each for each in figures if each.policy == policy), key=lambda each: each.percent)
                 percents, values = [each.percent for each in of_policy], [getattr(each, name) for each in of_policy]
@@ -55,5 +56,5 @@ def plot(figures: Sequence[CellFigures], path: Path) -> None:
             axes.set(xlabel="pool, % of what the load needs", ylabel=label)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-        figure.axes[0].legend()
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_COLOURS))
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
