@@ -74,7 +74,7 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
         case ev.ReleaseAsked(request):
             return "takes", f"Release {name_of(request.key)}"
         case ev.StepDone(result):
-            return "step done", f"{result.step_id}: {[slot.token_id for slot in result.slots]}"
+            return "step done", f"{result.step_id}: {result.token_ids.tolist()}"
         case _:
             return "takes", _transport_text(event)
 
