@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class _NodeProcess:
         self._engine = engine
         self._core = core
         self._identity = engine.parts.identity
+        self._started_ms = time.time_ns() // 1_000_000
         self._counters = Counters()
         self._measures = Measures()
         self._calls = PendingCalls()
@@ -239,6 +241,7 @@ class _NodeProcess:
             num_blocks=self._engine.sizes.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._engine.sizes.max_model_len,
+            started_ms=self._started_ms,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:

@@ -214,6 +214,7 @@ class NodeEntry(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    STARTED_MS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     grpc_address: _builtins.str
     """host:port of its Session and handoff services"""
@@ -223,6 +224,8 @@ class NodeEntry(_message.Message):
     max_num_seqs: _builtins.int
     max_model_len: _builtins.int
     """tokens"""
+    started_ms: _builtins.int
+    """when the process started, by its host's wall clock: which of two under one name is the newer; 0: unknown"""
     @_builtins.property
     def node(self) -> Global___PeerId: ...
     @_builtins.property
@@ -238,10 +241,11 @@ class NodeEntry(_message.Message):
         num_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        started_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,8 @@
 """The registry's list: which nodes there are, kept while they repeat themselves. Pure: `now` is an argument everywhere.
 
-An entry belongs to a name and to an address; whoever registers under either replaces what was there. Registering again with
-nothing changed only renews. Not here: gRPC and the clock (registry_server.py); who is alive, which only the session says.
+An entry belongs to a name and to an address; whoever registers under either replaces what was there, unless that process says that
+it started later: then what comes is late, of a process that has been replaced. Registering again with nothing changed only renews.
+Not here: gRPC and the clock (registry_server.py); who is alive, which only the session says.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class Listing:
         known, _ = self._entries.get(peer.name, (None, 0.0))
         if known is None and len(self._entries) >= MAX_ENTRIES:
             return f"{MAX_ENTRIES} nodes are registered, that is the most."
-        changes: list[Change] = []
-        for name in dict.fromkeys((peer.name, self._names.get(entry.grpc_address, peer.name))):
-            other, _ = self._entries.get(name, (None, 0.0))
-            if other is not None and _peer(other) != peer:
-                changes.append(self._remove(other, is_gone=True))
+        found = (self._entries.get(name) for name in (peer.name, self._names.get(entry.grpc_address, "")))
+        others = {_peer(each[0]): each[0] for each in found if each is not None and _peer(each[0]) != peer}
+        if any(0 < entry.started_ms < other.started_ms for other in others.values()):
+            return f"node.incarnation {peer.incarnation:016x} of {peer.name} started before the one that is listed."
+        changes: list[Change] = [self._remove(other, is_gone=True) for other in others.values()]
         silent = self._silent.pop(peer.name, peer)
         if silent != peer:  # a hung process that was replaced: it must not take the name back when it wakes
             self._remember_gone(silent)

@@ -140,6 +140,14 @@ MUTANTS: Final = (
         _LISTING,
     ),
     Mutant(
+        "late-word-unlists-the-successor",
+        "A Register of a process that was replaced, on its way since before, takes the name back.",
+        "runtime/listing.py",
+        "if any(0 < entry.started_ms < other.started_ms for other in others.values()):",
+        "if False:",
+        _LISTING,
+    ),
+    Mutant(
         "silent-node-stays-listed",
         "A node that went silent stays on the list.",
         "runtime/listing.py",

@@ -101,6 +101,24 @@ def test_a_new_incarnation_replaces_the_old_under_the_same_name_or_address_and_t
 
 
 @pytest.mark.covers("R13")
+@pytest.mark.parametrize("same", ["name", "address"])
+def test_what_a_replaced_process_says_late_does_not_unlist_its_successor(same: str) -> None:
+    old, new = entry(incarnation=1), entry(incarnation=2)
+    old.started_ms, new.started_ms = 1_000, 2_000
+    if same == "address":
+        new.node.name = "decode-1"
+    else:
+        new.grpc_address = "127.0.0.1:9"
+    listing = Listing(TTL_S)
+    assert listing.register(new, 0.0) == [Listed(new)]
+    refusal = listing.register(old, 0.1)
+    assert isinstance(refusal, str) and "started before" in refusal
+    assert listing.entries() == (new,) and listing.register(new, 0.2) == []
+    old.started_ms = 0  # of a version that does not say: who comes last is the newer
+    assert listing.register(old, 0.3) == [Unlisted(Peer(new.node.name, 2)), Listed(old)]
+
+
+@pytest.mark.covers("R13")
 def test_one_entry_can_replace_two() -> None:
     listing = Listing(TTL_S)
     listing.register(entry("a", 1, 5001), 0.0)

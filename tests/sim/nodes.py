@@ -78,6 +78,7 @@ class SimNode(Process):
         self.address = address
         name = host if knobs.keeps_names else self.label
         self.identity = NodeIdentity(name, self.rng.getrandbits(63) + 1)
+        self.started_ms = 1 + int(around.kernel.now * 1000)
         self.pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
         reserve = ReserveConfig(knobs.reserve_policy)
         sizes = (knobs.num_slots, knobs.max_batched_tokens, knobs.max_model_len)
@@ -134,6 +135,7 @@ class SimNode(Process):
             num_blocks=knobs.num_blocks,
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
+            started_ms=self.started_ms,
         )
 
     def _tell(self, what: str, why: str) -> None:

@@ -26,7 +26,7 @@ from router.entrance import RouterCoreConfig
 from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.calls import Calls
 from tests.sim.clients import Client, new_client
-from tests.sim.faults import AFTERMATH_S, NEVER, Blame, Faults
+from tests.sim.faults import NEVER, Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel, Process
 from tests.sim.links import Links
@@ -113,9 +113,10 @@ class World:
             return
 
         def outcome(reply: pb.RegisterReply | None) -> None:
-            if reply is not None and reply.refused and node.is_registering:  # else it has said goodbye meanwhile
-                self._refused(node, reply.refused)
-                return
+            is_welcome = (
+                reply is None or not reply.refused or not node.is_registering
+            )  # else it has said goodbye meanwhile
+            assert is_welcome, f"{node.label} is alive and refused: {reply}"
             wait_s, next_s = backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)
             if reply is not None:
                 wait_s, next_s = PERIOD_S, BACKOFF_MIN_S
@@ -123,13 +124,6 @@ class World:
 
         serve = SimRouter.serve_register
         self.calls.call(node, router, node.entry(), serve, outcome, timeout_s=_REGISTER_TIMEOUT_S)
-
-    def _refused(self, node: SimNode, why: str) -> None:
-        """As node/process.py: the process ends. Only a late word of its predecessor can bring that about."""
-        assert self._generations[node.host] > 1 and self.scenario.knobs.keeps_names, f"{node.label} is refused: {why}"
-        self.kernel.count("refused by a registry")
-        self.faults.blame(Blame(frozenset((node.host,)), self.kernel.now, self.kernel.now + AFTERMATH_S, "refused"))
-        self.end(node, "stop", 0.1, 0)
 
     def end(self, process: Process, kind: str, down_s: float, number: int) -> None:
         """A process ends: "crash", "power off" or in order ("stop"); another one follows on its host."""
