@@ -32,6 +32,20 @@ NUM_THREADS: Final = 12
 # Of the bodies' fields, those that are not drawn: how a request is sent, and what has a test of its own below.
 NOT_DRAWN: Final = {"stream", "stream_options", "generated_token_ids"}
 
+# What draws alone would give most times: nothing but the two bytes of a character, each less likely the more it was said.
+TWO_BYTES: Final[dict[str, Any]] = {
+    "logit_bias": {str(byte): 100 for byte in "é".encode()},
+    "frequency_penalty": 2,
+    "temperature": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "max_tokens": 12,
+    "min_tokens": 0,
+    "ignore_eos": True,
+    "stop": None,
+    "stop_token_ids": [],
+}
+
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -155,6 +169,7 @@ def test_a_hundred_drawn_requests_streamed_and_whole_say_what_one_engine_alone_s
         assert {name for body in drawn for name in body} == set(kind.model_fields) - NOT_DRAWN, (
             "every parameter is there"
         )
+    bodies[0] |= TWO_BYTES
     answers = through(cluster, bodies)
     choices = [expected_choices(body) for body in bodies]
     said = iter(alone(tiny_model, [each for of_body in choices for each in of_body]))
