@@ -82,7 +82,7 @@ docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew,
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
 
-soak: $(STAMP) ## the same, from 10000 seeds that nobody has seen; exit code 1 if one fails
+soak: $(STAMP) ## the same, from 10000 seeds that nobody has seen; fails if one does
 	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some

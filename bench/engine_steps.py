@@ -149,7 +149,7 @@ class Steps:
     def _plan(self, starts: Sequence[SlotStart], tables: Sequence[tuple[int, ...]] = ()) -> Plan:
         case, generation = self.case, _GENERATION
         if case.chunk:
-            ids = tuple(range(1, case.chunk + 1))
+            ids = tuple(index % 256 for index in range(case.chunk))  # which every model has
             blocks = tables[0] if tables else ()
             chunk = PrefillChunk(0, generation, case.context, ids, blocks, True)
             return Plan(0, tuple(starts), chunks=(chunk,))

@@ -23,7 +23,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    sizes = ("--batches", "1,3", "--contexts", "20", "--chunks", "16:0,16:5", "--rounds", "2")
+    sizes = ("--batches", "1,3", "--contexts", "20", "--chunks", "16:0,300:5", "--rounds", "2")
     result = run("--model", str(tiny_model), "--kernels", KERNELS, *sizes, "--output", str(path))
     assert result.returncode == 0, result.stderr
     written = json.loads(path.read_text())
@@ -32,7 +32,7 @@ def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: 
         "decode 1 x 20",
         "decode 3 x 20",
         "chunk of 16 behind 0",
-        "chunk of 16 behind 5",
+        "chunk of 300 behind 5",
     ]
     assert all(case["best_ratio"] <= case["ratio"] and case["step_s"] > 0 for case in cases)
     assert all({"head", "sampler", "rest"} <= case["parts_s"].keys() for case in cases)
