@@ -17,7 +17,7 @@ from tests.kernels.back_ends import NUMBA, REFERENCE
 
 pytestmark = [
     pytest.mark.covers("M04"),
-    pytest.mark.skipif(not has_numba(), reason="numba is not installed: make setup does it where no C++ compiler is"),
+    pytest.mark.skipif(not has_numba(), reason="numba is not installed; make setup does that"),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
