@@ -90,6 +90,13 @@ class StepDone:
     result: StepResult
 
 
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take no new work, hand over what is here, and be done by `deadline` (loop time); one Drained follows."""
+
+    deadline: float
+
+
 Event = (
     FromRouter
     | RouterLost
@@ -99,6 +106,7 @@ Event = (
     | ReserveAnswered
     | RenewAnswered
     | StepDone
+    | DrainAsked
     | SenderEvent
     | ReceiverEvent
 )
@@ -237,6 +245,11 @@ class Ended:
     outcome: str  # "committed", "finished", "cancelled", or a PD Error code's name
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing is here any more that anybody waits for: the process may end."""
+
+
 Action = (
     ToRouter
     | RunStep
@@ -254,6 +267,7 @@ Action = (
     | AnswerCommit
     | Count
     | Ended
+    | Drained
 )
 
 

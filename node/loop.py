@@ -72,6 +72,7 @@ class Outlets:
     peers: HandoffClient
     counters: Counters
     measures: Measures
+    drained: asyncio.Event  # set once the core has said that it is
 
 
 class NodeLoop:
@@ -146,6 +147,8 @@ class NodeLoop:
                     out.counters.count(action.name, action.amount)
                 case ev.Ended():
                     self._log_end(action)
+                case ev.Drained():
+                    out.drained.set()
                 case _:
                     assert_never(action)
 

@@ -127,6 +127,7 @@ class _NodeProcess:
         self._measures = Measures()
         self._calls = PendingCalls()
         self._stop = stop_on_signals()
+        self._drained = asyncio.Event()
         self._refusal: str | None = None
 
     async def run(self) -> None:
@@ -197,7 +198,7 @@ class _NodeProcess:
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
-        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures)
+        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures, self._drained)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)

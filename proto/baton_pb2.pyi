@@ -44,6 +44,27 @@ ROLE_MIXED: Role.ValueType  # 3
 """both, over one engine and one pool"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _MoveReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MOVE_UNSPECIFIED: _MoveReason.ValueType  # 0
+    MOVE_DRAINING: _MoveReason.ValueType  # 1
+    """the node is to end"""
+    MOVE_PREEMPTED: _MoveReason.ValueType  # 2
+    """others need the blocks: little time"""
+
+class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper): ...
+
+MOVE_UNSPECIFIED: MoveReason.ValueType  # 0
+MOVE_DRAINING: MoveReason.ValueType  # 1
+"""the node is to end"""
+MOVE_PREEMPTED: MoveReason.ValueType  # 2
+"""others need the blocks: little time"""
+Global___MoveReason: _TypeAlias = MoveReason  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -215,6 +236,7 @@ class NodeEntry(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     STARTED_MS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     grpc_address: _builtins.str
     """host:port of its Session and handoff services"""
@@ -226,6 +248,8 @@ class NodeEntry(_message.Message):
     """tokens"""
     started_ms: _builtins.int
     """when the process started, by its host's wall clock: which of two under one name is the newer; 0: unknown"""
+    draining: _builtins.bool
+    """it takes no new work, hands over what it has, and ends"""
     @_builtins.property
     def node(self) -> Global___PeerId: ...
     @_builtins.property
@@ -242,10 +266,11 @@ class NodeEntry(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         started_ms: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,21 +401,25 @@ class RouterMessage(_message.Message):
 
     DISPATCH_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def dispatch(self) -> Global___Dispatch: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def move(self) -> Global___Move: ...
     def __init__(
         self,
         *,
         dispatch: Global___Dispatch | None = ...,
         cancel: Global___Cancel | None = ...,
+        move: Global___Move | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["dispatch", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["dispatch", "cancel", "move"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -402,21 +431,25 @@ class NodeMessage(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    WANTS_MOVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___TokenBatch: ...
     @_builtins.property
     def error(self) -> Global___PDError: ...
+    @_builtins.property
+    def wants_move(self) -> Global___WantsMove: ...
     def __init__(
         self,
         *,
         tokens: Global___TokenBatch | None = ...,
         error: Global___PDError | None = ...,
+        wants_move: Global___WantsMove | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "error"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "error", "wants_move"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -686,6 +719,68 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class WantsMove(_message.Message):
+    """The holder of a running attempt would hand it over, KV and all. Asked again: the move that it was told of has come to nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: Global___MoveReason.ValueType
+    @_builtins.property
+    def key(self) -> Global___AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AttemptKey | None = ...,
+        reason: Global___MoveReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantsMove: _TypeAlias = WantsMove  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """Where to. The holder reserves there under next_attempt, which counts from the receiver's first batch on; until then the old does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    next_attempt: _builtins.int
+    retry_after_ms: _builtins.int
+    """without a target: when to ask again"""
+    @_builtins.property
+    def key(self) -> Global___AttemptKey:
+        """the attempt that WantsMove named"""
+
+    @_builtins.property
+    def target(self) -> Global___Target:
+        """absent: nobody has room, it stays where it is"""
+
+    def __init__(
+        self,
+        *,
+        key: Global___AttemptKey | None = ...,
+        next_attempt: _builtins.int = ...,
+        target: Global___Target | None = ...,
+        retry_after_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "next_attempt", b"next_attempt", "retry_after_ms", b"retry_after_ms", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
 class BranchTokens(_message.Message):

@@ -82,9 +82,9 @@ class Shell:
         )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)
-        outlets = Outlets(
-            self.runner, self.transport, self.recorder, self.recorder, self.peers, self.counters, self.measures
-        )
+        self.drained = asyncio.Event()
+        ends = (self.runner, self.transport, self.recorder, self.recorder, self.peers)
+        outlets = Outlets(*ends, self.counters, self.measures, self.drained)
         self.task = tasks.create_task(NodeLoop("n", core, self.inbox, outlets).run())
 
     async def stop(self) -> None:
