@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
-from router.events import NodeRef
+from router.events import RESCHEDULED, NodeRef
 from router.live import LiveRequests
 from router.moves import Moves
 from router.ownership import Verdict, Word, judge
@@ -110,7 +110,7 @@ class AttemptEnds:
             self._live.fail(branch, error.code, error.message, now)
         elif branch.log or self._live.has_told(branch.key.request_id):
             self._live.cancel(branch, now)
-            self._live.finish_when_scored(branch, "pd_reschedule", now)
+            self._live.finish_when_scored(branch, RESCHEDULED, now)
         else:
             self._live.fail(branch, error.code, error.message, now, status=503)
 
