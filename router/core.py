@@ -189,7 +189,7 @@ class RouterCore:
     def _on_tokens(self, node: ev.NodeRef, tokens: pb.BranchTokens, from_receiver: bool, now: float) -> None:
         found = self._find_speaking(node, tokens.key, from_receiver)
         if found is None:
-            self._refuse_stale(node, tokens.key, now)
+            self._refuse_stale(node, tokens.key, "tokens", now)
             return
         branch, pair, side = found
         if problem := branch.logprobs_problem(tokens):
@@ -231,9 +231,9 @@ class RouterCore:
         for ref in nodes:
             self._breakers.succeeded(ref.name)
 
-    def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:
+    def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, kind: str, now: float) -> None:
         """Stop what still runs of an attempt that no longer counts."""
-        self._live.count("stale_messages", "tokens")
+        self._live.count("stale_messages", kind)
         branch = self._live.find(BranchKey(key.request_id, key.choice))
         ms_left = int(self._config.forgotten_fence_s * 1000) if branch is None else branch.ms_left(now)
         self._live.send(node, pb.RouterMessage(cancel=pb.Cancel(key=key, ms_left=ms_left)))
@@ -251,7 +251,7 @@ class RouterCore:
     def _on_wants_move(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:
         branch = self._live.find(BranchKey(key.request_id, key.choice))
         if branch is None or (pair := branch.pair) is None or (node, key.attempt) != (pair.decode, branch.attempt):
-            self._refuse_stale(node, key, now)
+            self._refuse_stale(node, key, "wants_move", now)
         elif judge(branch.phase.owner, Word.HOLDER_ASKS)[1] is Verdict.PLACE:
             self._moves.place(branch, pair, now)
         else:
