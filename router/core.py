@@ -120,7 +120,8 @@ class RouterCore:
     def _on_submitted(self, request: ev.GenerationRequest, now: float) -> None:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
-        if refusal := find_refusal(request, self._nodes, len(self._waiting), self._config, now):
+        queued, wait_s = len(self._waiting), self._waiting.wait_s(now)
+        if refusal := find_refusal(request, self._nodes, queued, wait_s, self._config, now):
             self._actions.append(refusal)
             return
         branches = self._requests[request.request_id] = {}

@@ -1,6 +1,6 @@
 """The core's numbers, and whether a request is let in at all. Pure.
 
-Not here: what is wrong with a request by itself (openai_types.py, intake.py).
+Not here: what is wrong with a request by itself (openai_types.py, intake.py); how long it would wait (pace.py).
 """
 
 from __future__ import annotations
@@ -22,26 +22,38 @@ class RouterCoreConfig:
     prompt_logprobs_grace_s: float = 2.0  # how long the sender's first batch is awaited once the receiver has finished
     min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before
     max_refusal_wait_s: float = 2.0  # whatever it says: the branch holds up those behind it meanwhile
-    retry_after_s: float = 1.0  # what a client turned away is told
+    refuses_late: bool = True  # who would still be waiting at its deadline is turned away at once
+    retry_after_s: float = 1.0  # what a client turned away is told, at least
+    max_retry_after_s: float = 60.0  # and at most
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
 def find_refusal(
-    request: GenerationRequest, nodes: NodeTable, num_queued: int, config: RouterCoreConfig, now: float
+    request: GenerationRequest, nodes: NodeTable, num_queued: int, wait_s: float, config: RouterCoreConfig, now: float
 ) -> Failed | None:
-    """Why the request is turned away at once, if it is."""
-    wait_s = config.retry_after_s
+    """Why the request, which would find so many in the queue and wait so long, is turned away at once, if it is."""
     longest = nodes.max_total_tokens
     total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
     if num_queued >= config.max_queue:
         message = f"The router's queue is full ({config.max_queue} requests)."
-        return Failed(request.request_id, 429, "OVERLOADED", message, wait_s)
+        return Failed(request.request_id, 429, "OVERLOADED", message, config.retry_after_s)
     if longest is None:
         message = f"No nodes to serve the request: {', '.join(nodes.missing())}."
-        return Failed(request.request_id, 503, "NO_NODES", message, wait_s)
+        return Failed(request.request_id, 503, "NO_NODES", message, config.retry_after_s)
     if total_tokens > longest:
         message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
         return Failed(request.request_id, 400, "context_length_exceeded", message, None)
     if request.deadline <= now:
         return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
+    if config.refuses_late and now + wait_s > request.deadline:
+        return _late(request, wait_s, request.deadline - now, config)
     return None
+
+
+def _late(request: GenerationRequest, wait_s: float, left_s: float, config: RouterCoreConfig) -> Failed:
+    """The answer to who would wait in vain; once it may come back the queue is short enough, if nobody else comes."""
+    message = (
+        f"The queue moves too slowly: {wait_s:.1f} s to wait for room, and {left_s:.1f} s until the request's deadline."
+    )
+    retry_after_s = min(max(wait_s - left_s, config.retry_after_s), config.max_retry_after_s)
+    return Failed(request.request_id, 503, "LATE", message, retry_after_s)

@@ -100,6 +100,7 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
 def _make_shell(config: RouterConfig) -> RouterShell:
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
+        refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
     )

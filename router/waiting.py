@@ -15,6 +15,7 @@ from proto.attempt_key import BranchKey
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
+from router.pace import QueuePace
 from router.placement import Pair, Placement
 from router.requests import LiveBranch
 
@@ -29,12 +30,15 @@ class WaitingBranches:
         self._branches: dict[BranchKey, LiveBranch] = {}
         self._by_arrival = KeyedHeap[BranchKey]()
         self._aside: dict[BranchKey, None] = {}
+        self._pace = QueuePace()
 
     def __len__(self) -> int:
         return len(self._branches)
 
     def put(self, branch: LiveBranch) -> None:
         """Queue a branch at the place of its arrival."""
+        if branch.attempt >= 0 and branch.key not in self._branches:
+            self._pace.came_back()
         self._branches[branch.key] = branch
         self._by_arrival.put(branch.key, branch.arrival)
 
@@ -43,6 +47,7 @@ class WaitingBranches:
         if self._branches.pop(key, None) is not None:
             self._by_arrival.discard(key)
             self._aside.pop(key, None)
+            self._look()
 
     def recall(self) -> None:
         """Nodes have changed: who was put aside takes its place again."""
@@ -57,15 +62,26 @@ class WaitingBranches:
             if longest is None or branch.total_tokens <= longest:
                 pair = self._find_pair(branch, now)
                 if pair is None:
+                    self._pace.waits(now)
                     return None
                 num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
                 group = [branch, *self._mates(branch)][:num_fitting]
+                self._pace.dispatched(len(group), now)
                 for each in group:
                     self.discard(each.key)
                 return group, pair
             self._by_arrival.discard(branch.key)
             self._aside[branch.key] = None
+        self._look()
         return None
+
+    def wait_s(self, now: float) -> float:
+        """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
+        return self._pace.wait_s(len(self._by_arrival), now)
+
+    def _look(self) -> None:
+        if not self._by_arrival:
+            self._pace.is_empty()
 
     def _mates(self, head: LiveBranch) -> list[LiveBranch]:
         if not head.can_share:
