@@ -311,7 +311,7 @@ class RouterCore:
             self._live.fail(branch, error.code, error.message, now)
         elif branch.log or self._live.has_told(branch.key.request_id):
             self._live.cancel(branch, now)
-            self._live.finish_when_scored(branch, "pd_reschedule", now)
+            self._live.finish_when_scored(branch, ev.RESCHEDULED, now)
         else:
             self._live.fail(branch, error.code, error.message, now, status=503)
 
