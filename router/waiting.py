@@ -55,7 +55,6 @@ class WaitingBranches:
         if self._branches.pop(key, None) is not None:
             self._by_arrival.discard(key)
             self._aside.pop(key, None)
-            self._look()
 
     def recall(self) -> None:
         """Nodes have changed, or somebody has rested: who was put aside takes its place again."""
@@ -80,16 +79,12 @@ class WaitingBranches:
                 return group, pair
             self._by_arrival.discard(branch.key)
             self._aside[branch.key] = None
-        self._look()
+        self._pace.is_empty()
         return None
 
     def wait_s(self, now: float) -> float:
         """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
         return self._pace.wait_s(len(self._by_arrival), now)
-
-    def _look(self) -> None:
-        if not self._by_arrival:
-            self._pace.is_empty()
 
     def _mates(self, head: LiveBranch) -> list[LiveBranch]:
         if not head.can_share:

@@ -162,8 +162,8 @@ MUTANTS: Final = (
         "queue-never-found-empty",
         "A queue that has been served keeps its pace.",
         "router/waiting.py",
-        "            self._aside.pop(key, None)\n            self._look()\n",
-        "            self._aside.pop(key, None)\n",
+        "        self._pace.is_empty()\n",
+        "",
         _ADMISSION,
     ),
     Mutant(
