@@ -12,12 +12,12 @@ import pytest
 
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
-from router.events import RESCHEDULED
 from tests.router.live_router import MODEL_NAME, LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
 from tests.router.test_api import HI, events, play
-from tests.router.test_stream_equals_whole import completion, drawn_body, flattened, joined
+from tests.router.test_stream_equals_whole import completion, drawn_body, joined
 from tests.router.tiny_model import write_model_text
+from tests.router.upper_router import UpperRouter
 
 NUM_REQUESTS: Final = 60
 NO_RETRY: Final = RouterCoreConfig(preempt_retry_count=0)
@@ -51,51 +51,6 @@ class Breaking:
             attempt.decode_fails(pb.PREEMPTED, token_ids=tokens[:end])
 
 
-class UpperRouter:
-    """Sends what is handed up again until it is complete, and puts the parts together."""
-
-    def __init__(self, router: LiveRouter, rng: random.Random) -> None:
-        self._router = router
-        self._rng = rng
-        self.num_handed_up = 0
-
-    async def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """As one answer that nothing had happened to."""
-        answer = await self._ask(path, body)
-        prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-        if isinstance(prompts[0], int):
-            prompts = [prompts]
-        for index, choice in enumerate(answer["choices"]):
-            while choice["finish_reason"] == RESCHEDULED:
-                self.num_handed_up += 1
-                prompt = {} if body.get("prompt") is None else {"prompt": prompts[index // body["n"]], "echo": False}
-                ids = {"n": 1, "seed": choice["seed"], "generated_token_ids": choice["completion_token_ids"]}
-                again = await self._ask(path, body | prompt | ids)
-                [rest] = again["choices"]
-                answer["usage"]["completion_tokens"] += again["usage"]["completion_tokens"]
-                self._join(choice, rest)
-        answer["usage"]["total_tokens"] = sum(list(answer["usage"].values())[:2])
-        return answer
-
-    def _join(self, choice: dict[str, Any], rest: dict[str, Any]) -> None:
-        if choice["logprobs"] is not None:
-            offsets = rest["logprobs"].get("text_offset", [])
-            offsets[:] = [len(choice["text"]) + offset for offset in offsets]
-            for name, values in rest["logprobs"].items():
-                choice["logprobs"][name] = values and (choice["logprobs"][name] or []) + values
-        choice["text"] += rest["text"]
-        given = [] if rest["finish_reason"] == RESCHEDULED else choice["completion_token_ids"]
-        choice["completion_token_ids"] = given + rest["completion_token_ids"]
-        assert rest["seed"] == choice["seed"]
-        choice["finish_reason"] = rest["finish_reason"]
-
-    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        is_stream = self._rng.random() < 0.5
-        answer = await self._router.post(path, **body, **({"stream": True} | USAGE if is_stream else {}))
-        assert answer.status_code == 200, (body, answer.text)
-        return joined(answer.text) if is_stream else flattened(answer.json())
-
-
 @pytest.mark.covers("A05", "A07", "A08", "A09", "R08", "R09", "R20")
 def test_what_is_handed_up_and_what_goes_on_with_it_are_together_the_run_without_faults(
     model: Path, fresh_seed: int
@@ -108,7 +63,7 @@ def test_what_is_handed_up_and_what_goes_on_with_it_are_together_the_run_without
         bodies = [
             drawn_body(rng, is_chat=bool(number % 2)) | {"return_token_ids": True} for number in range(len(paths))
         ]
-        upper = UpperRouter(router, rng)
+        upper = UpperRouter(router.client, MODEL_NAME, rng)
         whole = await asyncio.gather(*map(upper.answer, paths, bodies))
         assert upper.num_handed_up == 0
         nodes.breaks = True
@@ -116,6 +71,7 @@ def test_what_is_handed_up_and_what_goes_on_with_it_are_together_the_run_without
         for body, expected, got in zip(bodies, whole, parts, strict=True):
             assert got == expected, body
         assert upper.num_handed_up > NUM_REQUESTS
+        assert upper.num_turned_away == 0, "each attempt told a token"
 
     play(model, scenario, nodes.script, core_config=NO_RETRY)
 
