@@ -111,6 +111,14 @@ MUTANTS: Final = (
         _RESUBMISSION,
     ),
     Mutant(
+        "nobody-hears-that-the-client-left",
+        "A client that leaves is noticed when its answer is written, which may be never.",
+        "router/streaming.py",
+        "            pass\n        self._abort()\n",
+        "            pass\n",
+        ("tests/router/test_clients_leave.py",),
+    ),
+    Mutant(
         "pace-of-who-never-waited",
         "Dispatches that found room at once count as the pace of a queue.",
         "router/pace.py",

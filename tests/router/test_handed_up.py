@@ -76,6 +76,28 @@ def test_what_is_handed_up_and_what_goes_on_with_it_are_together_the_run_without
     play(model, scenario, nodes.script, core_config=NO_RETRY)
 
 
+@pytest.mark.covers("A07", "A08", "A09", "R03", "R05", "R09", "R20")
+def test_what_the_router_itself_retries_looks_to_its_client_as_if_nothing_had_happened(
+    model: Path, fresh_seed: int
+) -> None:
+    rng = random.Random(fresh_seed)
+    nodes = Breaking(rng)
+
+    async def scenario(router: LiveRouter) -> None:
+        paths = ["/v1/completions", "/v1/chat/completions"] * (NUM_REQUESTS // 4)
+        bodies = [
+            drawn_body(rng, is_chat=bool(number % 2)) | {"return_token_ids": True} for number in range(len(paths))
+        ]
+        upper = UpperRouter(router.client, MODEL_NAME, rng)
+        whole = await asyncio.gather(*map(upper.answer, paths, bodies))
+        nodes.breaks = True
+        assert await asyncio.gather(*map(upper.answer, paths, bodies)) == whole
+        assert upper.num_handed_up == upper.num_turned_away == 0
+        assert max(dispatch.attempt for dispatch in router.pair.prefill.dispatches) > 2
+
+    play(model, scenario, nodes.script, core_config=RouterCoreConfig(min_refusal_wait_s=0.001))
+
+
 def preempted_after(token_ids: bytes, whole: bytes) -> Script:
     """The first attempt of a choice gets so far; a resubmission goes on to the end."""
 
