@@ -73,8 +73,8 @@ MUTANTS: Final = (
         "mark-not-answered",
         "A runner drops the mark of a step that has no rows.",
         "engine/runner.py",
-        "            return StepResult.of(plan.step_id, list(map(self._leave, plan.marks)))\n",
-        "            return StepResult.of(plan.step_id, [])\n",
+        "            return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))\n",
+        "            return Done(StepResult.of(plan.step_id, []))\n",
         _CONTRACT,
     ),
     Mutant(
@@ -193,9 +193,9 @@ MUTANTS: Final = (
     Mutant(
         "preempted-in-silence",
         "A decode node drops a preempted branch without a word to its router.",
-        "decode_node/core.py",
-        "                    self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '                    self._forget_branch(branch.key, "cancelled", now)\n',
+        "decode_node/running.py",
+        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
+        '                self._forget(branch, "cancelled", now)\n',
         _DOOR,
     ),
     Mutant(
