@@ -129,7 +129,8 @@ class RouterCore:
     def _on_submitted(self, request: ev.GenerationRequest, now: float) -> None:
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id} is in use")
-        if refusal := self._entrance.find_refusal(request, len(self._waiting), now):
+        queued, wait_s = len(self._waiting), self._waiting.wait_s(now)
+        if refusal := self._entrance.find_refusal(request, queued, wait_s, now):
             self._live.actions.append(refusal)
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices

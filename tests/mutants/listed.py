@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutants import (
+    of_answers,
     of_engine,
     of_handoff,
     of_mixed,
@@ -25,6 +26,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_retry.MUTANTS,
+    *of_answers.MUTANTS,
     *of_runner.MUTANTS,
     *of_session.MUTANTS,
 )

@@ -303,7 +303,7 @@ class World:
                 continue
             text = f"{name} at {client.router} ended with {end} {client.error}"
             assert end not in NEVER, text
-            if end == "DEADLINE" and client.plan.timeout_s < 600:
+            if end in ("DEADLINE", "LATE") and client.plan.timeout_s < 600:
                 continue
             if end == "OVERLOADED" and knobs.max_queue < 1024:
                 continue
