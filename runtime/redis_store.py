@@ -117,11 +117,15 @@ def _word_for(error: Exception) -> str:
 
 
 def _client(url: str) -> Redis:
-    """Connects when first used. Tries once: the caller knows when to try again."""
+    """Connects when first used. Tries once: the caller knows when to try again.
+
+    Its own timeouts are off, ours are around each call: with one it sends by asyncio.wait_for, which before Python 3.12 can lose
+    a cancellation (python/cpython#86296), and who is cancelled then runs on for ever.
+    """
     client: Redis = Redis.from_url(
         url,
-        socket_timeout=CALL_TIMEOUT_S,
-        socket_connect_timeout=CALL_TIMEOUT_S,
+        socket_timeout=None,
+        socket_connect_timeout=None,
         retry=Retry(NoBackoff(), 0),
         protocol=2,  # spoken by every version
     )

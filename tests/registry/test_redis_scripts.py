@@ -152,3 +152,25 @@ def test_what_is_left_of_old_entries_and_garbage_is_forgotten(redis: RedisServer
     assert redis.client.hkeys(ENTRIES) == [b"decode-0"]
     assert redis.client.zcard(GONE) == 0
     assert all(0 < redis.client.pttl(key) <= KEEP_MS for key in redis.client.scan_iter())
+
+
+@pytest.mark.covers("C08")
+def test_who_is_cancelled_in_a_call_ends_whenever_that_is(redis: RedisServer) -> None:
+    """A library that waits by asyncio.wait_for loses cancellations before Python 3.12 (python/cpython#86296)."""
+
+    async def call_again_and_again(store: RedisStore) -> None:
+        while True:
+            await store.read()
+
+    async def scenario() -> None:
+        for num_turns in range(100):
+            store = RedisStore(redis.url, NAMESPACE, TTL_S)
+            task = asyncio.create_task(call_again_and_again(store))
+            for _ in range(num_turns % 50):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert task.cancelled(), f"after {num_turns % 50} turns of the loop"
+            await store.hang_up()
+
+    asyncio.run(scenario())
