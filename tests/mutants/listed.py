@@ -11,6 +11,7 @@ from tests.mutants import (
     of_mixed,
     of_nodes,
     of_pressure,
+    of_registry,
     of_retry,
     of_router,
     of_runner,
@@ -25,8 +26,9 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_engine.MUTANTS,
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
-    *of_retry.MUTANTS,
     *of_answers.MUTANTS,
+    *of_registry.MUTANTS,
+    *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_session.MUTANTS,
 )
