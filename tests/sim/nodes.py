@@ -73,6 +73,8 @@ class SimNode(Process):
         self.num_slots = knobs.num_slots
         self.is_busy = False
         self.is_changed = True  # since the invariants of the core were looked at
+        self._is_heard = True  # since the core was asked for its deadline
+        self._core_deadline: float | None = None
         self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
         self._inbox: deque[ev.Event] = deque()
@@ -108,13 +110,20 @@ class SimNode(Process):
 
     def next_deadline(self) -> float | None:
         """Of the core and of every session."""
-        due = [at for at in (self.core.next_deadline(), self.listener.next_deadline()) if at is not None]
+        due = [at for at in (self.core_deadline(), self.listener.next_deadline()) if at is not None]
         return min(due, default=None)
 
+    def core_deadline(self) -> float | None:
+        """The core's, which only an event or a tick changes."""
+        if self._is_heard:
+            self._core_deadline, self._is_heard = self.core.next_deadline(), False
+        return self._core_deadline
+
     def on_alarm(self) -> None:
-        """Tick everything."""
+        """Tick what is due."""
         self.listener.tick()
-        self._tick()
+        if (due := self.core_deadline()) is not None and due <= self.clock():
+            self._tick()
 
     # ---------------------------------------------------------------- the loop
 
@@ -137,9 +146,10 @@ class SimNode(Process):
             self.post(event)
 
     def _tick(self) -> None:
-        now, due = self.clock(), self.core.next_deadline()
+        now, due = self.clock(), self.core_deadline()
         actions = self.core.tick(now)
         self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._is_heard = True
         self._perform(actions)
 
     def _turn(self) -> None:
@@ -152,7 +162,7 @@ class SimNode(Process):
         if isinstance(event, ev.StepDone):
             self.runner.read()
         self._note_fences(event)
-        self.is_changed = True
+        self.is_changed = self._is_heard = True
         self._perform(self.core.receive(event, self.clock()))
 
     def _note_fences(self, event: ev.Event) -> None:

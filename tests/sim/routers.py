@@ -45,6 +45,8 @@ class SimRouter(Process):
         self._events: deque[rev.Event] = deque()
         self._is_woken = False
         self.is_changed = True  # since the invariants of the core were looked at
+        self._is_heard = True  # since the core was asked for its deadline
+        self._core_deadline: float | None = None
         self.is_busy = False
 
     def _tell(self, what: str, why: str) -> None:
@@ -56,14 +58,21 @@ class SimRouter(Process):
 
     def next_deadline(self) -> float | None:
         """Of the core, the listing and every session."""
-        parts = (self.core.next_deadline(), self.listing.next_deadline(), self.dialer.next_deadline())
+        parts = (self.core_deadline(), self.listing.next_deadline(), self.dialer.next_deadline())
         return min((at for at in parts if at is not None), default=None)
 
+    def core_deadline(self) -> float | None:
+        """The core's, which only an event or a tick changes."""
+        if self._is_heard:
+            self._core_deadline, self._is_heard = self.core.next_deadline(), False
+        return self._core_deadline
+
     def on_alarm(self) -> None:
-        """Tick everything."""
+        """Tick what is due."""
         self._report(self.listing.expire(self.clock()))
         self.dialer.tick()
-        self._tick()
+        if (due := self.core_deadline()) is not None and due <= self.clock():
+            self._tick()
 
     # ---------------------------------------------------------------- clients
 
@@ -144,9 +153,10 @@ class SimRouter(Process):
             self.kernel.after(0.0, self._run, self)
 
     def _tick(self) -> None:
-        now, due = self.clock(), self.core.next_deadline()
+        now, due = self.clock(), self.core_deadline()
         actions = self.core.tick(now)
         self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._is_heard = True
         self._perform(actions)
 
     def _run(self) -> None:
@@ -156,9 +166,10 @@ class SimRouter(Process):
             event = self._events.popleft()
             if self.kernel.trace is not None and isinstance(event, rev.FromNode):
                 self._tell("takes", f"{describe_to_router(event.message)} from {event.node.name}")
-            self.is_changed = True
             num_queued = self._num_queued() if isinstance(event, rev.Submitted) else None
             actions = self.core.receive(event, self.clock())
+            self._is_heard = True
+            self.is_changed |= bool(actions) or not isinstance(event, rev.LoadReported)
             if num_queued is not None:
                 self._check_door(num_queued, actions)
             self._perform(actions)
