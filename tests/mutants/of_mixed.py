@@ -92,8 +92,8 @@ MUTANTS: Final = (
         "lost-mixed-node-is-only-a-sender",
         "The loss of a mixed node counts as the sender's, whom nobody believes once the receiver was heard: requests hang.",
         "router/core.py",
-        "is_receiver = branch.pair is not None and branch.pair.decode == ref",
-        "is_receiver = branch.pair is not None and branch.pair.prefill != ref",
+        "is_receiver = branch.pair.decode == ref",
+        "is_receiver = branch.pair.prefill != ref",
         _ROUTER,
     ),
     Mutant(
