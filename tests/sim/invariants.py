@@ -188,6 +188,7 @@ def check_router_core(router: SimRouter, core: RouterCore) -> None:
         assert not client.is_over or client.end in ("aborted", "router lost"), (
             f"{router.label} still has {request_id}, which has ended"
         )
+    count_circuits(router, state)
     nodes = state["nodes"]
     assert isinstance(nodes, dict)
     for name, held in nodes.items():
@@ -195,6 +196,17 @@ def check_router_core(router: SimRouter, core: RouterCore) -> None:
         assert held["prefilling"] <= num_branches and held["branches"] <= num_branches, (
             f"{router.label}: {name}: {held}"
         )
+
+
+def count_circuits(router: SimRouter, state: Mapping[str, object]) -> None:
+    """What circuit breaking does, for the tests that want to know."""
+    circuits = state["circuits"]
+    assert isinstance(circuits, dict)
+    for name, now in circuits.items():
+        if (before := router.circuits.get(name, "closed")) != now:
+            router.kernel.count(f"circuit {before} to {now}")
+            router.kernel.tell(router.label, "circuit", f"of {name} from {before} to {now}")
+    router.circuits = circuits
 
 
 def check_sessions(label: str, ends: Iterable[SessionEnd]) -> None:

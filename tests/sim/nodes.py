@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -17,7 +18,7 @@ from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
 from decode_node.lease import keys_of
 from engine.block_pool import BlockState
-from engine.plan import StepResult
+from engine.plan import BROKEN_ROW, StepResult
 from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
 from node.identity import NodeIdentity
@@ -36,6 +37,16 @@ from tests.sim.sessions import Listener
 from tests.sim.trace import describe_action, describe_event
 
 
+class Blames(Protocol):
+    """What is known of faults: faults.py."""
+
+    def excuses(self, hosts: frozenset[str]) -> bool:
+        """Whether a fault is felt that excuses what needs all of these hosts."""
+
+    def struck(self, kind: str, hosts: frozenset[str]) -> None:
+        """A fault has just hurt something of these hosts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a node process finds around it."""
@@ -46,6 +57,7 @@ class Surroundings:
     knobs: Knobs
     moment: Callable[[str, str], None]  # what has just happened, and at which host: faults may wait for it
     look: Callable[[], None]  # at the links
+    blames: Blames
 
 
 class SimNode(Process):
@@ -232,6 +244,8 @@ class SimNode(Process):
 
     def _step_done(self, result: StepResult) -> None:
         self._around.moment("step", self.host)
+        if BROKEN_ROW in result.token_ids:
+            self._around.blames.struck("broken row", frozenset((self.host,)))
         self.post(ev.StepDone(result))
 
     def block_states(self) -> tuple[BlockState, ...]:

@@ -81,10 +81,12 @@ class ClientPlan:
     timeout_s: float = 600.0
     aborts_after_s: float | None = None  # disconnects
     stops: tuple[tuple[int, int], ...] = ()  # (choice, tokens): its text has a stop string there
+    generated: tuple[int, ...] = ()  # of its completion, which another request has brought: it is a resubmission
 
     def __str__(self) -> str:
         parts = [f"{len(self.prompt)} prompt tokens", f"max_tokens {self.max_tokens}", f"choices {self.num_choices}"]
         parts += [f"disconnects after {self.aborts_after_s:.3f} s"] if self.aborts_after_s is not None else []
+        parts += [f"resubmits {len(self.generated)} tokens"] if self.generated else []
         parts += [f"stop string in choice {choice} at {tokens}" for choice, tokens in self.stops]
         return ", ".join(parts)
 
@@ -106,6 +108,9 @@ class Knobs:
     max_queue: int = 1024
     max_inflight_prefills: int = 32
     retries: int = 3
+    max_nodes_lost: int = 2
+    excludes_decode: bool = True  # --preempt-retry-exclude-decode
+    breaker_failures: int = 5
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
@@ -188,7 +193,10 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         max_fences=64 if is_tight and rng.random() < 0.5 else NO_LIMIT,
         max_queue=rng.choice((1, 4)) if is_tight and rng.random() < 0.5 else 1024,
         max_inflight_prefills=rng.choice((1, 2, 32)),
-        retries=rng.choice((0, 1, 3, 3)),
+        retries=rng.choice((0, 1, 3, 3, 3)),
+        max_nodes_lost=rng.choice((1, 2, 2, 3)),
+        excludes_decode=rng.random() < 0.7,
+        breaker_failures=rng.choice((1, 2, 5)),
         policy=rng.choice(("least_loaded", "round_robin", "power_of_two", "random")),
         network=rng.choice(("even", "jitter", "heavy")),
         step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),

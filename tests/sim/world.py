@@ -25,8 +25,9 @@ from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.calls import Calls
-from tests.sim.clients import Client, new_client
-from tests.sim.faults import NEVER, Faults
+from tests.sim.clients import Client, new_client, resubmission_of
+from tests.sim.ends import Circumstances, problem
+from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel, Process
 from tests.sim.links import Links
@@ -55,13 +56,16 @@ class World:
         self.network = Network(self.kernel, scenario.knobs.network)
         self.calls = Calls(self.kernel, self.network)
         self.hub = MemoryHub(is_one_sided=scenario.knobs.is_one_sided)
-        self.links = Links(self.kernel, self.network, self.hub)
         self.clients: list[Client] = []
         self._rng = self.kernel.rng("world")
         self._generations: Counter[str] = Counter()
-        self._around = Surroundings(self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look)
-        self._wire = Wire(self.kernel, self.network, _listener_of)
         self.faults = Faults(self, scenario.faults)
+        self.links = Links(self.kernel, self.network, self.hub, self.faults.struck)
+        self._around = Surroundings(
+            self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look, self.faults
+        )
+        self._wire = Wire(self.kernel, self.network, _listener_of)
+        self._num_to_come = len(scenario.clients)  # requests that nobody has asked for yet
         self._num_ending = 0  # processes that are down and will be started again
         self._may_restart = True
         for host in scenario.hosts:
@@ -212,6 +216,7 @@ class World:
     def _submit(self, plan: ClientPlan) -> Client:
         """Ask the router of the plan, or the next one that listens."""
         num_routers = self.scenario.knobs.num_routers
+        self._num_to_come -= 1
         for offset in range(num_routers):
             router = self.network.find(f"router-{(plan.router + offset) % num_routers}")
             if isinstance(router, SimRouter):
@@ -228,12 +233,22 @@ class World:
         client = new_client(
             plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
         )
+        client.on_end = self._resubmit
         self._tell(router, "is asked", f"{plan.name}: {plan}")
         router.clients[plan.name] = client
         self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)
         if plan.aborts_after_s is not None:
             self.kernel.after(plan.aborts_after_s, lambda: self._abort(router, client), router)
         return client
+
+    def _resubmit(self, client: Client) -> None:
+        """A client that is told pd_reschedule asks for the rest, a little later."""
+        for number, choice in enumerate(client.choices):
+            if choice.finish_reason == "pd_reschedule":
+                self._num_to_come += 1
+                self.kernel.count("resubmitted")
+                at = self.kernel.now + self._rng.uniform(0.01, 2.0)
+                self.kernel.at(at, partial(self._submit, resubmission_of(client, number, at)))
 
     def _abort(self, router: SimRouter, client: Client) -> None:
         if not client.is_over:
@@ -252,6 +267,7 @@ class World:
             node.runner.breaks_next_row = False
         self._run_until(self._is_whole, _WHOLE_WITHIN_S, "the cluster is not whole again")
         for plan in self._probes():
+            self._num_to_come += 1
             probe = self._submit(plan)
             within_s = _SERVED_WITHIN_S + self._patience_s
             self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
@@ -279,7 +295,7 @@ class World:
     def _is_load_over(self) -> bool:
         faults = self.faults
         is_struck = faults.num_pending == 0 and faults.ends_at + _NOTICED_S <= self.kernel.now and self._num_ending == 0
-        return is_struck and len(self.clients) == len(self.scenario.clients)
+        return is_struck and self._num_to_come == 0
 
     def _run_until(self, is_true: Callable[[], bool], within_s: float | None = None, otherwise: str = "") -> None:
         limit = FOREVER if within_s is None else self.kernel.now + within_s
@@ -295,26 +311,14 @@ class World:
 
     def _check_ends(self, clients: list[Client]) -> None:
         """A request that failed had a reason to."""
-        knobs = self.scenario.knobs
         for client in clients:
-            name, end = client.plan.name, client.end
+            end = client.end or ""
             self.kernel.count(f"client:{end}")
-            if end in ("finished", "aborted"):
-                continue
-            text = f"{name} at {client.router} ended with {end} {client.error}"
-            assert end not in NEVER, text
-            if end == "DEADLINE" and client.plan.timeout_s < 600:
-                continue
-            if end == "OVERLOADED" and knobs.max_queue < 1024:
-                continue
-            if end == "pd_reschedule" and knobs.retries == 0 and self.kernel.counters["preempted"]:
-                continue
-            hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
-            assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
-                f"{text}; nothing had struck it"
-            )
-            if end == "INTERNAL":
-                assert "no numbers" in client.error and self.kernel.counters["broken row"], text
+            has_tokens = any(len(choice.received) > len(client.plan.generated) for choice in client.choices)
+            felt_s = self.faults.felt_s(client.submitted_at, client.ended_at)
+            met = Circumstances(client.plan, client.trials, has_tokens, self._patience_s, felt_s, client.had_no_pair)
+            flaw = problem(end, client.error, self.scenario.knobs, met)
+            assert flaw is None, f"{client.plan.name} at {client.router} ended with {end} {client.error}: {flaw}"
 
     def _is_whole(self) -> bool:
         """Every router has a session with every node process, and with no other."""
