@@ -55,7 +55,8 @@ class SimRouter(Process):
         self.clients: dict[str, Client] = {}  # by request id
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
-        self._expected: dict[rev.NodeRef, bool] = {}  # nodes that are listed -> whether their sessions are not lost
+        self._listed: dict[rev.NodeRef, None] = {}
+        self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
         self._pair_seen_at: float | None = None  # by its clock; None: never yet
         self._events: deque[rev.Event] = deque()
         self._is_woken = False
@@ -112,7 +113,6 @@ class SimRouter(Process):
     # ---------------------------------------------------------------- sessions (RouterHears)
 
     def on_up(self, node: Peer) -> None:
-        self._note_nodes(rev.NodeRef(*node), is_up=True)
         self._feed(rev.SessionUp(rev.NodeRef(*node)))
 
     def on_broken(self, node: Peer) -> None:
@@ -122,12 +122,9 @@ class SimRouter(Process):
         ref = rev.NodeRef(*node)
         self.kernel.count("sessions lost")
         self._check_struck(f"{ref.name} was lost", {self.host, self._hosts[ref]})
-        self._lost(ref)
         self._feed(rev.SessionLost(ref))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
-        if message.WhichOneof("kind") == "error" and (client := self.clients.get(message.error.key.request_id)):
-            self._note_error(client, message.error)
         self._feed(rev.FromNode(rev.NodeRef(*node), message))
 
     def on_load(self, node: Peer, load: pb.LoadReport) -> None:
@@ -135,16 +132,32 @@ class SimRouter(Process):
 
     # ---------------------------------------------------------------- what it was told, for ends.py
 
-    def _note_nodes(self, node: rev.NodeRef, is_up: bool) -> None:
-        """A session is up, or lost."""
+    def _note(self, event: rev.Event) -> None:
+        """The core is about to hear this."""
+        if isinstance(event, rev.FromNode):
+            error = event.message.error if event.message.WhichOneof("kind") == "error" else None
+            if error is not None and (client := self.clients.get(error.key.request_id)) is not None:
+                self._note_error(client, error)
+            return
         self._look_for_pair()
-        if node in self._expected:
-            self._expected[node] = is_up
+        match event:
+            case rev.NodeListed(entry):
+                ref = rev.NodeRef(entry.node.name, entry.node.incarnation)
+                for other in [each for each, at in self._hosts.items() if at == self._hosts[ref] and each != ref]:
+                    self._lost(other)  # another process is in its place
+                    self._listed.pop(other, None)
+                self._listed[ref] = None
+            case rev.NodeUnlisted(ref):
+                self._listed.pop(ref, None)
+            case rev.SessionUp(ref):
+                self._connected[ref] = None
+            case rev.SessionLost(ref):
+                self._lost(ref)
         self._look_for_pair()
 
     def _look_for_pair(self) -> bool:
         """Whether there is a pair of nodes that are listed and not lost."""
-        roles = [self._hosts[node].partition("-")[0] for node, is_up in self._expected.items() if is_up]
+        roles = [self._hosts[node].partition("-")[0] for node in self._connected if node in self._listed]
         is_pair = any(role != "decode" for role in roles) and any(role != "prefill" for role in roles)
         if is_pair:
             self._pair_seen_at = self.clock()
@@ -158,7 +171,7 @@ class SimRouter(Process):
         return seen_at is None or self.clock() - seen_at >= self.config.no_nodes_grace_s - _SLACK_S
 
     def _lost(self, node: rev.NodeRef) -> None:
-        self._note_nodes(node, is_up=False)
+        self._connected.pop(node, None)
         for client in self.open_clients():
             for trials in client.trials:
                 trials.lost_node(node)
@@ -201,17 +214,11 @@ class SimRouter(Process):
         for change in changes:
             if isinstance(change, Listed):
                 entry = change.entry
-                ref, host = rev.NodeRef(entry.node.name, entry.node.incarnation), entry.grpc_address.partition(":")[0]
-                for other in [each for each, at in self._hosts.items() if at == host and each != ref]:
-                    self._lost(other)  # another process is in its place
-                    self._expected.pop(other, None)
-                self._hosts[ref] = host
-                self._expected.setdefault(ref, False)
+                self._hosts[rev.NodeRef(entry.node.name, entry.node.incarnation)] = entry.grpc_address.partition(":")[0]
                 self._tell("lists", entry.node.name)
                 self._feed(rev.NodeListed(entry))
             else:
                 self._tell("lists no more", change.peer.name)
-                self._expected.pop(rev.NodeRef(*change.peer), None)
                 self._feed(rev.NodeUnlisted(rev.NodeRef(*change.peer)))
 
     # ---------------------------------------------------------------- the core
@@ -237,6 +244,8 @@ class SimRouter(Process):
             if self.kernel.trace is not None and isinstance(event, rev.FromNode):
                 self._tell("takes", f"{describe_to_router(event.message)} from {event.node.name}")
             num_queued = self._num_queued() if isinstance(event, rev.Submitted) else None
+            if not isinstance(event, rev.LoadReported):
+                self._note(event)
             actions = self.core.receive(event, self.clock())
             self._is_heard = True
             self.is_changed |= bool(actions) or not isinstance(event, rev.LoadReported)
