@@ -4,6 +4,7 @@ A request ends well once there is a pair of nodes that can serve it, whatever wa
 
     aborted, router lost, no router    the client has gone, its router has died, none was there to ask
     OVERLOADED                         the router's queue was full (looked at where it is said, routers.py)
+    CANCELLED                          a Reserve of it came twice: refused the first time, below its fence the second
     DEADLINE                           the request's own limit, which is shorter than the work and the faults that it met
     NO_NODES                           no pair of nodes since the router's start, or for longer than its grace
     NODE_LOST                          it was on so many nodes when they died that it may be what kills them; or its prompt's
@@ -25,8 +26,8 @@ from router.events import NodeRef
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Cost
 from tests.sim.scenario import ClientPlan, Knobs
 
-# These say that somebody did not understand somebody. A Reserve that was refused and comes again is below its fence: CANCELLED.
-_NEVER: Final = frozenset({"INCOMPATIBLE", "CANCELLED", "context_length_exceeded", "BUSY", "NO_BLOCKS", "DRAINING"})
+# These say that somebody did not understand somebody.
+_NEVER: Final = frozenset({"INCOMPATIBLE", "context_length_exceeded", "BUSY", "NO_BLOCKS", "DRAINING"})
 _SLACK_S: Final = 5.0  # of a deadline: timers, and the network without faults
 
 
@@ -74,6 +75,7 @@ class Circumstances:
     has_tokens: bool
     patience_s: float  # what all the work of the scenario can take without any fault
     felt_s: float  # for so long faults were felt while the request was open
+    was_repeated: bool  # calls between its hosts were, while it was open
     had_no_pair: bool  # at its end, as long as NO_NODES demands
 
 
@@ -86,6 +88,8 @@ def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | Non
     if end == "DEADLINE":
         needed_s = met.patience_s + met.felt_s + _SLACK_S
         return None if met.plan.timeout_s < needed_s else f"{needed_s:.1f} s would have been enough"
+    if end == "CANCELLED":
+        return None if met.was_repeated else "no call came twice"
     if end == "NO_NODES":
         return None if met.had_no_pair else "there was a pair of nodes, a moment ago at most"
     if end == "NODE_LOST" and "logprobs" in error:

@@ -118,6 +118,13 @@ class Faults:
         now = self._world.kernel.now
         return any(blame.hosts <= hosts and blame.begins <= now <= blame.ends for blame in self._blames)
 
+    def repeated(self, hosts: frozenset[str], begins: float, ends: float) -> bool:
+        """Whether calls between some of these hosts came twice between these instants."""
+        return any(
+            blame.kind == "repeat calls" and blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
+            for blame in self._blames
+        )
+
     def felt_s(self, begins: float, ends: float) -> float:
         """For how long faults are felt between these instants, one after the other."""
         spans = [min(ends, blame.ends) - max(begins, blame.begins) for blame in self._blames]

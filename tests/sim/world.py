@@ -314,9 +314,16 @@ class World:
         for client in clients:
             end = client.end or ""
             self.kernel.count(f"client:{end}")
-            has_tokens = any(len(choice.received) > len(client.plan.generated) for choice in client.choices)
-            felt_s = self.faults.felt_s(client.submitted_at, client.ended_at)
-            met = Circumstances(client.plan, client.trials, has_tokens, self._patience_s, felt_s, client.had_no_pair)
+            span = (client.submitted_at, client.ended_at)
+            met = Circumstances(
+                plan=client.plan,
+                trials=client.trials,
+                has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
+                patience_s=self._patience_s,
+                felt_s=self.faults.felt_s(*span),
+                was_repeated=self.faults.repeated(frozenset(client.hosts), *span),
+                had_no_pair=client.had_no_pair,
+            )
             flaw = problem(end, client.error, self.scenario.knobs, met)
             assert flaw is None, f"{client.plan.name} at {client.router} ended with {end} {client.error}: {flaw}"
 
