@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tests.sim.nodes import SimNode
 from tests.sim.scenario import Fault
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class Faults:
         self.num_pending -= 1
         seconds = fault.seconds
         self.ends_at = max(self.ends_at, now + seconds)
-        self.struck(fault.kind, frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
+        if fault.kind != "drain":  # which costs nobody anything, unless its time is over
+            self.struck(fault.kind, frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
         world.kernel.tell("FAULT", fault.kind, str(fault))
         if seconds:
             world.kernel.after(seconds, lambda: world.kernel.tell("FAULT", "over", str(fault)))
@@ -80,7 +82,11 @@ class Faults:
             case "crash" | "power off" | "stop":
                 process = network.find(who)
                 if process is not None:
-                    world.end(process, fault.kind, seconds, fault.number)
+                    world.lives.end(process, fault.kind, seconds, fault.number)
+            case "drain":
+                process = network.find(who)
+                if isinstance(process, SimNode):
+                    world.lives.drain(process, seconds)
             case "pause":
                 process = network.find(who)
                 if process is not None:
@@ -93,7 +99,7 @@ class Faults:
             case "slow":
                 network.slow(who, other, seconds)
             case "cut stream":
-                for stream in world.streams_between(who, other):
+                for stream in world.lives.streams_between(who, other):
                     stream.cut(fault.number in (0, 1), fault.number in (0, 2))
             case "lose calls":
                 world.calls.lose(who, other, seconds)

@@ -79,6 +79,8 @@ class SimNode(Process):
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)
         self.is_registering = True
+        self.is_draining = False
+        self.has_drained = False
         self.leases: dict[int, tuple[int, ...]] = {}  # not yet quiet: block ids, -1 for what nobody writes
         self.num_held: dict[int, int] = {}  # of those, blocks that the node had already
         self.reading: dict[tuple[str, int], deque[int]] = {}  # blocks that a link will read, by link and lease
@@ -111,6 +113,7 @@ class SimNode(Process):
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
+            draining=self.is_draining,
         )
 
     def _tell(self, what: str, why: str) -> None:
@@ -210,6 +213,9 @@ class SimNode(Process):
                         self.kernel.count(name)
                 case ev.Ended(_, outcome):
                     self.kernel.count(f"ended:{outcome}")
+                case ev.Drained():
+                    assert self.is_draining and not self.has_drained, f"{self.label} has drained twice, or unasked"
+                    self.has_drained = True
                 case _:
                     touches_links = True
                     self._move_kv(action)

@@ -55,7 +55,7 @@ class SimRouter(Process):
         self.clients: dict[str, Client] = {}  # by request id
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
-        self._listed: dict[rev.NodeRef, None] = {}
+        self._listed: dict[rev.NodeRef, None] = {}  # nodes that do not drain
         self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
         self._pair_seen_at: float | None = None  # by its clock; None: never yet
         self._events: deque[rev.Event] = deque()
@@ -146,7 +146,9 @@ class SimRouter(Process):
                 for other in [each for each, at in self._hosts.items() if at == self._hosts[ref] and each != ref]:
                     self._lost(other)  # another process is in its place
                     self._listed.pop(other, None)
-                self._listed[ref] = None
+                self._listed.pop(ref, None)
+                if not entry.draining:
+                    self._listed[ref] = None
             case rev.NodeUnlisted(ref):
                 self._listed.pop(ref, None)
             case rev.SessionUp(ref):

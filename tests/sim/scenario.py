@@ -24,6 +24,7 @@ FAULT_KINDS: Final = (
     "crash",  # who: killed; its host refuses connections until a new process starts after `seconds`
     "power off",  # who: the same, but its host is silent meanwhile
     "stop",  # who: ends in order, is started again after `seconds`
+    "drain",  # node who: takes no new work, hands over what it has, ends; is started again after `seconds`
     "pause",  # who: does nothing for `seconds`, like after SIGSTOP
     "partition",  # who | other, both ways for `seconds`
     "one way",  # nothing gets from who to other for `seconds`
@@ -256,7 +257,7 @@ def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float
     match kind:
         case "crash" | "power off" | "stop" | "pause":
             who, other = rng.choice((rng.choice(hosts), rng.choice(nodes))), ""
-        case "broken row":
+        case "broken row" | "drain":
             who, other = rng.choice(nodes), ""
         case "cut stream":
             who, other = rng.choice(routers), rng.choice(nodes)
@@ -264,7 +265,9 @@ def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float
             who, other = rng.choice(scenario.handoff_pairs)
         case "lose calls" | "repeat calls" | "slow":
             who, other = rng.choice([*scenario.handoff_pairs, *((a, b) for a in nodes for b in routers)])
-    has_length = kind in ("crash", "power off", "stop", "pause", "partition", "one way", "slow") or "calls" in kind
+    has_length = (
+        kind in ("crash", "power off", "stop", "drain", "pause", "partition", "one way", "slow") or "calls" in kind
+    )
     return Fault(
         at=rng.uniform(0.2, 1.0 + load_s),
         kind=kind,

@@ -251,6 +251,11 @@ class Listener:
         """Whether the router has a session that is not lost."""
         return self._book.find(router) is not None
 
+    @property
+    def num_unacknowledged(self) -> int:
+        """As SessionServer: messages that routers may not have."""
+        return sum(int(str(end.snapshot()["unacknowledged"])) for end in self._book.sessions())
+
     def send(self, router: Peer, message: pb.NodeMessage) -> None:
         """Give the router's session its next message; dropped if that session is lost."""
         if (end := self._book.find(router)) is not None:
