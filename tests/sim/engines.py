@@ -15,7 +15,6 @@ from engine.fake_runner import BYTES_PER_TOKEN
 from engine.reserve import ReserveConfig
 from engine.scheduler import Scheduler, SchedulerConfig
 from mixed_node.core import MixedCore
-from mixed_node.local_core import LocalCore
 from node.events import NodeCore
 from node.identity import NodeIdentity, NodeLimits
 from prefill_node.core import PrefillCore
@@ -85,6 +84,5 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         case pb.ROLE_DECODE:
             core = decode
         case _:
-            local = LocalCore(*shared, BLOCK_SIZE, KEY_SEED)
-            core = MixedCore(identity, scheduler, prefill, decode, local)
+            core = MixedCore(identity, scheduler, prefill, decode)
     return NodeParts(limits, pool, scheduler, memory, core)
