@@ -90,7 +90,9 @@ class SimNode(Process):
         self._is_heard = True  # since the core was asked for its deadline
         self._core_deadline: float | None = None
         self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
-        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
+        self.prefills_locally = self.role == pb.ROLE_MIXED or (self.role == pb.ROLE_DECODE and knobs.prefills_locally)
+        itself = self.identity.to_proto() if self.prefills_locally else None
+        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
         self._num_calls = 0
@@ -114,6 +116,7 @@ class SimNode(Process):
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
             draining=self.is_draining,
+            local_prefill=self.prefills_locally,
         )
 
     def _tell(self, what: str, why: str) -> None:

@@ -118,6 +118,8 @@ class Knobs:
     lease_life_s: float = 10.0
     reserve_policy: ReservePolicy = "ratio"
     reserves_for_running: bool = True  # --decode-reserve
+    prefills_locally: bool = True  # --local-prefill
+    prompt_tokens_beside_decodes: int = 64  # --local-prefill-chunk
     reserve_wait_s: float = 5.0
     max_waiting_reserves: int = 64
     is_one_sided: bool = False  # the transport: writes land unasked
@@ -204,6 +206,8 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         lease_life_s=rng.choice((10.0, 10.0, 1.5)),
         reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
         reserves_for_running=rng.random() < 0.6,
+        prefills_locally=rng.random() < 0.7,
+        prompt_tokens_beside_decodes=rng.choice((1, 4, 64)),
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),
         is_one_sided=rng.random() < 0.5,
