@@ -234,7 +234,7 @@ def test_exclusion_is_of_a_process_not_of_a_name() -> None:
 def test_without_exclusion_the_node_may_be_taken_again_at_once(code: pb.ErrorCode.ValueType) -> None:
     world = CoreWorld.with_nodes("p1", "d1", preempt_retry_exclude_decode=False)
     world.submit("a")
-    world.error_from("p1", "a", code, retry_after_ms=2000)
+    world.error_from("p1" if code == pb.CHECKSUM else "d1", "a", code, retry_after_ms=2000)
     assert len(world.dispatches("a")) == 2
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from router.events import NodeRef
-from router.placement import Draw, Pair
+from router.placement import Draw
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
@@ -84,7 +84,7 @@ def test_who_failed_together_does_not_come_back_together() -> None:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("speaker", ["p", "d", "stranger"])
 def test_whose_fault_it_is(code: pb.ErrorCode.ValueType, speaker: str) -> None:
-    pair = Pair(NodeRef("p", 1), NodeRef("d", 1))
-    of_the_speaker = code in (pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.INTERNAL, pb.NODE_LOST)
-    expected = pair.prefill if of_the_speaker and speaker == "p" else pair.decode
-    assert culprit(pb.PDError(code=code, node_id=speaker), pair) == expected
+    sender, receiver = NodeRef("p", 1), NodeRef("d", 1)
+    of_the_speaker = code in (pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.PREEMPTED, pb.INTERNAL, pb.NODE_LOST)
+    expected = sender if of_the_speaker and speaker == "p" else receiver
+    assert culprit(pb.PDError(code=code, node_id=speaker), sender, receiver) == expected
