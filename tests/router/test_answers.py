@@ -173,7 +173,7 @@ def test_the_others_are_cancelled_before_a_slow_client_takes_the_error(model: Pa
         attempt.prefill_says(0, b"a")
         if attempt.dispatch.request_id == "1":
             await until(lambda: len(sent) >= 2)
-            attempt.prefill_fails(pb.INTERNAL)
+            attempt.prefill_fails(pb.INTERNAL, retryable=False)
 
     async def never() -> Message:
         await asyncio.Event().wait()

@@ -180,7 +180,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_no_done(model: Path) ->
         attempt.prefill_says(0, b"a")
         attempt.decode_says(0, b"ab")
         await until(lambda: router_saw["text"] != "")
-        attempt.decode_fails(pb.INTERNAL)
+        attempt.decode_fails(pb.INTERNAL, retryable=False)
 
     router_saw = {"text": ""}
 

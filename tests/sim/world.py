@@ -307,6 +307,8 @@ class World:
                 continue
             if end == "OVERLOADED" and knobs.max_queue < 1024:
                 continue
+            if end == "pd_reschedule" and knobs.retries == 0 and self.kernel.counters["preempted"]:
+                continue
             hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
             assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
                 f"{text}; nothing had struck it"
