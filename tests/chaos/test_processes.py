@@ -7,66 +7,64 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from bench.fleet import BOUND_S, wait_until
 from tests.chaos.answers import drawn_request
-from tests.chaos.conftest import CHUNK_TOKENS, Broken
+from tests.chaos.conftest import Broken
 from tests.chaos.faults import found_after_s, now
 
 NUM_REQUESTS: Final = 8
-MAX_TOKENS: Final = 300  # more than are said until a fault comes
+MAX_TOKENS: Final = 500  # more than are said until a fault comes
 
 
-def long_requests(seed: int, number: int = NUM_REQUESTS) -> list[dict[str, Any]]:
-    """Requests of every kind that nothing ends before they have said a lot."""
+def long_requests(seed: int, number: int = NUM_REQUESTS, prompt_tokens: int = 0) -> list[dict[str, Any]]:
+    """Requests of every kind that nothing ends before they have said a lot; with prompts that long, if it is said."""
     rng = random.Random(seed)
     bodies = [drawn_request(rng, MAX_TOKENS) for _ in range(number)]
     for body in bodies:
         name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
-        body |= {name: rng.randint(MAX_TOKENS // 2, MAX_TOKENS), "min_tokens": 0}
+        body |= {
+            name: rng.randint(MAX_TOKENS * 2 // 3, MAX_TOKENS),
+            "min_tokens": 0,
+            "n": rng.randint(1, 2),
+            "best_of": None,
+        }
         body |= {"ignore_eos": True, "stop": None, "stop_token_ids": []}
+        if "messages" in body:
+            del body["best_of"]
+        if prompt_tokens and "messages" in body:
+            body["messages"] = [{"role": "user", "content": "".join(rng.choices("abcdefgh ", k=prompt_tokens))}]
+        elif prompt_tokens:
+            body |= {"prompt": [rng.randrange(256) for _ in range(prompt_tokens)], "echo": False}
     return bodies
 
 
 @pytest.mark.covers("R03", "R05", "R09", "R10", "R20", "C03", "C05")
 def test_a_killed_decode_nodes_requests_go_on_elsewhere_to_their_fault_free_ends(town: Broken, fresh_seed: int) -> None:
     bodies = long_requests(fresh_seed)
-    references = town.fault_free(bodies)
     retries = town.fleet.metric("retries_total", "NODE_LOST")
     asked = town.send(bodies)
     wait_until("the node decodes", lambda: town.running("decode-0") >= 2)
     since = now()
     town.fleet.kill("decode-0")
     assert found_after_s(town.fleet, "decode-0", since, "session_lost") < BOUND_S
-    verdicts = town.verdicts(asked, references)
-    assert {verdict.kind for verdict in verdicts} == {"equal"}, verdicts
-    assert town.fleet.metric("retries_total", "NODE_LOST") > retries, "nothing was on it"
+    town.told(asked)
+    assert town.fleet.metric("retries_total", "NODE_LOST") >= retries + 2, "nothing was on it"
     others = [name for name in (*town.fleet.routers, *town.fleet.nodes) if name != "decode-0"]
     assert all(town.fleet.exit_code(name) is None for name in others)
-    town.assert_nothing_is_left()
+    town.assert_equal(asked, bodies)
 
 
 @pytest.mark.covers("R11", "C03", "C05", "P08")
 def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are_released(
     town: Broken, fresh_seed: int
 ) -> None:
-    rng = random.Random(fresh_seed)
-    bodies = long_requests(fresh_seed, 4)
-    for body in bodies:  # a long prompt for each
-        if "messages" in body:
-            body["messages"] = [{"role": "user", "content": "".join(rng.choices("abcdefgh ", k=60 * CHUNK_TOKENS))}]
-        else:
-            body |= {"prompt": [rng.randrange(256) for _ in range(60 * CHUNK_TOKENS)], "echo": False}
-    references = town.fault_free(bodies)
-    town.fleet.restore()
-    for name in ("prefill-0", "prefill-1"):  # or its cache would have all of it
-        town.fleet.kill(name)
-    town.fleet.restore()
+    bodies = long_requests(fresh_seed, 4, prompt_tokens=2000)
     before = {name: town.fleet.state(name) for name in ("decode-0", "decode-1")}
-
     victims: list[str] = []
 
     def is_half_written() -> bool:
@@ -78,15 +76,15 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
                 victims.extend(peer for peer in received if received[peer] > old["kv_bytes_received"].get(peer, 0))
         return bool(victims)
 
+    retries = town.fleet.metric("retries_total")
     asked = town.send(bodies)
     wait_until("a lease is half written", is_half_written)
     town.fleet.kill(victims[0])
-    verdicts = town.verdicts(asked, references)
-    assert {verdict.kind for verdict in verdicts} == {"equal"}, verdicts
+    town.told(asked)
+    assert town.fleet.metric("retries_total") > retries
     for name in before:
-        counters = town.fleet.state(name)["counters"]
-        assert counters["leases_expired"] == before[name]["counters"]["leases_expired"]
-    town.assert_nothing_is_left()
+        assert town.fleet.state(name)["counters"]["leases_expired"] == before[name]["counters"]["leases_expired"]
+    town.assert_equal(asked, bodies)
 
 
 @pytest.mark.covers("C03", "C10", "R10", "R11", "R13")
@@ -95,19 +93,19 @@ def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     town: Broken, fresh_seed: int, victim: str
 ) -> None:
     bodies = long_requests(fresh_seed)
-    references = town.fault_free(bodies)
     incarnation = town.fleet.state(victim)["incarnation"]
+    retries = town.fleet.metric("retries_total", "NODE_LOST")
     asked = town.send(bodies[: NUM_REQUESTS // 2])
     since = now()
     town.fleet.freeze(victim)
     asked += town.send(bodies[NUM_REQUESTS // 2 :])
     assert found_after_s(town.fleet, victim, since, "session_lost") < BOUND_S
-    verdicts = town.verdicts(asked, references)
-    assert {verdict.kind for verdict in verdicts} == {"equal"}, verdicts
+    town.told(asked)
+    assert town.fleet.metric("retries_total", "NODE_LOST") > retries, "nothing was on it"
     town.fleet.thaw(victim)
     town.fleet.wait_until_ready()
     assert town.fleet.state(victim)["incarnation"] == incarnation
-    town.assert_nothing_is_left()
+    town.assert_equal(asked, bodies)
 
 
 @pytest.mark.covers("C03", "C09", "P08")
@@ -115,40 +113,41 @@ def test_a_killed_routers_clients_lose_their_connections_and_nobody_else_anythin
     town: Broken, fresh_seed: int
 ) -> None:
     bodies = long_requests(fresh_seed)
-    references = town.fault_free(bodies)
     half = NUM_REQUESTS // 2
     lost, kept = town.send(bodies[:half], "router-1"), town.send(bodies[half:])
     wait_until("both work", lambda: town.running("decode-0") + town.running("decode-1") >= 2)
     town.fleet.kill("router-1")
-    assert {verdict.kind for verdict in town.verdicts(lost, references[:half])} <= {"broken", "equal"}
-    kept_verdicts = town.verdicts(kept, references[half:])
-    assert {verdict.kind for verdict in kept_verdicts} == {"equal"}, kept_verdicts
+    told = town.told(lost)
+    assert all(each.broke for each in told), "they had ended before"
+    town.told(kept)
     town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)
-    town.assert_nothing_is_left()
+    town.assert_equal(kept, bodies[half:])
+    assert {verdict.kind for verdict in town.verdicts(told, bodies[:half])} == {"broken"}
 
 
 @pytest.mark.covers("C03", "R12")
 def test_a_stopped_router_goes_on_with_its_streams_when_it_wakes_long_after_the_nodes_gave_it_up(
     town: Broken, fresh_seed: int
 ) -> None:
-    bodies = long_requests(fresh_seed, 4)
-    references = town.fault_free(bodies)
+    bodies = long_requests(fresh_seed, 2)
+    for body in bodies:  # seconds of work, or the nodes would have finished it before they miss the router
+        body |= {"max_completion_tokens" if "messages" in body else "max_tokens": 3500, "n": 1}
+    retries = town.fleet.metric("retries_total", router="router-1")
     asked = town.send(bodies, "router-1")
     town.fleet.freeze("router-1")
     town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)  # of its work, too
     town.fleet.thaw("router-1")
-    verdicts = town.verdicts(asked, references)
-    assert {verdict.kind for verdict in verdicts} == {"equal"}, verdicts
-    town.assert_nothing_is_left()
+    town.told(asked)
+    assert town.fleet.metric("retries_total", router="router-1") > retries, "nothing was under way"
+    town.assert_equal(asked, bodies)
 
 
 def test_what_is_broken_is_really_broken(town: Broken) -> None:
     """A kill ends the process, a stop stops it: the kernel's own words."""
     pid = town.fleet.pid("decode-0")
     town.fleet.freeze("decode-0")
-    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:  # noqa: PTH123
-        assert stat.read().rpartition(")")[2].split()[0] == "T"
+    assert Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
     town.fleet.kill("decode-0")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    town.assert_nothing_is_left()
+    town.mend()
