@@ -204,19 +204,8 @@ def complaints_of(runs: Sequence[Played]) -> list[str]:
 def show(console: Console, figures: Sequence[WayFigures]) -> None:
     """A row for each way; times in milliseconds."""
     table = Table(title=None, box=None, pad_edge=False)
-    headings = (
-        "way",
-        "hit",
-        "found",
-        "tokens\nagain",
-        "prefill",
-        "next\nmedian",
-        "next\nlast",
-        "target",
-        "ratio",
-        "worst",
-    )
-    for heading in (*headings, "others"):
+    headings = ("way", "hit", "found", "again", "comp.", "next", "last", "target", "ratio", "worst", "others")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for each in figures:
         seconds = (each.prefill_s, each.next_token_s, each.last_next_token_s, each.target_s)

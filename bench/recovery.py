@@ -11,6 +11,7 @@ Five ways: killed, stopped or cut off, its streams are prefilled again, the prom
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
@@ -39,7 +40,7 @@ WAYS: Final = {
     "move": "SIGTERM of it: it hands its sequences over, KV and all",
 }
 _ASLEEP: Final = "prefill-1"
-_SESSION: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router session_(?:lost|broken) node=(\S+)", re.MULTILINE)
+_SESSION: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router session_lost node=(\S+)", re.MULTILINE)
 _ENDED: Final = re.compile(r"attempt_ended request=(\S+) choice=\d+ attempt=([1-9]\d*) ")
 
 
@@ -110,7 +111,12 @@ class Played:
 
     def next_token_s(self, index: int) -> float:
         """From the fault until a stream that was hit went on."""
-        return self.streams[index].longest_pause(self.fault_at)[1] - self.fault_at
+        return self._pause(index)[1] - self.fault_at
+
+    def _pause(self, index: int) -> tuple[float, float]:
+        """Of a stream that was hit: it began by when the fault was found, or with a move some time after it."""
+        found_at = self.fault_at + (math.inf if self.way == "move" else self.found_s + 0.01)
+        return self.streams[index].longest_pause(self.fault_at, found_at)
 
     @property
     def target_s(self) -> float:
@@ -122,7 +128,7 @@ class Played:
         found = [f"stream {i}: {run.error}" for i, run in enumerate(self.streams) if run.error]
         if not self.hit:
             return [*found, "no stream was on the node"]
-        told = [self.streams[i].tokens_before(self.streams[i].longest_pause(self.fault_at)[0]) for i in self.hit]
+        told = [self.streams[i].tokens_before(self._pause(i)[0]) for i in self.hit]
         prompts = [self.streams[i].prompt_tokens for i in self.hit]
         if self.way == "move":
             if self.retries or self.prefill_tokens:
@@ -173,17 +179,18 @@ async def _play(
     if way == "recompute":
         fleet.thaw(_ASLEEP)
         await asyncio.to_thread(wait_until, f"{_ASLEEP} is awake", lambda: _is_up(fleet, _ASLEEP))
-    tokens, seconds, retries = _prefilled(fleet, prefill), _step_s(fleet, prefill), fleet.metric("retries_total")
+    before = await asyncio.to_thread(_Counted.of, fleet, prefill)  # the loop goes on taking tokens
     clock, fault_at = datetime.now(), time.monotonic()
     await asyncio.to_thread(_hit, fleet, network, way)
     runs = await watched.finish()
+    after = _Counted.of(fleet, prefill)
     return Played(
         way=way,
         fault_at=fault_at,
         found_s=0.0 if way == "move" else _found_s(fleet, clock),
-        prefill_s=_step_s(fleet, prefill) - seconds,
-        prefill_tokens=_prefilled(fleet, prefill) - tokens,
-        retries=int(fleet.metric("retries_total") - retries),
+        prefill_s=after.step_s - before.step_s,
+        prefill_tokens=after.prefill_tokens - before.prefill_tokens,
+        retries=after.retries - before.retries,
         bodies=bodies,
         streams=runs,
         hit=_hit_streams(fleet, prefill, runs),
@@ -201,11 +208,12 @@ def _is_up(fleet: Fleet, node: str) -> bool:
 
 
 def _hit(fleet: Fleet, network: Network | None, way: str) -> None:
-    if way == "recompute":
-        fleet.kill("prefill-0")
     match way:
-        case "kill" | "recompute":
+        case "kill":
             fleet.kill(VICTIM)
+        case "recompute":
+            fleet.kill(VICTIM)
+            fleet.kill("prefill-0")
         case "stop":
             fleet.freeze(VICTIM)
         case "cut":
@@ -219,14 +227,19 @@ def _hit(fleet: Fleet, network: Network | None, way: str) -> None:
             raise ValueError(way)
 
 
-def _prefilled(fleet: Fleet, prefill: str) -> int:
-    """Tokens that the survivors have computed as prompts."""
-    states = [fleet.state(node) for node in (prefill, "decode-1")]
-    return sum(state["counters"]["tokens_computed"].get("prefill", 0) for state in states)
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What the processes that survive have counted up to now."""
 
+    prefill_tokens: int  # computed as prompts, by whoever of them
+    step_s: float  # of the prefill node's runner
+    retries: int
 
-def _step_s(fleet: Fleet, prefill: str) -> float:
-    return fleet.node_metric(prefill, "step_seconds_sum")
+    @classmethod
+    def of(cls, fleet: Fleet, prefill: str) -> _Counted:
+        states = [fleet.state(node) for node in (prefill, "decode-1")]
+        tokens = sum(state["counters"]["tokens_computed"].get("prefill", 0) for state in states)
+        return cls(tokens, fleet.node_metric(prefill, "step_seconds_sum"), int(fleet.metric("retries_total")))
 
 
 def _found_s(fleet: Fleet, fault_clock: datetime) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,10 +32,10 @@ class StreamRun:
     events: list[tuple[float, int]] = field(default_factory=list)  # instant, tokens that came with it
     error: str = ""  # empty: it ended as it should, with [DONE]
 
-    def longest_pause(self, since: float) -> tuple[float, float]:
-        """The instants before and after the longest time without a token that ended after `since`; that instant twice if none."""
+    def longest_pause(self, since: float, until: float = math.inf) -> tuple[float, float]:
+        """The instants before and after the longest time without a token that began by `until` and ended after `since`."""
         instants = [at for at, _ in self.events]
-        pauses = [(a, b) for a, b in pairwise(instants) if b > since]
+        pauses = [(a, b) for a, b in pairwise(instants) if b > since and a < until]
         return max(pauses, key=lambda pause: pause[1] - pause[0], default=(since, since))
 
     def tokens_before(self, instant: float) -> int:
