@@ -6,6 +6,7 @@ connection comes about; what does not fire ends the run.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -32,11 +33,13 @@ class Injector:
         self._network = network
         self._note = note
         self._replaced: dict[str, subprocess.Popen[bytes]] = {}
+        self._touched_until: dict[str, float] = {}  # by time.monotonic, by process
         self.num_fired = 0
 
     def begin(self, fault: Fault) -> None:
         """Let it happen; returns when it has."""
         fleet = self._fleet
+        self._touched_until |= dict.fromkeys(fault.parties, math.inf)
         match fault:
             case Kill(name=name):
                 fleet.kill(name)
@@ -78,7 +81,12 @@ class Injector:
             case Cut(one=one, other=other):
                 self._net.heal(one, other)
                 assert self._net.reaches(one, other) and self._net.reaches(other, one), "still cut"
+        self._touched_until |= dict.fromkeys(fault.parties, time.monotonic())
         self._note(f"over: {fault}")
+
+    def was_touched(self, name: str, since: float) -> bool:
+        """Whether something stood on a process after that instant, by time.monotonic; may be asked by any thread."""
+        return self._touched_until.get(name, 0.0) >= since
 
     @property
     def _net(self) -> Network:

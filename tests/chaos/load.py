@@ -10,8 +10,8 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import httpx
@@ -21,6 +21,7 @@ from tests.chaos.answers import Told, Verdict, ask, drawn_request, judge, undist
 KNOWN: Final = 200  # requests that are asked again
 NEW_SHARE: Final = 0.3
 ALLOWED: Final = ("equal", "refused", "broken")  # any other end of an answer is a bug to find
+WasTouched = Callable[[str, float], bool]  # a process, since an instant by time.monotonic
 _TURNED_AWAY_S: Final = 0.1  # until a client that was told to come back does
 
 
@@ -56,10 +57,13 @@ class Tally:
 class Load:
     """Clients on threads; made in the thread whose network namespace they are to be in."""
 
-    def __init__(self, seed: int, reference_url: str, urls: Callable[[], list[str]], num_clients: int) -> None:
-        """`urls` are those of the routers that a client may choose from."""
+    def __init__(
+        self, seed: int, reference_url: str, routers: Mapping[str, str], was_touched: WasTouched, num_clients: int
+    ) -> None:
+        """`routers`: the urls of those that a client may choose from; `was_touched` tells of one of them."""
         self._reference_url = reference_url
-        self._urls = urls
+        self._routers = routers
+        self._was_touched = was_touched
         self._known: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=KNOWN)
         self._tally = Tally()
         self._lock = threading.Lock()
@@ -107,8 +111,11 @@ class Load:
         body, reference = rng.choice(list(self._known))
         is_stream = rng.random() < 0.6
         while not self._stopping.is_set():
-            told = ask(client, rng.choice(self._urls()), body, is_stream)
+            router, began_at = rng.choice(list(self._routers)), time.monotonic()
+            told = ask(client, self._routers[router], body, is_stream)
             verdict = judge(told, reference)
+            if verdict.kind == "broken" and not self._was_touched(router, began_at):
+                verdict = replace(verdict, kind="wrong", detail=f"nothing happened to {router}: {verdict.detail}")
             with self._lock:
                 self._tally.take(body, told, verdict)
             if verdict.kind not in ("refused", "broken"):

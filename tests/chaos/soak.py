@@ -47,9 +47,8 @@ class Soak:
             flags = {name: patient if name.startswith("router") else SIZES for name in NAMES}
             fleet = stack.enter_context(Fleet.started(self._model, self._folder, flags, net))
             injector = Injector(fleet, net, self._say)
-            load = Load(
-                self._seed, oracle.url, lambda: [fleet.url_of(name) for name in fleet.routers], self._num_clients
-            )
+            routers = {name: fleet.url_of(name) for name in fleet.routers}
+            load = Load(self._seed, oracle.url, routers, injector.was_touched, self._num_clients)
             load.start()
             self._play(injector, load, net is not None)
             tally = load.stop(END_BOUND_S)
