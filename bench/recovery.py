@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +69,8 @@ class Streams:
             "--dtype": dtype,
         }
         node = tuple(str(word) for pair in sizes.items() for word in pair)
-        return {name: () if name == "router" else node for name in NAMES}
+        # The nodes that die here die of us, not of a request.
+        return {name: ("--max-nodes-lost", "100") if name == "router" else node for name in NAMES}
 
     @property
     def num_blocks(self) -> int:
@@ -180,14 +181,13 @@ async def _play(
         fleet.thaw(_ASLEEP)
         await asyncio.to_thread(wait_until, f"{_ASLEEP} is awake", lambda: _is_up(fleet, _ASLEEP))
     before = await asyncio.to_thread(_Counted.of, fleet, prefill)  # the loop goes on taking tokens
-    clock, fault_at = datetime.now(), time.monotonic()
-    await asyncio.to_thread(_hit, fleet, network, way)
+    fault_at = await asyncio.to_thread(_hit, fleet, network, way)
     runs = await watched.finish()
     after = _Counted.of(fleet, prefill)
     return Played(
         way=way,
         fault_at=fault_at,
-        found_s=0.0 if way == "move" else _found_s(fleet, clock),
+        found_s=0.0 if way == "move" else _found_s(fleet, fault_at),
         prefill_s=after.step_s - before.step_s,
         prefill_tokens=after.prefill_tokens - before.prefill_tokens,
         retries=after.retries - before.retries,
@@ -207,24 +207,27 @@ def _is_up(fleet: Fleet, node: str) -> bool:
     return fleet.metric("node_up", f'node="{node}"') == 1
 
 
-def _hit(fleet: Fleet, network: Network | None, way: str) -> None:
+def _hit(fleet: Fleet, network: Network | None, way: str) -> float:
+    """Let it happen; the instant before it, by time.monotonic."""
     match way:
         case "kill":
-            fleet.kill(VICTIM)
+            return fleet.kill(VICTIM)
         case "recompute":
-            fleet.kill(VICTIM)
-            fleet.kill("prefill-0")
+            fleet.kill("prefill-0")  # nobody misses it: every prompt is handed over
+            return fleet.kill(VICTIM)
         case "stop":
-            fleet.freeze(VICTIM)
+            return fleet.freeze(VICTIM)
         case "cut":
             assert network is not None
+            at = time.monotonic()
             network.cut("router", VICTIM)
+            return at
         case "move":
-            fleet.terminate(VICTIM)
+            at = fleet.terminate(VICTIM)
             code = fleet.wait_for_end(VICTIM, DRAIN_BOUND_S)
             assert code == 0, f"the node that was told to go ended with {code}"
-        case _:
-            raise ValueError(way)
+            return at
+    raise ValueError(way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +245,9 @@ class _Counted:
         return cls(tokens, fleet.node_metric(prefill, "step_seconds_sum"), int(fleet.metric("retries_total")))
 
 
-def _found_s(fleet: Fleet, fault_clock: datetime) -> float:
-    """From the fault to the first word of the router's log about the victim."""
+def _found_s(fleet: Fleet, fault_at: float) -> float:
+    """From the fault until the router's log says that the session with the victim is lost."""
+    fault_clock = datetime.now() - timedelta(seconds=time.monotonic() - fault_at)
     for clock, node in _SESSION.findall(fleet.log_text("router")):
         at = datetime.combine(fault_clock.date(), datetime.strptime(clock, "%H:%M:%S.%f").time())
         after_s = (at - fault_clock).total_seconds() % 86_400

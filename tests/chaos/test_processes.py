@@ -131,7 +131,7 @@ def test_a_stopped_router_goes_on_with_its_streams_when_it_wakes_long_after_the_
 ) -> None:
     bodies = long_requests(fresh_seed, 2)
     for body in bodies:  # seconds of work, or the nodes would have finished it before they miss the router
-        body |= {"max_completion_tokens" if "messages" in body else "max_tokens": 3500, "n": 1}
+        body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 3500, "n": 1}
     retries = town.fleet.metric("retries_total", router="router-1")
     asked = town.send(bodies, "router-1")
     town.fleet.freeze("router-1")
