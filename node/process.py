@@ -47,6 +47,7 @@ from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -71,8 +72,11 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     set_up_logging(config.log_level, name)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     try:
-        # A decode node cannot compute a prompt again: its router places the rest anew.
-        engine = build_engine(config, identity, resumes_preempted=role == "mixed")
+        # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
+        beside_decodes = config.local_prefill_chunk if role == "decode" else None
+        engine = build_engine(
+            config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
+        )
     except ValueError as error:
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:
@@ -99,7 +103,7 @@ class _CannotListen(Exception):
 
 
 class _Refused(Exception):
-    """A router does not take this node, and never will as it is; the message is the router's sentence."""
+    """A registry does not take this node, and never will as it is; the message is its sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class _NodeProcess:
         self._stop = stop_on_signals()
         self._drained = asyncio.Event()
         self._refusal: str | None = None
+        self._prefills_locally = role == "mixed" or (role == "decode" and config.local_prefill == "on")
 
     async def run(self) -> None:
         """Serve until a signal. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
@@ -194,6 +199,7 @@ class _NodeProcess:
             role=ROLES[self._role],
             vocab_size=self._engine.model_config.vocab_size,
             max_model_len=self._engine.sizes.max_model_len,
+            local_prefill=self._identity.to_proto() if self._prefills_locally else None,
         )
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
@@ -209,14 +215,16 @@ class _NodeProcess:
         tasks.create_task(http.run())
         started.callback(http.stop)
         entry = self._entry(listeners)
-        registry = RegistryClient(self._config.router, lambda: entry, self._on_refused)
+        config = self._config
+        registries = choose_registries(config.registry, config.registry_namespace, config.router)
+        registry = RegistryClient(registries, lambda: entry, self._on_refused)
         registry.start()
         started.push_async_callback(registry.deregister)
         self._write_ready_file(entry)
         return entry
 
     def _on_refused(self, sentence: str) -> None:
-        self._refusal = f"refused by the router: {sentence}"
+        self._refusal = f"refused by the registry: {sentence}"
         self._stop.set()
 
     def _view(self, transport: ChoosingTransport, routers: Routers) -> NodeView:
@@ -243,6 +251,7 @@ class _NodeProcess:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._engine.sizes.max_model_len,
             started_ms=self._started_ms,
+            local_prefill=self._prefills_locally,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:

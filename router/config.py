@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.config import knob
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,16 @@ class RouterConfig:
 
     host: str = knob("127.0.0.1", "address to listen on; loopback because nothing here asks for credentials yet")
     port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
-    registry_port: int = knob(0, "gRPC port where nodes announce themselves; 0 takes a free one", low=0, high=65535)
+    registry: str = knob(
+        EMBEDDED,
+        "where nodes announce themselves; embedded: here, at the registry port; or a Redis, redis://HOST:PORT/DB (rediss: "
+        "over TLS), that several routers share; a password is better off in the variable, where ps does not show it",
+        metavar="URL",
+    )
+    registry_port: int = knob(0, "gRPC port of the embedded registry; 0 takes a free one", low=0, high=65535)
+    registry_namespace: str | None = knob(
+        None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
     ready_file: Path | None = knob(
         None, "JSON file to write once the router listens: url, registry, pid", metavar="FILE"
     )
@@ -80,5 +90,11 @@ class RouterConfig:
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
 
     def __post_init__(self) -> None:
+        if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if self.registry != EMBEDDED and self.registry_port:
+            raise ValueError(
+                f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
+            )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")

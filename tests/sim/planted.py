@@ -13,7 +13,7 @@ from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderSta
 from decode_node import admission
 from decode_node.core import DecodeCore
 from engine.scheduler import Scheduler
-from prefill_node.core import PrefillCore
+from node.handing_over import Handovers
 from router.core import RouterCore
 from router.entrance import Entrance
 from router.nodes import NodeTable
@@ -91,8 +91,8 @@ def a_lost_router_is_not_noticed(patch: Patch) -> None:
 
 
 def senders_ignore_their_timers(patch: Patch) -> None:
-    """A prefill node renews no lease and gives up nothing."""
-    patch.setattr(PrefillCore, "_on_timer", lambda self, task, now: None)
+    """Whoever hands KV over renews no lease and gives up nothing."""
+    patch.setattr(Handovers, "_on_timer", lambda self, handover, now: [])
 
 
 def a_resumed_session_starts_behind_what_was_lost(patch: Patch) -> None:

@@ -102,5 +102,10 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "plans with several branches",
         "preempted",
         "pd_errors:PREEMPTED",
+        "writes into quarantine",
+        "dispatched to itself",
+        "dispatched: mixed to decode",
+        "dispatched: mixed to mixed",
+        "dispatched: prefill to mixed",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
