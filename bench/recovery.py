@@ -17,13 +17,12 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
 
-from bench.fleet import Fleet, wait_until
+from bench.fleet import BOUND_S, Fleet, wait_until
 from bench.http_exchange import Server
 from bench.namespaces import Network
 from bench.streams import StreamRun, Watched
@@ -40,7 +39,8 @@ WAYS: Final = {
     "move": "SIGTERM of it: it hands its sequences over, KV and all",
 }
 _ASLEEP: Final = "prefill-1"
-_SESSION: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router session_lost node=(\S+)", re.MULTILINE)
+_LOST: Final = f"session_lost node={VICTIM} "
+_LOOK_S: Final = 0.002  # between two looks at the router's log
 _ENDED: Final = re.compile(r"attempt_ended request=(\S+) choice=\d+ attempt=([1-9]\d*) ")
 
 
@@ -181,13 +181,15 @@ async def _play(
         fleet.thaw(_ASLEEP)
         await asyncio.to_thread(wait_until, f"{_ASLEEP} is awake", lambda: _is_up(fleet, _ASLEEP))
     before = await asyncio.to_thread(_Counted.of, fleet, prefill)  # the loop goes on taking tokens
+    lost = None if way == "move" else asyncio.create_task(_lost_at(fleet, len(fleet.log_text("router"))))
     fault_at = await asyncio.to_thread(_hit, fleet, network, way)
     runs = await watched.finish()
     after = _Counted.of(fleet, prefill)
+    lost_at = fault_at if lost is None else await asyncio.wait_for(lost, BOUND_S)
     return Played(
         way=way,
         fault_at=fault_at,
-        found_s=0.0 if way == "move" else _found_s(fleet, fault_at),
+        found_s=lost_at - fault_at,
         prefill_s=after.step_s - before.step_s,
         prefill_tokens=after.prefill_tokens - before.prefill_tokens,
         retries=after.retries - before.retries,
@@ -245,15 +247,11 @@ class _Counted:
         return cls(tokens, fleet.node_metric(prefill, "step_seconds_sum"), int(fleet.metric("retries_total")))
 
 
-def _found_s(fleet: Fleet, fault_at: float) -> float:
-    """From the fault until the router's log says that the session with the victim is lost."""
-    fault_clock = datetime.now() - timedelta(seconds=time.monotonic() - fault_at)
-    for clock, node in _SESSION.findall(fleet.log_text("router")):
-        at = datetime.combine(fault_clock.date(), datetime.strptime(clock, "%H:%M:%S.%f").time())
-        after_s = (at - fault_clock).total_seconds() % 86_400
-        if node == VICTIM and after_s < 3600:
-            return after_s
-    raise AssertionError("the router never said that the node was lost")
+async def _lost_at(fleet: Fleet, said_before: int) -> float:
+    """The instant, by time.monotonic, when the router's log says that the session with the victim is lost."""
+    while _LOST not in fleet.log_text("router")[said_before:]:  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(_LOOK_S)
+    return time.monotonic()
 
 
 def _hit_streams(fleet: Fleet, prefill: str, runs: Sequence[StreamRun]) -> list[int]:

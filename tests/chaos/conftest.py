@@ -81,7 +81,7 @@ class Broken:
         self._client.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
     """Two of each, each a host of its own where that can be; whoever uses it mends it."""
     with ExitStack() as stack:

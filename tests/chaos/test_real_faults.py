@@ -1,4 +1,4 @@
-"""Processes killed and stopped in the middle of streams, whole answers and transfers: every answer is the fault-free one.
+"""Processes killed, stopped and cut off in the middle of streams, whole answers and transfers: every answer is the fault-free one.
 
 Bounds are ten times what the design allows; how fast it is, bench.failover measures.
 """
@@ -13,12 +13,16 @@ from typing import Any, Final
 import pytest
 
 from bench.fleet import BOUND_S, wait_until
+from bench.namespaces import why_not
 from tests.chaos.answers import drawn_request
 from tests.chaos.conftest import Broken
 from tests.chaos.faults import found_after_s, now
 
 NUM_REQUESTS: Final = 8
+HALF: Final = NUM_REQUESTS // 2
 MAX_TOKENS: Final = 500  # more than are said until a fault comes
+WHY_NOT: Final = why_not()
+needs_network = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}")
 
 
 def long_requests(seed: int, number: int = NUM_REQUESTS, prompt_tokens: int = 0) -> list[dict[str, Any]]:
@@ -95,10 +99,10 @@ def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     bodies = long_requests(fresh_seed)
     incarnation = town.fleet.state(victim)["incarnation"]
     retries = town.fleet.metric("retries_total", "NODE_LOST")
-    asked = town.send(bodies[: NUM_REQUESTS // 2])
+    asked = town.send(bodies[:HALF])
     since = now()
     town.fleet.freeze(victim)
-    asked += town.send(bodies[NUM_REQUESTS // 2 :])
+    asked += town.send(bodies[HALF:])
     assert found_after_s(town.fleet, victim, since, "session_lost") < BOUND_S
     town.told(asked)
     assert town.fleet.metric("retries_total", "NODE_LOST") > retries, "nothing was on it"
@@ -113,16 +117,15 @@ def test_a_killed_routers_clients_lose_their_connections_and_nobody_else_anythin
     town: Broken, fresh_seed: int
 ) -> None:
     bodies = long_requests(fresh_seed)
-    half = NUM_REQUESTS // 2
-    lost, kept = town.send(bodies[:half], "router-1"), town.send(bodies[half:])
+    lost, kept = town.send(bodies[:HALF], "router-1"), town.send(bodies[HALF:])
     wait_until("both work", lambda: town.running("decode-0") + town.running("decode-1") >= 2)
     town.fleet.kill("router-1")
     told = town.told(lost)
     assert all(each.broke for each in told), "they had ended before"
     town.told(kept)
     town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)
-    town.assert_equal(kept, bodies[half:])
-    assert {verdict.kind for verdict in town.verdicts(told, bodies[:half])} == {"broken"}
+    town.assert_equal(kept, bodies[HALF:])
+    assert {verdict.kind for verdict in town.verdicts(told, bodies[:HALF])} == {"broken"}
 
 
 @pytest.mark.covers("C03", "R12")
@@ -151,3 +154,69 @@ def test_what_is_broken_is_really_broken(town: Broken) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     town.mend()
+
+
+@needs_network
+@pytest.mark.covers("C03", "C04", "R10", "R13")
+def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_until_healed(
+    town: Broken, fresh_seed: int
+) -> None:
+    """The other router still uses it."""
+    assert town.net is not None
+    bodies = long_requests(fresh_seed)
+    incarnation = town.fleet.state("decode-0")["incarnation"]
+    retries = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
+    asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+    since = now()
+    town.net.cut("router", "decode-0")
+    assert not town.net.reaches("router", "decode-0") and not town.net.reaches("decode-0", "router")
+    assert town.net.reaches("router-1", "decode-0") and town.net.reaches("prefill-0", "decode-0")
+    assert found_after_s(town.fleet, "decode-0", since, "session_lost") < BOUND_S
+    town.told(asked)
+    now_retried = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
+    assert now_retried[0] > retries[0] and now_retried[1] == retries[1]
+    town.net.heal("router", "decode-0")
+    assert found_after_s(town.fleet, "decode-0", since, "session_up") > 0
+    town.fleet.wait_until_ready()
+    assert town.fleet.state("decode-0")["incarnation"] == incarnation
+    town.assert_equal(asked, bodies)
+
+
+@needs_network
+@pytest.mark.covers("C03", "C04", "P04", "R03")
+def test_nodes_cut_off_from_each_other_in_the_middle_of_a_transfer_cost_a_retry_and_no_token(
+    town: Broken, fresh_seed: int
+) -> None:
+    """The router hears both: nobody is lost, but KV does not get across."""
+    assert town.net is not None
+    bodies = long_requests(fresh_seed, prompt_tokens=1000)
+    asked = town.send(bodies[:HALF])
+    for prefill in ("prefill-0", "prefill-1"):
+        town.net.cut(prefill, "decode-0")
+        assert not town.net.reaches(prefill, "decode-0")
+    asked += town.send(bodies[HALF:])  # half of them are placed across the cut
+    town.told(asked)
+    assert town.fleet.metric("retries_total", "TRANSFER_FAILED") > 0
+    assert town.fleet.metric("node_up") == len(town.fleet.nodes)
+    town.net.mend()
+    again = town.send(bodies)
+    town.told(again)
+    town.assert_equal([*asked, *again], [*bodies, *bodies])
+
+
+@needs_network
+@pytest.mark.covers("C03", "C04")
+def test_a_node_without_its_cable_is_missed_by_both_routers_and_comes_back_with_it(
+    town: Broken, fresh_seed: int
+) -> None:
+    assert town.net is not None
+    bodies = long_requests(fresh_seed)
+    asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+    since = now()
+    town.net.unplug("decode-1")
+    for router in town.fleet.routers:
+        assert found_after_s(town.fleet, "decode-1", since, "session_lost", router) < BOUND_S
+    town.told(asked)
+    town.net.plug("decode-1")
+    town.fleet.wait_until_ready()
+    town.assert_equal(asked, bodies)
