@@ -16,7 +16,7 @@ from engine.fingerprint import fingerprint_fields
 from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.model import load_model
 from engine.model_config import ModelConfig, read_model_config
-from engine.probe import probe_bit_exact
+from engine.probe import find_inexactness
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -48,12 +48,20 @@ class NodeEngine:
     memory: KvMemory
     runner: TorchRunner
     parts: CoreParts
-    is_bit_exact: bool
+    inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
-def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempted: bool = False) -> NodeEngine:
+def build_engine(
+    config: NodeConfig,
+    identity: NodeIdentity,
+    *,
+    resumes_preempted: bool = False,
+    max_prompt_tokens_beside_decodes: int | None = None,
+) -> NodeEngine:
     """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else its attempt ends.
+
+    `max_prompt_tokens_beside_decodes`: see SchedulerConfig.
 
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
@@ -76,6 +84,7 @@ def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempte
         num_slots=config.max_num_seqs,
         max_batched_tokens=config.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
+        max_prompt_tokens_beside_decodes=max_prompt_tokens_beside_decodes,
         reserve=ReserveConfig(
             policy=config.reserve_policy,
             init_ratio=config.new_token_ratio_init,
@@ -101,4 +110,4 @@ def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempte
         key_seed=key_seed,
     )
     runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
-    return NodeEngine(model_config, sizes, memory, runner, parts, probe_bit_exact(model), model.shortfall)
+    return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)

@@ -72,15 +72,18 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     set_up_logging(config.log_level, name)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     try:
-        # A decode node cannot compute a prompt again: its router places the rest anew.
-        engine = build_engine(config, identity, resumes_preempted=role == "mixed")
+        # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
+        beside_decodes = config.local_prefill_chunk if role == "decode" else None
+        engine = build_engine(
+            config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
+        )
     except ValueError as error:
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:
         log_event(LOG, logging.WARNING, "slow_kernels", node=name, reason=engine.kernels_shortfall)
-    if not engine.is_bit_exact:
+    if engine.inexactness is not None:
         # A recomputed sequence may then differ from the one that was lost.
-        log_event(LOG, logging.WARNING, "not_bit_exact", node=name, dtype=engine.parts.fingerprint.dtype)
+        log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
     try:
@@ -130,6 +133,7 @@ class _NodeProcess:
         self._stop = stop_on_signals()
         self._drained = asyncio.Event()
         self._refusal: str | None = None
+        self._prefills_locally = role == "mixed" or (role == "decode" and config.local_prefill == "on")
 
     async def run(self) -> None:
         """Serve until a signal. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
@@ -195,6 +199,7 @@ class _NodeProcess:
             role=ROLES[self._role],
             vocab_size=self._engine.model_config.vocab_size,
             max_model_len=self._engine.sizes.max_model_len,
+            local_prefill=self._identity.to_proto() if self._prefills_locally else None,
         )
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
@@ -227,7 +232,7 @@ class _NodeProcess:
             identity=self._identity,
             role=self._role,
             threads=self._config.num_threads,
-            is_bit_exact=self._engine.is_bit_exact,
+            is_bit_exact=self._engine.inexactness is None,
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
         )
@@ -246,6 +251,7 @@ class _NodeProcess:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._engine.sizes.max_model_len,
             started_ms=self._started_ms,
+            local_prefill=self._prefills_locally,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:

@@ -47,7 +47,31 @@ class RouterConfig:
     )
     request_timeout_s: float = knob(600.0, "seconds from a request's arrival to its end", low=0.1, high=86_400)
     preempt_retry_count: int = knob(
-        3, "attempts that a broken handoff may cost a request after its first", low=0, high=100
+        3,
+        "attempts that failures may cost a choice after its first; a preemption costs a 32nd of one. Then it ends with "
+        "finish_reason pd_reschedule and what it has",
+        low=0,
+        high=100,
+    )
+    preempt_retry_exclude_decode: bool = knob(
+        True, "a decode node that failed a choice, or gave it up, gets it again only where no other can take it"
+    )
+    max_nodes_lost: int = knob(
+        2, "nodes that may die while a choice is on them before it fails: it may be what kills them", low=1, high=100
+    )
+    no_nodes_grace_s: float = knob(
+        10.0,
+        "seconds that requests wait when the last node of a role has gone, for one to come back; then they are "
+        "answered 503 at once, but for streams that have begun",
+        low=0.0,
+        high=3600,
+    )
+    breaker_failures: int = knob(
+        5,
+        "requests in a row that a node fails before it gets no more for a second, and twice as long each time that it "
+        "fails again",
+        low=1,
+        high=1000,
     )
     placement_prefill: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded",

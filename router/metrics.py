@@ -18,7 +18,9 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "Dispatch messages sent to a prefill node: one attempt each, which may be of several choices of a request",
         None,
     ),
-    "retries": ("attempts that followed a broken handoff, by PD Error code", "code"),
+    "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
+    "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
+    "circuits_opened": ("nodes left alone for a while because request after request failed there", None),
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
@@ -138,12 +140,16 @@ class _CoreGauges(Collector):
             "baton_router_node_prefilling", "choices of requests in prefill there", labels=labels
         )
         branches = GaugeMetricFamily("baton_router_node_branches", "sequences placed there", labels=labels)
+        circuit = GaugeMetricFamily(
+            "baton_router_node_circuit_open", "1 while the node is left alone, or tried with one attempt", labels=labels
+        )
         for name, node in state["nodes"].items():
             identity = [name.rpartition("@")[0], node["role"]]
             up.add_metric(identity, float(node["session"] == "up"))
             prefilling.add_metric(identity, node["prefilling"])
             branches.add_metric(identity, node["branches"])
-        yield from (up, prefilling, branches)
+            circuit.add_metric(identity, float(state["circuits"][identity[0]] != "closed"))
+        yield from (up, prefilling, branches, circuit)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to collide with: the registry is ours."""

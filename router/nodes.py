@@ -1,14 +1,14 @@
 """What the router knows of each node process: its registry entry, its session, and what of ours is on it.
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
-is up. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter cannot drift. A process that
-appears under another's name or address has taken its place: the old one is lost at once. Not here: which node is chosen
-(placement.py), what happens to a lost node's requests (core.py).
+is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
+looking, so a counter cannot drift. A process that appears under another's name or address has taken its place: the old one is
+lost at once. Not here: which node is chosen (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -58,13 +58,13 @@ class Node:
 
     @property
     def can_take_work(self) -> bool:
-        """Listed and connected; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP
+        """Listed, connected and not about to end; whether there is room is another question."""
+        return self.is_listed and self.session is Session.UP and not self.entry.draining
 
     @property
     def is_expected(self) -> bool:
         """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN)
+        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
 
     @property
     def max_total_tokens(self) -> int:
@@ -105,6 +105,7 @@ class NodeChange:
 
     actions: list[Dial | HangUp] = field(default_factory=list)
     orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
 
 
 class NodeTable:
@@ -113,6 +114,7 @@ class NodeTable:
     def __init__(self) -> None:
         self._nodes: dict[NodeRef, Node] = {}
         self._max_total_tokens: int | None = None
+        self._longest_known: int | None = None
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -159,6 +161,7 @@ class NodeTable:
                     node.load = load
                     return change
         self._max_total_tokens = self._longest_pair()
+        self._longest_known = self._max_total_tokens or self._longest_known
         return change
 
     def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:
@@ -181,6 +184,8 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
+        if node.session in (Session.UP, Session.BROKEN):
+            change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
         if not node.is_listed:
@@ -196,6 +201,11 @@ class NodeTable:
     def max_total_tokens(self) -> int | None:
         """The longest sequence that some compatible pair of expected nodes can hold; None without such a pair."""
         return self._max_total_tokens
+
+    @property
+    def longest_known(self) -> int | None:
+        """The same, or what it was when there was such a pair last."""
+        return self._longest_known
 
     def _longest_pair(self) -> int | None:
         expected = [node for node in self if node.is_expected]
@@ -217,6 +227,16 @@ class NodeTable:
             for name, group in zip(("prefill", "decode"), groups, strict=True)
             if not group
         ]
+
+    def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
+        """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it."""
+        able = [
+            node
+            for node in self
+            if node.can_take_work and total_tokens <= node.max_total_tokens and node.ref.name not in without
+        ]
+        prefills = {node.fingerprint for node in able if node.prefills}
+        return any(node.fingerprint in prefills for node in able if node.decodes)
 
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""

@@ -116,12 +116,17 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
 
 
 def _make_shell(config: RouterConfig) -> RouterShell:
+    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
+        preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
+        max_nodes_lost=config.max_nodes_lost,
+        no_nodes_grace_s=config.no_nodes_grace_s,
+        breaker_failures=config.breaker_failures,
+        seed=seed,
     )
-    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)

@@ -2,7 +2,8 @@
 
 Waiting branches form one queue ordered by arrival; one that was refused keeps its place, and while the head finds no room
 nothing behind it is dispatched: capacity is not given to the small at the cost of the large, and refused work is not prefilled
-in vain. A branch longer than every node that is left is put aside until a node comes: it holds up nobody.
+in vain. A branch longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
+time is over: it holds up nobody.
 
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
 blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
@@ -11,7 +12,10 @@ less at once.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from proto.attempt_key import BranchKey
+from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
@@ -22,8 +26,9 @@ from router.requests import LiveBranch
 class WaitingBranches:
     """The queue. It decides with what the node table says, and changes nothing there."""
 
-    def __init__(self, nodes: NodeTable, placement: Placement, config: RouterCoreConfig) -> None:
+    def __init__(self, nodes: NodeTable, breakers: Breakers, placement: Placement, config: RouterCoreConfig) -> None:
         self._nodes = nodes
+        self._breakers = breakers
         self._placement = placement
         self._config = config
         self._branches: dict[BranchKey, LiveBranch] = {}
@@ -32,6 +37,9 @@ class WaitingBranches:
 
     def __len__(self) -> int:
         return len(self._branches)
+
+    def __iter__(self) -> Iterator[LiveBranch]:
+        return iter(self._branches.values())
 
     def put(self, branch: LiveBranch) -> None:
         """Queue a branch at the place of its arrival."""
@@ -45,7 +53,7 @@ class WaitingBranches:
             self._aside.pop(key, None)
 
     def recall(self) -> None:
-        """Nodes have changed: who was put aside takes its place again."""
+        """Nodes have changed, or somebody has rested: who was put aside takes its place again."""
         while self._aside:
             self.put(self._branches[self._aside.popitem()[0]])
 
@@ -54,7 +62,7 @@ class WaitingBranches:
         longest = self._nodes.max_total_tokens
         while (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
-            if longest is None or branch.total_tokens <= longest:
+            if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
                 pair = self._find_pair(branch, now)
                 if pair is None:
                     return None
@@ -75,10 +83,20 @@ class WaitingBranches:
         return [branch for branch in waiting if branch.can_share]
 
     def _find_pair(self, branch: LiveBranch, now: float) -> Pair | None:
+        broken = self._broken(branch, now)
+        last = branch.last_pair
+        prefills = self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills)
         return self._placement.choose(
-            self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills),
-            self._nodes.decode_candidates(branch.total_tokens),
-            kept=branch.last_pair.prefill if branch.last_pair is not None else None,
+            [each for each in prefills if each.node.name not in broken],
+            [each for each in self._nodes.decode_candidates(branch.total_tokens) if each.node.name not in broken],
+            kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
             excluded=[node for node, until in branch.held_off.items() if until > now],
             avoided=branch.held_off,
         )
+
+    def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
+        """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
+        broken = self._breakers.avoided(now)
+        while broken and not self._nodes.can_serve(branch.total_tokens, broken):
+            broken = broken[1:]
+        return broken

@@ -203,8 +203,12 @@ class SimRouter(Process):
             client = self.clients.get(message.dispatch.request_id)
             if client is not None:
                 target = message.dispatch.target.node
-                client.hosts[self._hosts[node]] = None
-                client.hosts[self._hosts[rev.NodeRef(target.name, target.incarnation)]] = None
+                sender, receiver = self._hosts[node], self._hosts[rev.NodeRef(target.name, target.incarnation)]
+                client.hosts |= {sender: None, receiver: None}
+                roles = [host.partition("-")[0] for host in (sender, receiver)]
+                self.kernel.count(
+                    "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
+                )
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
