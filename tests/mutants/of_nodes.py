@@ -10,6 +10,7 @@ _DECODE: Final = ("tests/cores/test_decode_core.py", "tests/cores/test_branches.
 _LEASES: Final = ("tests/cores/test_leases_model.py",)
 _PREFILL: Final = ("tests/cores/test_prefill_core.py",)
 _LOOP: Final = ("tests/node/test_loop.py",)
+_CALLS: Final = ("tests/node/test_handoff_client.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -285,5 +286,21 @@ MUTANTS: Final = (
         "            event = self._inbox.take()\n"
         "            if event is None:\n                self._perform(self._core.tick(now), now)\n                return\n",
         _LOOP,
+    ),
+    Mutant(
+        "partition-is-a-full-node",
+        "A Reserve that a partition has swallowed is waited for as if the decode node were full: a minute, by gRPC's defaults.",
+        "node/handoff_client.py",
+        '("grpc.http2.ping_timeout_ms", 1_500)',
+        '("grpc.keepalive_timeout_ms", 1_500)',
+        _CALLS,
+    ),
+    Mutant(
+        "pings-close-the-connection",
+        "A node's server does not allow the pings of those who wait for it, and closes their connections.",
+        "node/handoff_client.py",
+        'SERVER_OPTIONS: Final = (("grpc.http2.min_ping_interval_without_data_ms", 100),)',
+        "SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = ()",
+        _CALLS,
     ),
 )
