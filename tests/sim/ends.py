@@ -61,6 +61,11 @@ class Trials:
             self.lost[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
 
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether an attempt has ended with less than was computed."""
+        return bool(self.failed or self.preempted)
+
     def have_spent(self, retries: int) -> bool:
         """Whether so many retries cannot pay for all that has failed."""
         return PREEMPTIONS_PER_RETRY * len(self.failed) + len(self.preempted) > PREEMPTIONS_PER_RETRY * retries
