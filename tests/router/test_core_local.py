@@ -85,6 +85,7 @@ def test_it_is_heard_as_the_receiver_and_a_prefill_node_that_comes_gets_the_next
     world.tokens_from("l1", "a", 0, [7])
     assert world.load("l1") == (0, 1), "its prompt is done"
     world.join(node_entry("p1", pb.ROLE_PREFILL))
+    assert world.degraded == [True, False] and world.core.degraded() == []
     world.submit("b", prompt=LONG)
     assert [(name, each.target.node.name) for name, each in world.dispatches("b")] == [("p1", "l1")]
     world.tokens_from("l1", "a", 1, [8], pb.FINISH_LENGTH)
