@@ -191,13 +191,13 @@ class _Run:
         """The instants of its beginning and of each token."""
         self.num_local += way == "local"
         instants = [time.monotonic()]
-        await self._stream(way, length, _PROBE_TOKENS, instants)
+        last = await self._stream(way, length, _PROBE_TOKENS, instants)
         if len(instants) <= _PROBE_TOKENS:
-            raise ClusterProblem(f"a probe of {length} tokens got {len(instants) - 1} of {_PROBE_TOKENS}")
+            raise ClusterProblem(f"a probe of {length} tokens got {len(instants) - 1} of {_PROBE_TOKENS}: {last}")
         return instants
 
-    async def _stream(self, way: str, num_prompt: int, max_tokens: int, instants: list[float]) -> None:
-        """One request; `instants` gets when each of its tokens came."""
+    async def _stream(self, way: str, num_prompt: int, max_tokens: int, instants: list[float]) -> str:
+        """One request; `instants` gets when each of its tokens came. The last words of its answer."""
         server = self._servers[way]
         fields = {
             "model": self._model,
@@ -209,11 +209,16 @@ class _Run:
             "return_token_ids": True,
         }
 
+        last = b""
+
         def take(data: bytes, now: float) -> None:
+            nonlocal last
+            last = data
             instants.extend([now] * data.count(b'"completion_token_ids":['))
             self._said.set()
 
         await exchange(server, server.post(PATH, json.dumps(fields).encode()), take, lambda _at: None, None)
+        return last[-300:].decode("utf-8", "replace").strip()
 
 
 def _seen(probe: Sequence[float], streams: Sequence[Sequence[float]]) -> Probe:

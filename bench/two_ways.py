@@ -26,6 +26,7 @@ from bench.cluster import ClusterProblem
 from runtime.config import ENVIRONMENT_PREFIX, child_environment
 
 WAYS: Final[Mapping[str, int]] = {"handoff": 0, "local": 1 << 20}  # -> the router's --local-prefill-max-tokens
+_PATIENT: Final = ("--session-grace-s", "60")  # on a machine that others use too a node may be silent for seconds
 _POLL_S: Final = 0.05
 _START_BOUND_S: Final = 300.0
 
@@ -51,11 +52,13 @@ def started_two_ways(model: Path, chunk: int, sizes: Mapping[str, int]) -> Itera
         starter = _Starter(Path(folder), model.absolute(), processes)
         try:
             routers = {
-                way: starter.start(f"router-{way}", "router", "--port", "0", "--local-prefill-max-tokens", str(most))
+                way: starter.start(
+                    f"router-{way}", "router", *_PATIENT, "--port", "0", "--local-prefill-max-tokens", str(most)
+                )
                 for way, most in WAYS.items()
             }
             announced = {way: starter.ready(name) for way, name in routers.items()}
-            flags = ["--router", ",".join(each["registry"] for each in announced.values()), "--threads", "1"]
+            flags = ["--router", ",".join(each["registry"] for each in announced.values()), "--threads", "1", *_PATIENT]
             flags += [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
             prefill = starter.start("prefill", "deploy.node_process", "prefill", *flags)
             chunked = ("--local-prefill-chunk", str(chunk))

@@ -282,7 +282,9 @@ class NodeTable:
             if self._is_stranded(node) and node.num_prefills < max_inflight and self._has_room(node, total_tokens)
         ]
 
-    def spare_candidates(self, total_tokens: int, num_tokens: int, max_tokens: int) -> list[Candidate]:
+    def spare_candidates(
+        self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
+    ) -> list[Candidate]:
         """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once.
 
         Not where somebody waits for room: those with a short prompt would overtake who asks for a lease.
@@ -291,6 +293,7 @@ class NodeTable:
             node.decode_candidate()
             for node in self
             if node.prefills_locally
+            and node.num_prefills < max_inflight
             and node.prefill_tokens + num_tokens <= max_tokens
             and not node.load.waiting
             and self._has_room(node, total_tokens)

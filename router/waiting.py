@@ -102,7 +102,7 @@ class WaitingBranches:
             branch.num_tokens * (1 + len(self._mates(branch))),
             self._config.local_prefill_max_tokens,
         )
-        spare = self._nodes.spare_candidates(total_tokens, num_tokens, max_tokens) if num_tokens <= max_tokens else []
+        spare = self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, max_tokens)
         pair = self._placement.choose_alone(spare, excluded=excluded, avoided=avoided)
         if pair is not None:
             return pair, "local_short"

@@ -45,7 +45,7 @@ def check_node(node: SimNode) -> None:
         check_leases(node, state, states)
         check_what_is_touched(node, states)
         check_bounds(node, state)
-        node.is_busy = any(state.get(name) for name in ("attempts", "branches", "blocks_of_leases"))
+        node.is_busy = any(state.get(name) for name in ("attempts", "branches", "local_branches", "blocks_of_leases"))
     check_timer(node, node.core.next_deadline(), node.is_busy)
     check_sessions(node.label, node.listener.take_touched())
 
@@ -128,6 +128,7 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
         "attempts": limits.max_attempts,
         "fences": limits.max_fences,
         "branches": node.num_slots,
+        "local_branches": node.num_slots + limits.max_attempts,
         "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,
         "reserves_unanswered": MAX_UNANSWERED,
@@ -135,7 +136,7 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
     for name, most in bounds.items():
         number = state.get(name, 0)
         assert isinstance(number, int) and number <= most, f"{node.label}: {number} {name}, {most} at most"
-    assert node.scheduler.num_waiting <= limits.max_attempts, (
+    assert node.scheduler.num_waiting <= limits.max_attempts + node.num_slots * node.prefills_locally, (
         f"{node.label}: {node.scheduler.num_waiting} sequences wait"
     )
     assert len(node.runner.unread) <= 2, f"{node.label}: {len(node.runner.unread)} steps are unread"
@@ -234,6 +235,7 @@ _MUST_BE_ZERO = {
     "leases",
     "blocks_of_leases",
     "branches",
+    "local_branches",
     "fences",
     "waiting_reserves",
 }

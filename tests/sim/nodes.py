@@ -82,7 +82,9 @@ class SimNode(Process):
         self.pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
         reserve = ReserveConfig(knobs.reserve_policy)
         sizes = (knobs.num_slots, knobs.max_batched_tokens, knobs.max_model_len)
-        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False)
+        self.prefills_locally = self.role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
+        beside_decodes = knobs.local_prefill_chunk if self.prefills_locally else None
+        config = SchedulerConfig(*sizes, beside_decodes, reserve=reserve, resumes_preempted=False)
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
@@ -107,7 +109,8 @@ class SimNode(Process):
         self.is_changed = True  # since the invariants of the core were looked at
         parts = (self.scheduler, self.pool, self.memory)
         self.runner = SimRunner(self, parts, knobs, self.rng, self._step_done)
-        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
+        itself = self.identity.to_proto() if self.prefills_locally else None
+        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
         self._num_calls = 0
@@ -136,6 +139,7 @@ class SimNode(Process):
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
+            local_prefill=self.prefills_locally,
         )
 
     def _tell(self, what: str, why: str) -> None:

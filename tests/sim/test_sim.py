@@ -101,5 +101,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "plans with several branches",
         "preempted",
         "pd_errors:PREEMPTED",
+        "dispatches:local_short",
+        "dispatches:local_absent",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
