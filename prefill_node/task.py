@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from connector.handoff import SenderState
-from connector.transport import LeaseRef
 from engine.plan import BranchToken
 from engine.sequence import SequenceSpec
 from node.events import RouterId
+from node.handing_over import Handover
 from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -44,9 +43,9 @@ class Work:
         return tuple(key for key, _ in self.branches)
 
     @property
-    def more_choices(self) -> list[int]:
+    def more_choices(self) -> tuple[int, ...]:
         """The branches but the first."""
-        return [key.choice for key, _ in self.branches[1:]]
+        return tuple(key.choice for key, _ in self.branches[1:])
 
     @property
     def num_tokens(self) -> int:
@@ -97,27 +96,13 @@ def work_of(router: RouterId, message: pb.Dispatch, key_seed: bytes, block_size:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """The receiver's promise, and the link that leads to it."""
-
-    ref: LeaseRef
-    link_id: str
-    life_s: float
-
-
 @dataclass(slots=True)
 class PrefillTask:
-    """Work in progress. Owned by the core; `state` changes through step_sender only."""
+    """Work in progress. Owned by the core."""
 
     work: Work
-    state: SenderState = SenderState.IDLE
-    lease: HeldLease | None = None  # from WRITING on
-    renew_at: float = float("inf")
-    overdue_at: float = float("inf")  # lease end while WRITING, patience while COMMITTING and DRAINING
+    handover: Handover
     num_computed: int = 0  # leading tokens whose KV is final
-    num_queued: int = 0  # leading blocks given to the link, or held by the receiver already
-    num_unread: int = 0  # blocks that the link may still read
     first_tokens: dict[AttemptKey, BranchToken] = field(default_factory=dict)  # of every branch; empty until computed
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of the prompt so far, where asked for
     open: dict[AttemptKey, None] = field(
@@ -130,20 +115,13 @@ class PrefillTask:
     def __post_init__(self) -> None:
         self.open = dict.fromkeys(self.work.keys)
 
-    @property
-    def held_lease(self) -> HeldLease:
-        """The lease, from WRITING on."""
-        if self.lease is None:
-            raise AssertionError(f"{self.state.name} without a lease")
-        return self.lease
-
     def completion_token_ids(self, key: AttemptKey) -> tuple[int, ...]:
         """All completion tokens of the branch that this node knows."""
         sampled = (self.first_tokens[key].token_id,) if self.first_tokens else ()
         return self.work.generated_token_ids + sampled
 
     def blocks_to_write(self, block_ids: Sequence[int], block_size: int) -> tuple[tuple[int, int], ...]:
-        """(block index in the lease, block id) of what is complete by now and was not queued before, which it is now.
+        """(block index in the lease, block id) of what is complete by now and was not queued before.
 
         The lease has the full blocks, then one block per branch: where a partial block is left, the same is written to each.
         """
@@ -151,19 +129,4 @@ class PrefillTask:
         num_ready = self.num_computed // block_size
         if self.first_tokens:
             num_ready = num_full + (len(self.work.branches) if num_tail_tokens else 0)
-        blocks = tuple((index, block_ids[min(index, num_full)]) for index in range(self.num_queued, num_ready))
-        self.num_queued = max(self.num_queued, num_ready)
-        self.num_unread += len(blocks)
-        return blocks
-
-    def next_timer(self) -> float:
-        """When the core must look at this task again."""
-        match self.state:
-            case SenderState.WRITING:
-                return min(self.renew_at, self.overdue_at, self.work.deadline)
-            case SenderState.COMMITTING:
-                return min(self.overdue_at, self.work.deadline)
-            case SenderState.DRAINING:
-                return self.overdue_at
-            case _:
-                return self.work.deadline
+        return tuple((index, block_ids[min(index, num_full)]) for index in range(self.handover.num_queued, num_ready))

@@ -51,13 +51,13 @@ class Tasks:
             return None
         return f"{len(self._tasks)} attempts and {len(self.fence)} fences are the most that it keeps"
 
-    def add(self, work: Work) -> PrefillTask:
+    def add(self, task: PrefillTask) -> None:
         """Take the attempt; older ones of its branches were ended with `older`."""
-        task = self._tasks[work.key] = PrefillTask(work)
+        work = task.work
+        self._tasks[work.key] = task
         self._here.update(work.keys)
         for key in work.keys:
             self._holders[key.branch] = task
-        return task
 
     def older(self, key: AttemptKey) -> tuple[PrefillTask, AttemptKey] | None:
         """The attempt that has the branch of `key` open, and its number there, if it is an older one."""

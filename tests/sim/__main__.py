@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from runtime.config import knob, load
 from router.waiting import KINDS
+from runtime.config import knob, load
 from tests.sim.outcome import Outcome, run_scenario
 from tests.sim.scenario import draw_scenario
 from tests.sim.shrink import Shrinker

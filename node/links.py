@@ -16,7 +16,9 @@ class _Link:
 class Links:
     """One link per receiver incarnation, shared by its attempts; a lost one is replaced under a new id."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: str = "") -> None:
+        """`tag` is in every link's id: several senders in one process must not make the same."""
+        self._tag = tag
         self._links: dict[str, _Link] = {}
         self._current: dict[tuple[str, int], str] = {}
         self._num_made = 0
@@ -28,7 +30,7 @@ class Links:
     def make(self, receiver: tuple[str, int]) -> str:
         """A new link's id: unique, and readable in logs as who and which."""
         self._num_made += 1
-        link_id = f"{receiver[0]}@{receiver[1]:x}/{self._num_made}"
+        link_id = f"{receiver[0]}@{receiver[1]:x}/{self._tag}{self._num_made}"
         self._links[link_id] = _Link(receiver)
         self._current[receiver] = link_id
         return link_id
@@ -63,6 +65,9 @@ class Links:
         self.retire(link_id)
         link = self._links.pop(link_id, None)
         return list(link.leases.values()) if link else []
+
+    def __contains__(self, link_id: object) -> bool:
+        return link_id in self._links
 
     def __len__(self) -> int:
         return len(self._links)
