@@ -43,6 +43,7 @@ class SimRouter(Process):
         self.config = RouterCoreConfig(
             max_queue=knobs.max_queue,
             max_inflight_prefills=knobs.max_inflight_prefills,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens,
             preempt_retry_count=knobs.retries,
             preempt_retry_exclude_decode=knobs.excludes_decode,
             max_nodes_lost=knobs.max_nodes_lost,
