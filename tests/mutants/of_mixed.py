@@ -231,7 +231,7 @@ MUTANTS: Final = (
     Mutant(
         "mixed-cannot-be-half-a-pair",
         "A mixed node takes prompts of its own only.",
-        "router/nodes.py",
+        "router/node_state.py",
         "DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})",
         "DECODING: Final = frozenset({pb.ROLE_DECODE})",
         _ROUTER,
