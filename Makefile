@@ -70,7 +70,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
-	@$(BIN)/python -m pytest $(TEST_FLAGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
