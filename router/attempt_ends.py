@@ -64,6 +64,10 @@ class AttemptEnds:
         else:
             self._retry(branch, pair, error, now)
 
+    def unscored(self, branch: LiveBranch, pair: Pair, now: float) -> None:
+        """The branch is complete, and its prompt's logprobs have not come: its prefill node died with them, or its session."""
+        self._retry(branch, pair, node_lost(pair.prefill, "before the prompt's logprobs arrived"), now)
+
     def fail_at(self, name: str, what: str, now: float) -> None:
         """Note for a node's circuit what failed there."""
         if self._breakers.failed(name, what, now):
@@ -108,7 +112,7 @@ class AttemptEnds:
     def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float) -> None:
         if why is Over.FINAL:
             self._live.fail(branch, error.code, error.message, now)
-        elif branch.log or self._live.has_told(branch.key.request_id):
+        elif (branch.log or self._live.has_told(branch.key.request_id)) and not branch.awaits_prompt_logprobs:
             self._live.cancel(branch, now)
             self._live.finish_when_scored(branch, RESCHEDULED, now)
         else:
