@@ -59,6 +59,9 @@ class RouterConfig:
     max_nodes_lost: int = knob(
         2, "nodes that may die while a choice is on them before it fails: it may be what kills them", low=1, high=100
     )
+    max_moves: int = knob(
+        8, "times that a choice may go from decode node to decode node, KV and all, before it stays", low=0, high=1000
+    )
     no_nodes_grace_s: float = knob(
         10.0,
         "seconds that requests wait when the last node of a role has gone, for one to come back; then they are "

@@ -25,6 +25,7 @@ class RouterCoreConfig:
     preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
     preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
     max_nodes_lost: int = 2  # a branch that was on so many when they died fails
+    max_moves: int = 8  # of a branch, from decode node to decode node
     no_nodes_grace_s: float = 10.0  # how long a last pair of nodes may be gone before requests are turned away
     breaker_failures: int = 5  # requests in a row that a node fails before it is left alone
     seed: int = 0  # of the jitter
@@ -36,6 +37,9 @@ class RouterCoreConfig:
     max_refusal_wait_s: float = 2.0  # whatever it says: the branch holds up those behind it meanwhile
     min_backoff_s: float = 0.1  # before the second attempt in a row that follows a failure; the first follows at once
     max_backoff_s: float = 5.0
+    move_retry_s: float = (
+        0.5  # when a holder may ask for a target again, and before which a target that it failed at is not named
+    )
     retry_after_s: float = 1.0  # what a client turned away is told
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 

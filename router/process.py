@@ -143,6 +143,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         preempt_retry_count=config.preempt_retry_count,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
         max_nodes_lost=config.max_nodes_lost,
+        max_moves=config.max_moves,
         no_nodes_grace_s=config.no_nodes_grace_s,
         breaker_failures=config.breaker_failures,
         seed=seed,
