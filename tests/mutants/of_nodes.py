@@ -11,6 +11,7 @@ _LEASES: Final = ("tests/cores/test_leases_model.py",)
 _PREFILL: Final = ("tests/cores/test_prefill_core.py",)
 _LOOP: Final = ("tests/node/test_loop.py",)
 _DRAIN: Final = ("tests/node/test_drain.py",)
+_CALLS: Final = ("tests/node/test_handoff_client.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -318,5 +319,21 @@ MUTANTS: Final = (
         "self._deliver_by = now + DELIVERY_S",
         "self._deliver_by = now + 3600",
         _DRAIN,
+    ),
+    Mutant(
+        "partition-is-a-full-node",
+        "A Reserve that a partition has swallowed is waited for as if the decode node were full: a minute, by gRPC's defaults.",
+        "node/handoff_client.py",
+        '("grpc.http2.ping_timeout_ms", 1_500)',
+        '("grpc.keepalive_timeout_ms", 1_500)',
+        _CALLS,
+    ),
+    Mutant(
+        "pings-close-the-connection",
+        "A node's server does not allow the pings of those who wait for it, and closes their connections.",
+        "node/handoff_client.py",
+        'SERVER_OPTIONS: Final = (("grpc.http2.min_ping_interval_without_data_ms", 100),)',
+        "SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = ()",
+        _CALLS,
     ),
 )

@@ -11,6 +11,7 @@ import grpc
 
 from node import events as ev
 from node.ending import Ending
+from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.routers import Routers
@@ -74,7 +75,7 @@ async def serve_node(
     identity, counters, calls = NodeIdentity("n0", INCARNATION), Counters(), PendingCalls()
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
     routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     ending = Ending(ScriptedCore(), default_timeout_s=25.0)
     service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
