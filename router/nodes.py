@@ -40,7 +40,8 @@ class NodeChange:
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
-    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
+    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -123,7 +124,9 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.session in (Session.UP, Session.BROKEN):
+        if node.entry.draining:
+            change.drained.add(node.ref)
+        elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]

@@ -197,4 +197,12 @@ MUTANTS: Final = (
         "while broken:",
         _BREAKER,
     ),
+    Mutant(
+        "drained-counts-as-lost",
+        "What was on its way to a node that has ended as it said it would pays a retry, and a few of them end the request.",
+        "router/nodes.py",
+        "        if node.entry.draining:\n            change.drained.add(node.ref)\n",
+        "        if node.entry.draining and node.session is Session.LOST:\n            change.drained.add(node.ref)\n",
+        ("tests/router/test_core_draining.py",),
+    ),
 )
