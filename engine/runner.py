@@ -71,6 +71,8 @@ class TorchRunner:
         """Compute one step. Raises PlanError if it does not fit the slots."""
         if plan.arrived_block_ids:
             self._kv.to_device(plan.arrived_block_ids)
+        if plan.leaving_block_ids:
+            self._kv.to_host(plan.leaving_block_ids)
         for start in plan.starts:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
