@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bench.limits import Limits
 
 PROG: Final = "python -m bench.engine"
+_WIDTH: Final = 160  # of a table that goes to a file
 _STEPS_A_ROUND: Final = 5
 _PARTS_STEPS: Final = 5
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(EngineConfig, PROG, "Measure an engine's steps against the limits of this machine.", argv)
     set_thread_environment(config.threads)  # before torch loads
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH
     try:
         figures, facts = _measure(config, console)
     except ValueError as error:

@@ -11,7 +11,7 @@ first row that may see it. Not here: who owns which block; where the bytes come 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -69,19 +69,17 @@ class KvMemory:
         """The file descriptor by which another process of this host can map the bytes, for reading."""
         return self._shared.descriptor
 
-    def to_host(self, block_ids: Iterable[int]) -> None:
-        """Copy blocks from the device to where transports read them; returns when they are there."""
-        if self.is_mirrored:
-            _copy_blocks(self.tensor, self._host, block_ids)
+    def gather(self, block_ids: Sequence[int]) -> Tensor:
+        """What these blocks hold on the device behind all that it was given so far: a copy that later steps do not change."""
+        return self.tensor.index_select(0, torch.tensor(block_ids, dtype=torch.int64).to(self.tensor.device))
+
+    def to_host(self, block_ids: Sequence[int], gathered: Tensor) -> None:
+        """Put what was gathered of these blocks where transports read them."""
+        self._host.index_copy_(0, torch.tensor(block_ids, dtype=torch.int64), gathered)
 
     def to_device(self, block_ids: Iterable[int]) -> None:
         """Copy blocks that arrived to where the rows of later steps see them."""
-        if self.is_mirrored:
-            _copy_blocks(self._host, self.tensor, block_ids)
-
-
-def _copy_blocks(source: Tensor, target: Tensor, block_ids: Iterable[int]) -> None:
-    """Gathered first, so that a device is asked for one copy and not for one a block."""
-    index = torch.tensor(list(block_ids), dtype=torch.int64)
-    gathered = source.index_select(0, index.to(source.device)).to(target.device)
-    target.index_copy_(0, index.to(target.device), gathered)
+        if self.is_mirrored:  # gathered first, so that the device is asked for one copy and not for one a block
+            index = torch.tensor(list(block_ids), dtype=torch.int64)
+            gathered = self._host.index_select(0, index).to(self.tensor.device)
+            self.tensor.index_copy_(0, index.to(self.tensor.device), gathered)

@@ -225,3 +225,35 @@ class Runner(Protocol):
 
     def run(self, plan: Plan) -> StepResult:
         """Compute the step and wait for its tokens. Called from one thread only."""
+
+
+class Launched(Protocol):
+    """A step that a device may still be computing."""
+
+    def is_done(self) -> bool:
+        """Whether `read` would not wait."""
+
+    def read(self) -> StepResult:
+        """Its tokens; waits for them. Called once, in the order of the plans."""
+
+
+class Launcher(Protocol):
+    """A runner whose device may be slower than it: a step can be launched before the one before it has been read."""
+
+    def launch(self, plan: Plan) -> Launched:
+        """Begin the step. Called from one thread only, as everything that this returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed while it was launched; see Launched."""
+
+    result: StepResult
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self) -> StepResult:
+        """Waits for nothing."""
+        return self.result

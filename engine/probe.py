@@ -17,13 +17,14 @@ _BLOCK_SIZE = 16
 _BLOCKS_EACH = -(-_NUM_TOKENS // _BLOCK_SIZE)
 
 
-def probe_bit_exact(model: Model) -> bool:
-    """Compute some rows whole, in chunks, alone and in a batch; return whether all logits have the same bits.
+def find_inexactness(model: Model) -> str | None:
+    """Compute some rows whole, in chunks, alone and in a batch; None if all logits have the same bits, else why not, in words.
 
     One layer and the head: the others have the same shapes. Costs four small steps, unless the back end knows that it is not.
     """
+    name = model.kernels.name
     if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
-        return False
+        return f"{name} kernels do not promise it for {model.dtype} on this machine"
     shallow = model.first_layers(1)
     kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype, model.embedding.device)
     stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
@@ -38,4 +39,6 @@ def probe_bit_exact(model: Model) -> bool:
     logits(Segment(one[:67], 0, blocks_one, 0), Segment(two, 0, blocks_two, 0))
     chunk = logits(Segment(one[67:69], 67, blocks_one, 2), Segment(two[-1:], _NUM_TOKENS - 1, blocks_two, 0))
     decode = logits(Segment(one[69:], 69, blocks_one, 1))
-    return torch.equal(whole, torch.cat((chunk, decode)))
+    if torch.equal(whole, torch.cat((chunk, decode))):
+        return None
+    return f"with {name} kernels the same rows gave other bits in chunks and in a batch than alone"

@@ -3,7 +3,11 @@
 A slot keeps what a plan does not repeat: its owner's block table, the token that its next decode row feeds, where its random
 stream stands, and, where its owner asked for penalties or its prompt's logprobs, the tokens that they are about. A step with
 overlap is planned before the tokens of the step before are known; that is why the last token lives here. One thread calls
-`run`, in the order of the plans.
+it, in the order of the plans.
+
+On a device that computes by itself (CUDA) a step is launched and read later: where its rows ask for no more than a temperature
+and a seed, their tokens are drawn there (engine/device_sampler.py), the next step's rows take them from there, and nothing
+waits. Any other step is drawn on the host, behind all that was launched before it.
 
 Not here: which rows run, which blocks they get, when a sequence ends.
 """
@@ -13,11 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import BatchBuffers, Chunk, DecodeRows, SlotTables
+from engine.device import HostCopies
+from engine.device_sampler import draws_on_device, sample_on_device
 from engine.kv_memory import KvMemory
 from engine.logprobs import LogitsError, token_logprobs
 from engine.model import Model
@@ -28,6 +37,8 @@ from engine.plan import (
     BranchToken,
     DecodeRow,
     Decodes,
+    Done,
+    Launched,
     Plan,
     PrefillChunk,
     SamplingParams,
@@ -51,8 +62,20 @@ class PlanError(RuntimeError):
 class TorchRunner:
     """engine.plan.Runner over a model and its KV memory."""
 
-    def __init__(self, model: Model, kv_memory: KvMemory, num_slots: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_memory: KvMemory,
+        num_slots: int,
+        max_model_len: int,
+        *,
+        is_asynchronous: bool | None = None,
+    ) -> None:
+        """`is_asynchronous`: whether the device computes by itself; None: where it is not a CPU. True on a CPU is for tests."""
         self._model = model
+        device = kv_memory.tensor.device
+        self._is_asynchronous = device.type != "cpu" if is_asynchronous is None else is_asynchronous
+        self._last_on_device = torch.zeros(num_slots, dtype=torch.int64, device=device)  # read where it is asynchronous
         self._kv = kv_memory
         self._num_blocks = kv_memory.num_blocks
         max_blocks = -(-max_model_len // kv_memory.block_size)
@@ -69,6 +92,10 @@ class TorchRunner:
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
+        return self.launch(plan).read()
+
+    def launch(self, plan: Plan) -> Launched:
+        """See Launcher. Raises PlanError if it does not fit the slots."""
         if plan.arrived_block_ids:
             self._kv.to_device(plan.arrived_block_ids)
         if plan.leaving_block_ids:
@@ -77,24 +104,61 @@ class TorchRunner:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
-            return StepResult.of(plan.step_id, list(map(self._leave, plan.marks)))
+            return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))
         self._take_blocks(plan.decodes, plan.chunks)
         chunks = [self._chunk(row) for row in plan.chunks]
         slots = plan.decodes.slots
         decodes = DecodeRows(slots, plan.decodes.positions, self._last_token_id[slots])
         batch = self._buffers.lay_out(self._tables, decodes, chunks)
-        logits = self._model.forward(batch, self._kv.tensor, self._memory).cpu()  # the sampler's side; on a CPU no copy
-        if self._kv.is_mirrored and chunks:
-            self._kv.to_host(self._blocks_of(chunks))  # before the result says that a sender may read them
+        if self._is_asynchronous:
+            batch = batch._replace(token_ids=self._fed_on_device(batch.token_ids, slots))
+        logits = self._model.forward(batch, self._kv.tensor, self._memory)
+        written = self._blocks_of(chunks) if self._kv.is_mirrored else []
         nums_logits = [1] * len(plan.decodes) + [chunk.num_logits for chunk in chunks]
         ends = list(accumulate(nums_logits))
         last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
+        if self._is_asynchronous and (drawn := self._draw_on_device(logits, last_rows, sum(nums_logits))) is not None:
+            copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
+            answers = [(row.slot, row.generation) for row in rows]
+            marked = list(map(self._leave, plan.marks))
+            return _UnderWay(plan.step_id, answers, [*last_rows], marked, copies, written, self._kv)
+        if written:  # before the result says that a sender may read them
+            self._kv.to_host(written, self._kv.gather(written).cpu())
+        logits = logits.cpu()  # the sampler's side; on a CPU no copy
         sampled = self._sample(logits, last_rows)
         results = [
             self._result(row, logits, (end - num_logits, end), sampled.get(row.slot, [NO_TOKEN]))
             for row, num_logits, end in zip(rows, nums_logits, ends, strict=True)
         ]
-        return StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks)))
+        return Done(StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks))))
+
+    def _fed_on_device(self, token_ids: Tensor, decode_slots: NDArray[np.int64]) -> Tensor:
+        """The rows' tokens on the device, those of decode rows from where the steps before put them."""
+        on_device = token_ids.to(self._last_on_device.device, copy=True)
+        slots = torch.from_numpy(decode_slots).to(on_device.device)
+        on_device[: len(slots)] = self._last_on_device[slots]
+        return on_device
+
+    def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:
+        """Draw and note these slots' next tokens without waiting: [num_slots] int64; None if some row asks for more."""
+        slots = [*row_of_slot]
+        draws = self._draws(slots)
+        if len(slots) != num_logits or not all(map(self._is_plain, slots, draws)):
+            return None
+        drawn = sample_on_device(logits[[*row_of_slot.values()]], draws)
+        at = torch.tensor(slots, dtype=torch.int64).to(drawn.device)
+        self._last_on_device[at] = drawn.clamp(min=0)
+        self._next_index[slots] += 1
+        return drawn
+
+    def _draws(self, slots: list[int]) -> list[Draw]:
+        counts = [self._counts[slot] for slot in slots]
+        return list(map(Draw, [self._sampling[slot] for slot in slots], self._next_index[slots].tolist(), counts))
+
+    def _is_plain(self, slot: int, draw: Draw) -> bool:
+        """Whether its answer is one token id that can be drawn on the device."""
+        is_told_more = draw.sampling.num_logprobs is not None or self._prompt[slot] or self._branch_seeds[slot]
+        return not is_told_more and draws_on_device(draw)
 
     def _leave(self, mark: SlotMark) -> SlotResult:
         """Its owner's last row ran in an earlier step: nothing is under way."""
@@ -111,9 +175,7 @@ class TorchRunner:
         Behind a slot's own token come those of its further branches, whose seeds are used up by this.
         """
         slots = [*row_of_slot]
-        counts = [self._counts[slot] for slot in slots]
-        indices = self._next_index[slots].tolist()
-        draws = list(map(Draw, [self._sampling[slot] for slot in slots], indices, counts))
+        draws = self._draws(slots)
         rows = [*row_of_slot.values()]
         branches = [(at, seed) for at, slot in enumerate(slots) for seed in self._branch_seeds[slot]]
         for at, seed in branches:
@@ -125,12 +187,20 @@ class TorchRunner:
             token_ids[slots[at]].append(token_id)
             self._branch_seeds[slots[at]] = ()
         # A broken row's next one was planned already: feed it anything.
-        self._last_token_id[slots] = np.maximum(drawn[: len(slots)], 0)
+        self._note(slots, np.maximum(drawn[: len(slots)], 0))
         self._next_index[slots] += 1
-        for own, token_id in zip(counts, drawn, strict=False):
-            if own is not None and token_id != BROKEN_ROW:
-                own.add(token_id)
+        for draw, token_id in zip(draws, drawn[: len(slots)], strict=False):
+            if draw.counts is not None and token_id != BROKEN_ROW:
+                draw.counts.add(token_id)
         return token_ids
+
+    def _note(self, slots: Sequence[int], token_ids: Sequence[int] | NDArray[np.int64]) -> None:
+        """What the slots' next decode rows feed."""
+        self._last_token_id[slots] = token_ids
+        if self._is_asynchronous:
+            device = self._last_on_device.device
+            fed = torch.tensor(self._last_token_id[slots]).to(device)
+            self._last_on_device[torch.tensor(slots, dtype=torch.int64).to(device)] = fed
 
     def _result(
         self, row: DecodeRow | PrefillChunk, step_logits: Tensor, span: tuple[int, int], token_ids: list[int]
@@ -164,7 +234,7 @@ class TorchRunner:
             raise PlanError(f"slot {slot}: generation {start.generation} does not follow {self._generation[slot]}")
         self._generation[slot] = start.generation
         self._tables.num_blocks[slot] = 0
-        self._last_token_id[slot] = start.last_token_id
+        self._note([slot], [start.last_token_id])
         self._next_index[slot] = start.next_index
         self._sampling[slot] = start.sampling
         has_penalties = start.sampling.has_penalties
@@ -210,6 +280,31 @@ class TorchRunner:
         # Of a prompt whose logprobs are wanted every row has a next token to tell of, but for the tokens of earlier attempts.
         is_told = row.start + 1 < len(self._prompt[row.slot])
         return Chunk(row.slot, row.start, row.token_ids, len(row.token_ids) if is_told else int(row.samples))
+
+
+class _UnderWay(NamedTuple):
+    """A step whose tokens were drawn on the device; see Launched."""
+
+    step_id: int
+    rows: list[tuple[int, int]]  # slot and generation of each
+    drawn_slots: list[int]
+    marked: list[SlotResult]
+    copies: HostCopies  # of the drawn tokens, and of the blocks
+    written: list[int]  # blocks that senders may read once the step is told
+    kv: KvMemory
+
+    def is_done(self) -> bool:
+        """See Launched."""
+        return self.copies.is_done()
+
+    def read(self) -> StepResult:
+        """See Launched."""
+        drawn, *gathered = self.copies.wait()
+        if gathered:
+            self.kv.to_host(self.written, gathered[0])
+        token_ids = dict(zip(self.drawn_slots, drawn.tolist(), strict=True))
+        answers = [SlotResult(slot, generation, token_ids.get(slot, NO_TOKEN)) for slot, generation in self.rows]
+        return StepResult.of(self.step_id, (*answers, *self.marked))
 
 
 def _samples(row: DecodeRow | PrefillChunk) -> bool:

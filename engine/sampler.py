@@ -35,9 +35,9 @@ from engine.token_counts import TokenCounts
 from kernels.interface import Contenders, Kernels
 
 _MASK_64: Final = (1 << 64) - 1
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
 _NOISE_SPAN: Final = 41.0
 _COLDEST: Final = 1e-30
@@ -69,7 +69,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
         greatest, ids = contenders.greatest[row], contenders.ids[row]
         if not np.isfinite(greatest):
             token_ids.append(BROKEN_ROW)
-        elif _changes_logits(draw):
+        elif changes_logits(draw):
             values = _changed(logits[row].double().numpy(), draw)
             token_id = int(values.argmax())
             if draw.sampling.temperature > 0:
@@ -78,7 +78,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
             token_ids.append(token_id)
         elif draw.sampling.temperature == 0:
             token_ids.append(int(contenders.greatest_ids[row]))
-        elif ids is None or not _is_drawn_plainly(draw):
+        elif ids is None or not is_drawn_plainly(draw):
             token_ids.append(_draw_one(_below(logits[row], greatest), draw))
         else:
             few.append(row)
@@ -100,7 +100,7 @@ def _draw_among_few(logits: Tensor, draws: Sequence[Draw], contenders: Contender
     scores = (values - np.repeat(contenders.greatest[[*rows]], counts)).astype(np.float64)
     with np.errstate(over="ignore"):
         scores /= np.repeat([draws[row].sampling.temperature for row in rows], counts)
-    streams = np.array([_stream(draws[row].sampling.seed, draws[row].token_index) for row in rows], np.uint64)
+    streams = np.array([noise_stream(draws[row].sampling.seed, draws[row].token_index) for row in rows], np.uint64)
     scores += _noise(np.repeat(streams, counts), token_ids)
     ends = np.cumsum(counts).tolist()
     firsts = [0, *ends[:-1]]
@@ -111,8 +111,8 @@ def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) 
     """Each row's greatest logit and, where a back end can tell, the few tokens that a plain draw may take."""
     if kernels is not None:
         # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
-        temperatures = [max(draw.sampling.temperature, _COLDEST) if _is_drawn_plainly(draw) else 0.0 for draw in draws]
-        streams = [_stream(draw.sampling.seed, draw.token_index) for draw in draws]
+        temperatures = [max(draw.sampling.temperature, _COLDEST) if is_drawn_plainly(draw) else 0.0 for draw in draws]
+        streams = [noise_stream(draw.sampling.seed, draw.token_index) for draw in draws]
         found = kernels.contenders(logits, np.array(temperatures, np.float32), np.array(streams, np.uint64))
         if found is not None:
             return found
@@ -140,32 +140,32 @@ def largest_ids(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def gumbel_noise(seed: int, token_index: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Standard Gumbel noise of these token ids at this index of a completion."""
-    return _noise(_stream(seed, token_index), token_ids)
+    return _noise(noise_stream(seed, token_index), token_ids)
 
 
 def _noise(streams: np.uint64 | NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """The same where each token id's stream is known."""
-    state = streams + (token_ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    state = streams + (token_ids.astype(np.uint64) + np.uint64(1)) * GOLDEN
     uniform = ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise
 
 
-def _stream(seed: int, token_index: int) -> np.uint64:
+def noise_stream(seed: int, token_index: int) -> np.uint64:
     """Where the noise of this index begins."""
     state = (_mix_one(seed & _MASK_64) + token_index) & _MASK_64
     return np.uint64(_mix_one(state))
 
 
-def _is_drawn_plainly(draw: Draw) -> bool:
+def is_drawn_plainly(draw: Draw) -> bool:
     """Whether any token may be drawn, by its own logit."""
     sampling = draw.sampling
     return sampling.temperature > 0 and not (
-        sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or _changes_logits(draw)
+        sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or changes_logits(draw)
     )
 
 
-def _changes_logits(draw: Draw) -> bool:
+def changes_logits(draw: Draw) -> bool:
     """Whether bias, ban or penalties have anything to do."""
     return _bans_stops(draw) or bool(draw.sampling.logit_bias) or draw.counts is not None
 
@@ -243,13 +243,13 @@ def _nucleus_size(weights: NDArray[np.float64], wanted: float) -> int:
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finaliser; array arithmetic wraps at 64 bits, as it must."""
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    state = (state ^ (state >> np.uint64(30))) * MIX_1
+    state = (state ^ (state >> np.uint64(27))) * MIX_2
     return state ^ (state >> np.uint64(31))
 
 
 def _mix_one(state: int) -> int:
     """The same of one number."""
-    state = (state ^ (state >> 30)) * int(_MIX_1) & _MASK_64
-    state = (state ^ (state >> 27)) * int(_MIX_2) & _MASK_64
+    state = (state ^ (state >> 30)) * int(MIX_1) & _MASK_64
+    state = (state ^ (state >> 27)) * int(MIX_2) & _MASK_64
     return state ^ (state >> 31)

@@ -44,22 +44,36 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 class TensorFiles:
-    """Open safetensors files as one mapping from tensor name to tensor. A context manager."""
+    """Open safetensors files as one mapping from tensor name to tensor. A context manager.
+
+    Raises ModelError where a file cannot be read, or an index puts a tensor elsewhere than it is.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         self._open_files = ExitStack()
         self._readers: dict[str, Any] = {}  # safe_open has no types for what is read from it
+        try:
+            self._open(model_dir)
+        except ModelError:
+            self._open_files.close()
+            raise
+
+    def _open(self, model_dir: Path) -> None:
+        index_path = model_dir / INDEX_FILE
+        said = dict(_read_weight_map(index_path)) if index_path.exists() else {}
         for path in find_weight_files(model_dir):
             try:
                 reader = self._open_files.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                self._open_files.close()
                 raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
             for name in reader.keys():  # noqa: SIM118 - not a mapping
                 if name in self._readers:
-                    self._open_files.close()
                     raise ModelError(f"tensor {name} is in two files of {model_dir}, the second is {path.name}")
+                if (where := said.pop(name, path.name)) != path.name:
+                    raise ModelError(f"tensor {name} is in {path.name}, {INDEX_FILE} puts it into {where}")
                 self._readers[name] = reader
+        for name, where in said.items():
+            raise ModelError(f"tensor {name} is not in {where}, where {INDEX_FILE} puts it")
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from engine.fingerprint import fingerprint_fields
 from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.model import load_model
 from engine.model_config import ModelConfig, read_model_config
-from engine.probe import probe_bit_exact
+from engine.probe import find_inexactness
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -48,7 +48,7 @@ class NodeEngine:
     memory: KvMemory
     runner: TorchRunner
     parts: CoreParts
-    is_bit_exact: bool
+    inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
@@ -101,4 +101,4 @@ def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempte
         key_seed=key_seed,
     )
     runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
-    return NodeEngine(model_config, sizes, memory, runner, parts, probe_bit_exact(model), model.shortfall)
+    return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)

@@ -77,9 +77,9 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:
         log_event(LOG, logging.WARNING, "slow_kernels", node=name, reason=engine.kernels_shortfall)
-    if not engine.is_bit_exact:
+    if engine.inexactness is not None:
         # A recomputed sequence may then differ from the one that was lost.
-        log_event(LOG, logging.WARNING, "not_bit_exact", node=name, dtype=engine.parts.fingerprint.dtype)
+        log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
     try:
@@ -224,7 +224,7 @@ class _NodeProcess:
             identity=self._identity,
             role=self._role,
             threads=self._config.num_threads,
-            is_bit_exact=self._engine.is_bit_exact,
+            is_bit_exact=self._engine.inexactness is None,
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
         )

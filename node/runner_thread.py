@@ -3,6 +3,8 @@
 Not here: deciding what to run (the core), and the tensors (the runner). Plans go down through a queue, results come back by a
 callable that hops to the loop. How many plans are under way is the core's business (two: one running, one planned behind it).
 
+A device that computes by itself is given the next step, once there is one, before the last one's tokens are read from it.
+
 A step that raises is a bug. It ends the thread, the thread's end resolves `ended`, and whoever runs the process dies of it:
 a node whose runner is gone would otherwise answer keepalives for ever and serve nobody.
 """
@@ -13,14 +15,17 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from typing import Final
 
-from engine.plan import Plan, Runner, StepResult
+from engine.plan import Launched, Launcher, Plan, StepResult
+
+LOOK_EVERY_S: Final = 0.0001  # at a device that is computing; a step there takes many times as long
 
 
 class RunnerThread:
     """Feeds one runner; made and stopped on the loop's thread."""
 
-    def __init__(self, runner: Runner, on_result: Callable[[StepResult], None]) -> None:
+    def __init__(self, runner: Launcher, on_result: Callable[[StepResult], None]) -> None:
         """`on_result` is called on the runner's thread, once per plan, in order: it must be thread-safe and not block."""
         self._runner = runner
         self._on_result = on_result
@@ -45,8 +50,23 @@ class RunnerThread:
 
     def _run(self) -> None:
         try:
-            for plan in iter(self._plans.get, None):
-                self._on_result(self._runner.run(plan))
+            self._run_plans()
         finally:
             # An exception goes on to threading.excepthook, which writes its traceback.
             self._loop.call_soon_threadsafe(self.ended.set_result, None)
+
+    def _run_plans(self) -> None:
+        launched: Launched | None = None  # and not read yet
+        is_ended = False
+        while launched is not None or not is_ended:
+            plan = None
+            if not is_ended and (launched is None or not launched.is_done()):
+                try:
+                    plan = self._plans.get(timeout=None if launched is None else LOOK_EVERY_S)
+                except queue.Empty:
+                    continue
+                is_ended = plan is None
+            following = None if plan is None else self._runner.launch(plan)
+            if launched is not None:
+                self._on_result(launched.read())
+            launched = following

@@ -101,12 +101,12 @@ def test_only_the_named_blocks_are_copied(model: Model) -> None:
     assert memory.is_mirrored
     memory.tensor.fill_(1.0)
     assert not memory.bytes.any()
-    memory.to_host([4, 1])
+    memory.to_host([4, 1], memory.gather([4, 1]))
     assert [bool(block.any()) for block in memory.bytes] == [False, True, False, False, True, False]
     memory.bytes[:] = 0
     memory.to_device([4, 0])
     assert [bool(block.any()) for block in memory.tensor] == [False, True, True, True, False, True]
-    memory.to_host([])
+    memory.to_host([], memory.gather([]))
 
 
 def test_on_a_cpu_both_sides_are_one(model: Model) -> None:

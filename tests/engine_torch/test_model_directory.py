@@ -125,6 +125,21 @@ def test_a_missing_shard_and_a_shard_elsewhere_are_named(own_model_dir: Path) ->
         load_model(own_model_dir, "fp32")
 
 
+@pytest.mark.covers("M02")
+def test_an_index_that_puts_a_tensor_where_it_is_not_is_refused(own_model_dir: Path) -> None:
+    index = shard(own_model_dir)
+    weight_map = json.loads(index.read_text())["weight_map"]
+    name = min(weight_map)
+    edit_json(index, weight_map={**weight_map, name: "model-00002-of-00002.safetensors"})
+    with pytest.raises(
+        ModelError, match=rf"tensor {name} is in model-00001-of-00002.safetensors, .* puts it into model-00002"
+    ):
+        load_model(own_model_dir, "fp32")
+    edit_json(index, weight_map={**weight_map, "more.weight": "model-00002-of-00002.safetensors"})
+    with pytest.raises(ModelError, match=r"tensor more.weight is not in model-00002-of-00002.safetensors"):
+        load_model(own_model_dir, "fp32")
+
+
 def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None:
     weights = own_model_dir / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

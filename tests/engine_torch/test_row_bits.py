@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
-from engine.probe import probe_bit_exact
+from engine.probe import find_inexactness
 from kernels.choice import has_numba
 from kernels.interface import Kernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
@@ -126,7 +126,7 @@ def test_asking_for_fewer_logits_changes_none(model: Model) -> None:
 def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        assert probe_bit_exact(model)
+        assert find_inexactness(model) is None
 
 
 @pytest.mark.covers("M06")

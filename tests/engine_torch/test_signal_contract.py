@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,9 +34,12 @@ ZERO = ((0, 1000.0),)  # a bias with which every model says token 0
 Make = Callable[..., Runner]
 
 
-@pytest.fixture(params=["fake", "compiled", "torch", "mirrored", "cuda"])
+@pytest.fixture(params=["fake", "compiled", "torch", "mirrored", "asynchronous", "cuda"])
 def make_runner(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Make:
-    """Give a function that makes a runner over so many blocks; `says_zero`: a fake one then knows no other token."""
+    """Give a function that makes a runner over so many blocks; `says_zero`: a fake one then knows no other token.
+
+    "mirrored" and "asynchronous" do on a CPU what is done on a device that has memory of its own, and that computes by itself.
+    """
     kind: str = request.param
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
@@ -46,22 +50,28 @@ def make_runner(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Make:
             return FakeRunner(memory, BLOCK_SIZE, 1 if says_zero else VOCAB_SIZE, NUM_SLOTS)
         device = torch.device("cuda") if kind == "cuda" else CPU
         model = load_model(model_dirs("group4"), "fp32", KERNELS if kind == "compiled" else "torch", device)
-        kv = KvMemory(model.config, BLOCK_SIZE, num_blocks, "fp32", device, mirror=True if kind == "mirrored" else None)
-        return TorchRunner(model, kv, NUM_SLOTS, MAX_MODEL_LEN)
+        is_like_cuda = kind in ("mirrored", "asynchronous") or None
+        kv = KvMemory(model.config, BLOCK_SIZE, num_blocks, "fp32", device, mirror=is_like_cuda)
+        is_asynchronous = kind == "asynchronous" or None
+        return TorchRunner(model, kv, NUM_SLOTS, MAX_MODEL_LEN, is_asynchronous=is_asynchronous)
 
     return make
 
 
 @dataclass
 class Rig:
-    """A scheduler over a runner; plans run when their results are read, and every raw answer is kept."""
+    """A scheduler over a runner; every raw answer is kept.
+
+    Where the runner can, a plan is launched as soon as it is made, before the results of earlier ones are read; else it runs
+    when they are.
+    """
 
     runner: Runner
     num_blocks: int
     chunk_tokens: int = 64
     told: dict[Hashable, list[int]] = field(default_factory=dict)
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by (slot, generation), in order
-    unread: deque[Plan] = field(default_factory=deque)
+    unread: deque[Callable[[], StepResult]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
@@ -80,11 +90,14 @@ class Rig:
     def plan(self) -> Plan | None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.unread.append(plan)
+            runner = self.runner
+            self.unread.append(
+                runner.launch(plan).read if isinstance(runner, TorchRunner) else partial(runner.run, plan)
+            )
         return plan
 
     def read(self) -> StepResult:
-        result = self.runner.run(self.unread.popleft())
+        result = self.unread.popleft()()
         for answer in result:
             self.answers.setdefault((answer.slot, answer.generation), []).append(answer.token_id)
         for progress in self.scheduler.complete(result):

@@ -73,8 +73,8 @@ MUTANTS: Final = (
         "mark-not-answered",
         "A runner drops the mark of a step that has no rows.",
         "engine/runner.py",
-        "            return StepResult.of(plan.step_id, list(map(self._leave, plan.marks)))\n",
-        "            return StepResult.of(plan.step_id, [])\n",
+        "            return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))\n",
+        "            return Done(StepResult.of(plan.step_id, []))\n",
         _CONTRACT,
     ),
     Mutant(

@@ -10,7 +10,7 @@ import pytest
 
 from connector.choosing import choose_transports
 from connector.transport import RevokeDone
-from engine.plan import Plan, StepResult
+from engine.plan import Done, Launched, Plan, StepResult
 from engine.shared_bytes import SharedBytes
 from node import events as ev
 from node.handoff_client import HandoffClient
@@ -62,10 +62,10 @@ class EchoRunner:
     def __init__(self, fails_at: int = -1) -> None:
         self._fails_at = fails_at
 
-    def run(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> Launched:
         if plan.step_id == self._fails_at:
             raise RuntimeError("a bug in the runner")
-        return StepResult.of(plan.step_id, ())
+        return Done(StepResult.of(plan.step_id, ()))
 
 
 class Shell:

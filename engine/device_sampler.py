@@ -1,0 +1,61 @@
+"""Draw tokens where the logits are, so that a step can be launched before the tokens of the one before it have been read.
+
+Only what needs no more of a request than its temperature and its seed: greedy rows, and plain draws from the whole vocabulary.
+The same numbers in the same order as engine/sampler.py, over every token instead of the few that can win; on a device whose
+logarithm rounds otherwise a draw that is decided by the last bit of its noise may fall otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.plan import BROKEN_ROW
+from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, changes_logits, is_drawn_plainly, noise_stream
+
+_SIGN: Final = 1 << 63
+
+
+def draws_on_device(draw: Draw) -> bool:
+    """Whether this row can be drawn here."""
+    return is_drawn_plainly(draw) or (draw.sampling.temperature == 0 and not changes_logits(draw))
+
+
+def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw one token id per row of [num_rows, vocab_size], on its device: [num_rows] int64, BROKEN_ROW as in the sampler."""
+    wide, device = logits.float(), logits.device
+    greatest = wide.amax(-1, keepdim=True)
+    ids = torch.arange(wide.shape[1], device=device)
+    temperatures = [draw.sampling.temperature for draw in draws]
+    scores = (wide - greatest).double()
+    if any(temperatures):
+        hot = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=torch.float64, device=device)
+        streams = [_signed(int(noise_stream(draw.sampling.seed, draw.token_index))) for draw in draws]
+        noise = _noise(torch.tensor(streams, device=device)[:, None], ids)
+        is_drawn = torch.tensor([temperature > 0 for temperature in temperatures], device=device)[:, None]
+        scores = torch.where(is_drawn, scores / hot[:, None] + noise, scores)
+    # Of equals the lowest id, which argmax does not promise on every device.
+    winners = torch.where(scores == scores.amax(-1, keepdim=True), ids, wide.shape[1]).amin(-1)
+    return torch.where(greatest[:, 0].isfinite(), winners, BROKEN_ROW)
+
+
+def _noise(streams: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, [num_rows, num_ids] fp64: SplitMix64 in signed numbers, which wrap as unsigned ones do."""
+    state = streams + (token_ids + 1) * _signed(int(GOLDEN))
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        state = (state ^ _shifted(state, shift)) * _signed(int(factor))
+    uniform = (_shifted(state ^ _shifted(state, 31), 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))
+
+
+def _shifted(state: Tensor, count: int) -> Tensor:
+    """To the right, zeros coming in."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The signed number with the same 64 bits."""
+    return (number ^ _SIGN) - _SIGN
