@@ -14,7 +14,8 @@ from engine.population import Population
 from engine.room import Room
 from engine.sequence import NEVER, Phase, Sequence
 
-Shown = Run[tuple[Sequence, tuple[int, int], int]]  # slot and generation, which a resumed one changes, and leading blocks
+# Whose blocks a plan puts where links read: its slot and generation, which a resumed one changes, and how many leading ones.
+Shown = Run[tuple[Sequence, tuple[int, int], int]]
 
 
 class Planner:
