@@ -5,16 +5,19 @@ decode_node/admission.py; which rows a step computes is engine/scheduler.py.
 
     Reserve -> lease (blocks leased, a slot reserved), at once or from the line (decode_node/door.py)
     every block landed, Commit -> writes revoked -> quiet -> sequence; its first batch repeats the sender's token at once
-    each step -> one batch per router
+    Dispatch to itself -> sequence (decode_node/local_prompts.py), where the node computes prompts too
+    each step -> one batch per router (decode_node/running.py)
 
 A block's life here: leased until its lease ends; then a sequence's (committed), or quarantined until no write can touch it and
 then free. A committed sequence's full blocks are published to the prefix cache, never before.
+
+Who waits in the scheduler's queue, for its prompt to be computed here, goes before who asks for a lease: were leases given while
+the head of the queue finds no room, ever new ones could take what it waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import cast
 
 from google.protobuf.message import DecodeError
 
@@ -23,16 +26,18 @@ from connector.handoff import ReceiverAction, ReceiverEvent, ReceiverState, step
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
 from decode_node import admission
 from decode_node.door import OPEN, Door
-from decode_node.lease import Lease, RunningBranch, commit_answer, commit_flaw, keys_of, router_of, starting_branches
+from decode_node.lease import Lease, commit_answer, commit_flaw, keys_of, router_of, starting_branches
 from decode_node.leases import Leases
+from decode_node.local_prompts import LocalPrompts
+from decode_node.running import RunningBranch, RunningBranches
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
-from node.pd_error import ENDS_WITHOUT_TOKEN, pd_error
-from node.steps import plan_ahead
+from node.pd_error import pd_error
+from node.steps import StepsAhead
 from node.timers import Timers
 from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
@@ -61,10 +66,12 @@ class DecodeCore:
         self._fingerprint = fingerprint
         self._key_seed = key_seed
         self._leases = Leases()
-        self._running: dict[AttemptKey, RunningBranch] = {}
         self._fence = FenceFloor(limits.max_fences)
+        self._running = RunningBranches(identity, scheduler, self._fence)
+        self._local = LocalPrompts(identity, limits, scheduler, pool, key_seed, self._fence, self._running)
+        self._steps = StepsAhead(scheduler)
         self._door = Door(identity, limits, scheduler, pool, self._fence, self._leases, draw)
-        self._timers: Timers[AttemptKey | int] = Timers()  # a lease by its id, a running branch by its key
+        self._timers: Timers[int] = Timers()  # a lease by its id
         self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core, and their halves (PartOfCore)
@@ -72,8 +79,7 @@ class DecodeCore:
     def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
         self.take(event, now)
-        self._out += plan_ahead(self._scheduler)
-        return self.settle(now)
+        return self._finish_turn(now)
 
     def take(self, event: ev.Event, now: float) -> None:
         """See PartOfCore."""
@@ -96,6 +102,8 @@ class DecodeCore:
                 self.read(self._scheduler.complete(result), now)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._cancel(message.cancel, now)
+            case ev.FromRouter(router, message) if message.WhichOneof("kind") == "dispatch":
+                self._end_below(self._local.start(router, message.dispatch, self.holds, now), now)
             case ev.RouterLost(router):
                 self._router_lost(router, now)
             case _:
@@ -104,23 +112,31 @@ class DecodeCore:
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
         self.expire(now)
-        self._out += plan_ahead(self._scheduler)
-        return self.settle(now)
+        return self._finish_turn(now)
+
+    def _finish_turn(self, now: float) -> list[ev.Action]:
+        """Alone over its scheduler, it plans for itself."""
+        steps = self._steps.plan()
+        self.hold_back(self._steps.is_held_up)
+        return [*steps, *self.settle(now)]
 
     def expire(self, now: float) -> None:
         """See PartOfCore."""
         self._fence.tick(now)
-        for timer in self._timers.pop_due(now):
-            if isinstance(timer, int):
-                self._lease_due(self._leases[timer], now)
-            else:
-                self._give_up(self._running[timer], pb.DEADLINE, "the request's deadline has passed", now)
+        for lease_id in self._timers.pop_due(now):
+            self._lease_due(self._leases[lease_id], now)
+        self._running.expire(now)
         for waiting in [each for each in self._door.line if each.until <= now]:
             self._door.expire(waiting, now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = (self._timers.next(), self._fence.next_expiry(), self._door.next_expiry())
+        times = (
+            self._timers.next(),
+            self._running.next_deadline(),
+            self._fence.next_expiry(),
+            self._door.next_expiry(),
+        )
         return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
@@ -129,7 +145,8 @@ class DecodeCore:
             "leases": len(self._leases),
             "leases_by_state": self._leases.states(),
             "blocks_of_leases": self._leases.num_blocks(),
-            "branches": len(self._running),
+            "branches": len(self._running) - self._running.num_local,
+            "local_branches": self._running.num_local,
             "waiting_reserves": len(self._door.line),
             "fences": len(self._fence),
             "scheduler": self._scheduler.snapshot(),
@@ -206,8 +223,7 @@ class DecodeCore:
             self._door.close(waiting, older, now)
         for lease, older in self._leases.older(floors):
             self._close(lease, older, "cancelled", now)
-        for older in [k for k in self._running if k.attempt < floors.get(k.branch, 0)]:
-            self._stop(older, "cancelled", now)
+        self._running.end_older(floors, now)
 
     def _close(self, lease: Lease, key: AttemptKey, outcome: str, now: float) -> None:
         """The lease's branch is not wanted here any more; without any the lease is over."""
@@ -228,19 +244,7 @@ class DecodeCore:
                 self._door.close(waiting, key, now)
         for lease in self._leases.of_router(router):
             self._step(lease, ReceiverEvent.CANCEL, now)
-        for key in [b.key for b in self._running.values() if b.router == router]:
-            self._stop(key, "router lost", now)
-
-    def _stop(self, key: AttemptKey, outcome: str, now: float) -> None:
-        """Take a running branch out of the engine; its blocks follow when no launched step uses them."""
-        self._scheduler.abort(key)
-        self._forget_branch(key, outcome, now)
-
-    def _forget_branch(self, key: AttemptKey, outcome: str, now: float) -> None:
-        self._fence.end(key, self._running[key].deadline, now)
-        del self._running[key]
-        self._timers.set(key, None)
-        self._out.append(ev.Ended(key, outcome))
+        self._running.end_of_router(router, now)
 
     # ------------------------------------------------------------ writes and Commit
 
@@ -347,8 +351,7 @@ class DecodeCore:
             self._scheduler.adopt(spec, blocks_of[position], lease.blocks.num_growth, num_published)
             num_published = len(lease.block_keys)
             token_ids = list(started.branch.generated_token_ids)
-            self._running[key] = RunningBranch(key, lease.router, deadline, token_ids)
-            self._timers.set(key, deadline)
+            self._running.begin(RunningBranch(key, lease.router, deadline, token_ids))
             tokens = batches.add(lease.router, key, commit.first_index, token_ids[commit.first_index :])
             tokens.logprobs.extend(started.logprobs)
         self._out += batches.to_actions()
@@ -357,21 +360,7 @@ class DecodeCore:
 
     def read(self, progress: Iterable[Progress], now: float) -> None:
         """See PartOfCore."""
-        batches = TokenBatches(from_receiver=True)
-        for item in progress:
-            branch = self._running.get(cast(AttemptKey, item.sequence_id))
-            if branch is None:
-                continue
-            if item.token_id is None:
-                if item.finish is not None:  # else it was preempted, and is being computed again
-                    self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)
-                continue
-            index = len(branch.token_ids)
-            batches.add(branch.router, branch.key, index, [item.token_id], item.finish, item.logprobs)
-            branch.token_ids.append(item.token_id)
-            if item.finish is not None:
-                self._forget_branch(branch.key, "finished", now)
-        self._out += batches.to_actions()
+        self._running.read(progress, now)
 
     def _lease_due(self, lease: Lease, now: float) -> None:
         if lease.state in OPEN:
@@ -383,17 +372,10 @@ class DecodeCore:
         elif lease.state is ReceiverState.RELEASED:
             self._leases.forget(lease)
 
-    def _give_up(self, branch: RunningBranch, code: pb.ErrorCode.ValueType, reason: str, now: float) -> None:
-        """End a running branch with a PD Error behind its last batch."""
-        known = branch.token_ids
-        error = pd_error(code, reason, branch.key, self._identity.name, completion_token_ids=known)
-        self._out.append(ev.ToRouter(branch.router, pb.NodeMessage(error=error)))
-        self._stop(branch.key, pb.ErrorCode.Name(code), now)
-
     def settle(self, now: float) -> list[ev.Action]:
         """Let in who waits and fits, hand out the turn's actions; see PartOfCore."""
         for lease in self._door.serve(now):
             self._begin(lease, now)
-        out, self._out = self._out + self._door.out, []
-        self._door.out = []
+        out = [*self._out, *self._local.out, *self._running.out, *self._door.out]
+        self._out, self._local.out, self._running.out, self._door.out = [], [], [], []
         return out

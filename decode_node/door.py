@@ -56,7 +56,7 @@ class Door:
         self._leases = leases
         self._draw = draw
         self.line = WaitingReserves(limits.max_waiting_reserves)
-        self.is_held_up = False  # the node's own queue waits for room, and goes first (mixed_node/core.py)
+        self.is_held_up = False  # the node's own queue waits for room, and goes first
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn, or when their order matters
 
     # ------------------------------------------------------------ a Reserve comes

@@ -70,16 +70,6 @@ class Lease:
         return min(self.expires_at, self.deadline)
 
 
-@dataclass(slots=True)
-class RunningBranch:
-    """A committed attempt: the engine's sequence, and to whom its tokens go."""
-
-    key: AttemptKey
-    router: RouterId
-    deadline: float
-    token_ids: list[int]  # of the whole completion
-
-
 def keys_of(request: pb.ReserveRequest | pb.ReleaseRequest) -> tuple[AttemptKey, ...]:
     """The attempt of each branch that is meant; the first is what the handoff goes by."""
     lead = attempt_key(request.key)

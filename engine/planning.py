@@ -21,11 +21,14 @@ Shown = Run[tuple[Sequence, tuple[int, int], int]]
 class Planner:
     """Makes one plan after the other over a population and its room."""
 
-    def __init__(self, population: Population, room: Room, max_batched_tokens: int) -> None:
+    def __init__(
+        self, population: Population, room: Room, max_batched_tokens: int, max_beside_decodes: int | None = None
+    ) -> None:
         self._population = population
         self._slots = population.slots
         self._room = room
         self._max_batched_tokens = max_batched_tokens
+        self._max_beside_decodes = max_batched_tokens if max_beside_decodes is None else max_beside_decodes
         self._next_step_id = 0
         self._starts: list[SlotStart] = []  # of the plan being made
         self._to_mark: list[Sequence] = []  # in it
@@ -40,7 +43,8 @@ class Planner:
         self._starts, self._to_mark = [], [each for each in self._pausing if self._is_preempting(each)]
         self._pausing = []
         decodes = self._plan_decodes()
-        chunks = self._plan_chunks(self._max_batched_tokens - len(decodes))
+        budget_tokens = self._max_batched_tokens - len(decodes)
+        chunks = self._plan_chunks(min(budget_tokens, self._max_beside_decodes) if decodes else budget_tokens)
         leaving = self._show()
         if not (decodes or chunks or self._to_mark or leaving):
             return None

@@ -1,7 +1,8 @@
 """Which sequence runs, on which blocks, in which step. No tensors, no clock, no requests: plans out, results in.
 
 Each step is a plan within a token budget: first one row for every sequence that decodes, then chunks of prompts, oldest
-first, then chunks of newly admitted ones. Admission is first come, first served (engine/room.py says who fits), and a head of
+first, then chunks of newly admitted ones; the chunks of a step that decodes may have a smaller budget, for what decodes waits
+for them. Admission is first come, first served (engine/room.py says who fits), and a head of
 the queue that does not fit holds up those behind it rather than starve.
 
 Short of blocks: a decode row that finds no block for its next position waits, and the youngest RUNNING_DECODE gives way, unless
@@ -53,6 +54,9 @@ class SchedulerConfig:
     num_slots: int  # sequences that run at the same time
     max_batched_tokens: int  # token positions of one step; at least one per slot, so that everything that runs advances
     max_model_len: int  # prompt and completion of one sequence
+    max_prompt_tokens_beside_decodes: int | None = (
+        None  # of those, in a step that decodes too; None: all that decodes leave
+    )
     cache_generated: bool = True  # whether blocks with completion tokens are offered to the prefix cache
     reserve: ReserveConfig = field(default_factory=ReserveConfig)
     resumes_preempted: bool = True  # here, first in line; else a preempted sequence ends with Progress "preempted"
@@ -65,6 +69,8 @@ class SchedulerConfig:
             raise ValueError(f"{self.num_slots} slots")
         if self.max_batched_tokens < self.num_slots:
             raise ValueError(f"{self.max_batched_tokens} batched tokens for {self.num_slots} slots: at least one each")
+        if (beside := self.max_prompt_tokens_beside_decodes) is not None and beside < 1:
+            raise ValueError(f"{beside} prompt tokens beside decodes: no prompt would ever end")
 
 
 class Scheduler:
@@ -78,7 +84,8 @@ class Scheduler:
         self._pool = pool
         self._room = Room(pool, config.reserve, config.cache_generated)
         self._all = Population(pool, config.num_slots, key_seed)
-        self._planner = Planner(self._all, self._room, config.max_batched_tokens)
+        budgets = (config.max_batched_tokens, config.max_prompt_tokens_beside_decodes)
+        self._planner = Planner(self._all, self._room, *budgets)
         self._reader = Reader(
             self._all,
             self._room,

@@ -1,15 +1,13 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to itself -> local core          Dispatch to another node, and what its receiver says -> prefill core
-    Cancel, router lost -> all of them        Reserve, Renew, Release, writes, Commit              -> decode core
+    Dispatch to another node, and what its receiver says                        -> prefill core
+    Dispatch to itself, Reserve, Renew, Release, writes, Commit                 -> decode core
+    Cancel, router lost                                                         -> both
     StepDone -> completed once; each core reads what its own sequences said
 
-A sequence has its attempt's key whichever core submitted it, so no attempt may be in two of them: a Dispatch of one that the
-decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
-older one is to be ended for, the router's Cancel tells all cores.
-
-Who waits in the scheduler's queue goes before who asks for a lease: were leases given while the head of the queue finds no
-room, ever new ones could take what it waits for, and a preempted sequence would not be first in line.
+A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
+the decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
+older one is to be ended for, the router's Cancel tells both.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity
-from node.steps import STEPS_AHEAD, plan_ahead
+from node.steps import StepsAhead
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
@@ -40,24 +38,18 @@ class LeasingPart(ev.PartOfCore, Protocol):
 
 
 class MixedCore:
-    """Three cores over one scheduler and one pool, seen as one."""
+    """Two cores over one scheduler and one pool, seen as one."""
 
     def __init__(
-        self,
-        identity: NodeIdentity,
-        scheduler: Scheduler,
-        prefill: ev.PartOfCore,
-        decode: LeasingPart,
-        local: ev.PartOfCore,
+        self, identity: NodeIdentity, scheduler: Scheduler, prefill: ev.PartOfCore, decode: LeasingPart
     ) -> None:
         """The scheduler resumes what it preempts (SchedulerConfig.resumes_preempted)."""
         self._self = identity.to_proto()
         self._scheduler = scheduler
         self._prefill = prefill
         self._decode = decode
-        self._local = local
-        self._parts = (prefill, decode, local)
-        self._is_held_up = False  # the head of the scheduler's queue found no room in the last plan
+        self._parts = (prefill, decode)
+        self._steps = StepsAhead(scheduler)
         self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
@@ -105,23 +97,17 @@ class MixedCore:
 
     def _dispatch(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> None:
         keys = [AttemptKey(dispatch.request_id, each.choice, dispatch.attempt) for each in dispatch.branches]
-        if any(map(self._decode.holds, keys)):  # no right router sends it to two nodes
+        if dispatch.target.node == self._self:
+            self._decode.take(event, now)
+        elif any(map(self._decode.holds, keys)):  # no right router sends it to two nodes
             self._out.append(ev.Count("stale_refused"))
-        elif dispatch.target.node == self._self:
-            self._local.take(event, now)
         else:
             self._prefill.take(event, now)
 
     def _finish_turn(self, now: float) -> list[ev.Action]:
         """Plan what can be planned, then let each core go on from there."""
-        steps = plan_ahead(self._scheduler)
-        if not self._scheduler.num_waiting:
-            self._is_held_up = False
-        elif steps:
-            self._is_held_up = not steps[-1].plan.chunks  # a step that has a chunk has begun, or goes on with, somebody
-        elif self._scheduler.steps_in_flight < STEPS_AHEAD:
-            self._is_held_up = True
-        self._decode.hold_back(self._is_held_up)
+        steps = self._steps.plan()
+        self._decode.hold_back(self._steps.is_held_up)
         out: list[ev.Action] = [*self._out, *steps]
         self._out = []
         for part in self._parts:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mixed_node.core import LeasingPart, MixedCore
-from mixed_node.local_core import LocalCore
 from node.config import NodeConfig
 from node.events import PartOfCore
 from runtime.config import load, set_thread_environment, silence_grpc
@@ -31,7 +30,6 @@ def run(
     from node.process import run_node
 
     def make_core(parts: CoreParts) -> MixedCore:
-        local = LocalCore(parts.identity, parts.limits, parts.scheduler, parts.pool.block_size, parts.key_seed)
-        return MixedCore(parts.identity, parts.scheduler, make_prefill_core(parts), make_decode_core(parts), local)
+        return MixedCore(parts.identity, parts.scheduler, make_prefill_core(parts), make_decode_core(parts))
 
     return run_node("mixed", config, make_core)

@@ -52,8 +52,16 @@ class NodeEngine:
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
 
-def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempted: bool = False) -> NodeEngine:
+def build_engine(
+    config: NodeConfig,
+    identity: NodeIdentity,
+    *,
+    resumes_preempted: bool = False,
+    max_prompt_tokens_beside_decodes: int | None = None,
+) -> NodeEngine:
     """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else its attempt ends.
+
+    `max_prompt_tokens_beside_decodes`: see SchedulerConfig.
 
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
@@ -76,6 +84,7 @@ def build_engine(config: NodeConfig, identity: NodeIdentity, *, resumes_preempte
         num_slots=config.max_num_seqs,
         max_batched_tokens=config.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
+        max_prompt_tokens_beside_decodes=max_prompt_tokens_beside_decodes,
         reserve=ReserveConfig(
             policy=config.reserve_policy,
             init_ratio=config.new_token_ratio_init,

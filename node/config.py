@@ -99,6 +99,19 @@ class NodeConfig:
         64, "Reserve calls that wait for room at a decode node; more are refused at once", low=0, high=1 << 20
     )
 
+    local_prefill: Literal["on", "off"] = knob(
+        "on",
+        "whether a decode node computes prompts itself where a router asks it to: short ones, and all while there is no prefill "
+        "node",
+    )
+
+    local_prefill_chunk: int = knob(
+        64,
+        "token positions of prompts in a step of a decode node that also decodes: what decodes waits for them",
+        low=1,
+        high=1 << 20,
+    )
+
     transport: Literal["auto", "shm", "zmq"] = knob(
         "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
     )

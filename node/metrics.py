@@ -11,6 +11,7 @@ from proto import baton_pb2 as pb
 PLAIN_COUNTERS: Final[Mapping[str, str]] = {
     "commits_refused": "Commits that named no lease here, or contradicted theirs",
     "leases_expired": "Leases that ended because neither a write nor a renewal came",
+    "local_prefills": "Attempts whose prompt a node that decodes computes for itself: nothing is handed over",
     "malformed_messages": "Messages of other processes that failed a check and were dropped or refused",
     "stale_refused": "Messages of ended or fenced attempts, refused",
     "unexpected_events": "Messages that this role or state has no use for",

@@ -71,8 +71,11 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     set_up_logging(config.log_level, name)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     try:
-        # A decode node cannot compute a prompt again: its router places the rest anew.
-        engine = build_engine(config, identity, resumes_preempted=role == "mixed")
+        # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
+        beside_decodes = config.local_prefill_chunk if role == "decode" else None
+        engine = build_engine(
+            config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
+        )
     except ValueError as error:
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:
@@ -129,6 +132,7 @@ class _NodeProcess:
         self._stop = stop_on_signals()
         self._drained = asyncio.Event()
         self._refusal: str | None = None
+        self._prefills_locally = role == "mixed" or (role == "decode" and config.local_prefill == "on")
 
     async def run(self) -> None:
         """Serve until a signal. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
@@ -194,6 +198,7 @@ class _NodeProcess:
             role=ROLES[self._role],
             vocab_size=self._engine.model_config.vocab_size,
             max_model_len=self._engine.sizes.max_model_len,
+            local_prefill=self._identity.to_proto() if self._prefills_locally else None,
         )
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
@@ -243,6 +248,7 @@ class _NodeProcess:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._engine.sizes.max_model_len,
             started_ms=self._started_ms,
+            local_prefill=self._prefills_locally,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:

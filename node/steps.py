@@ -18,3 +18,22 @@ def plan_ahead(scheduler: Scheduler, most: int = STEPS_AHEAD) -> list[RunStep]:
     while scheduler.steps_in_flight < most and (plan := scheduler.plan()) is not None:
         steps.append(RunStep(plan))
     return steps
+
+
+class StepsAhead:
+    """Plans ahead, and remembers whether the scheduler's queue can move."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.is_held_up = False  # the head of the queue found no room in the last plan
+
+    def plan(self) -> list[RunStep]:
+        """Every plan that can be made now."""
+        steps = plan_ahead(self._scheduler)
+        if not self._scheduler.num_waiting:
+            self.is_held_up = False
+        elif steps:
+            self.is_held_up = not steps[-1].plan.chunks  # a step that has a chunk has begun, or goes on with, somebody
+        elif self._scheduler.steps_in_flight < STEPS_AHEAD:
+            self.is_held_up = True
+        return steps

@@ -16,7 +16,7 @@ from typing import Final
 from proto import baton_pb2 as pb
 from proto.block_key import KEY_BYTES
 
-PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})  # roles that take a Dispatch
+PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})  # roles that take a Dispatch to any node
 DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})  # roles that give leases
 MAX_ID_BYTES: Final = 256  # of a request id, a node's name, an address
 MAX_STOP_TOKEN_IDS: Final = 1_024
@@ -38,11 +38,12 @@ class Bounds:
     role: pb.Role.ValueType
     vocab_size: int
     max_model_len: int  # tokens of prompt and completion together
+    local_prefill: pb.PeerId | None = None  # itself, where a decode node computes prompts that stay here
 
 
 def dispatch_problem(dispatch: pb.Dispatch, bounds: Bounds) -> str | None:
     """Why this node cannot start such a request."""
-    if bounds.role not in PREFILLING:
+    if bounds.role not in PREFILLING and dispatch.target.node != bounds.local_prefill:
         return f"dispatch: the role of this node is {pb.Role.Name(bounds.role)}, only nodes that prefill take one"
     if not dispatch.branches:
         return "branches: none given, at least 1 is needed"

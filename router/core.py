@@ -102,18 +102,23 @@ class RouterCore:
                 for request_id, branches in self._requests.items()
             },
             "nodes": self._nodes.snapshot(),
+            "degraded": self._nodes.degraded(),
         }
 
     # ---------------------------------------------------------------- what the API asks
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The longest sequence (prompt and completion) that can be served; None while no pair of nodes is known."""
+        """The longest sequence (prompt and completion) that can be served; None while there are no nodes for it."""
         return self._nodes.max_total_tokens
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return self._nodes.missing()
+
+    def degraded(self) -> list[str]:
+        """What requests are served without, as sentences."""
+        return self._nodes.degraded()
 
     # ---------------------------------------------------------------- clients
 
@@ -298,7 +303,7 @@ class RouterCore:
         taken = self._waiting.take(now)
         if taken is None:
             return False
-        group, pair = taken
+        group, pair, kind = taken
         attempt = 1 + max(branch.attempt for branch in group)
         for branch in group:
             target = self._nodes.occupy(branch.key, pair, group[0].num_tokens if branch is group[0] else 0)
@@ -306,7 +311,7 @@ class RouterCore:
             self._timers.put(branch.key, branch.wake_at(now))
             self._actions.append(ev.Observe("queue", now - branch.waits_since))
         self._send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))
-        self._count("dispatches")
+        self._count("dispatches", kind)
         return True
 
     # ---------------------------------------------------------------- ends

@@ -13,11 +13,12 @@ from router.nodes import NodeTable
 
 @dataclass(frozen=True, slots=True)
 class RouterCoreConfig:
-    """The core's numbers; the router's flags fill the first three."""
+    """The core's numbers; the router's flags fill the first four."""
 
     max_queue: int = 1024  # branches waiting; beyond: 429. A request is taken whole, so its last ones may be beyond
     max_inflight_prefills: int = 32  # per prefill node
     preempt_retry_count: int = 3  # attempts after the first that a broken handoff may cost
+    local_prefill_max_tokens: int = 0  # that a decode node computes of short prompts at once, instead of a handoff
     commit_unknown_grace_s: float = 2.0  # how long the receiver's first batch is awaited after an unanswered Commit
     prompt_logprobs_grace_s: float = 2.0  # how long the sender's first batch is awaited once the receiver has finished
     min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before

@@ -102,6 +102,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         max_queue=config.max_queue,
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
     )
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))

@@ -1,5 +1,7 @@
-"""The local core of a mixed node under random calls, in a pool far too small for what runs: checked after each against the right
-answers, which follow from prompt and seed alone."""
+"""What a node computes for itself, mixed or decode, under random calls, in a pool far too small for what runs.
+
+Checked after each against the right answers, which follow from prompt and seed alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from engine.fake_runner import expected_logprobs, expected_tokens
 from engine.plan import BROKEN_ROW, StepResult
@@ -19,7 +22,7 @@ from tests.cores.nodes import MAX_MODEL_LEN, VOCAB_SIZE
 
 ROUTERS = (ev.RouterId("router-a", 1), ev.RouterId("router-b", 2))
 NUM_REQUESTS = 5
-EVENTS = {"dispatch": 6, "cancel": 1, "step": 40, "break_row": 0.2, "lose_router": 0.1, "wait": 1}
+EVENTS = {"dispatch": 6, "cancel": 1, "step": 40, "break_row": 0.2, "lose_router": 0.1, "wait": 3}
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Life:
     """One node from its first Dispatch to its last."""
 
     seed: int
+    role: Literal["mixed", "decode"]
     happened: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -56,6 +60,7 @@ class Life:
             policy=self.random.choice(("ratio", "fixed", "none", "none", "full")),
             max_attempts=self.random.choice((0, 2, 64)),
             max_fences=self.random.choice((8, 4096)),
+            role=self.role,
         )
         self.running: dict[AttemptKey, Running] = {}
         self.outcomes: dict[AttemptKey, str] = {}  # of those that are over, until Ended says the same
@@ -128,6 +133,8 @@ class Life:
         assert is_stale == (len(fresh) < len(keys))
         self.happened["stale in part"] += 0 < len(fresh) < len(keys)
         busy = [a.message.error for a in actions if isinstance(a, ev.ToRouter) and a.message.error.code == pb.BUSY]
+        num_local = sum(action == ev.Count("local_prefills") for action in actions)
+        assert num_local == (0 if busy else len(fresh))
         if busy:
             assert [attempt_key(error.key) for error in busy] == fresh
             assert all(error.completion_token_ids == dispatch.branches[0].generated_token_ids for error in busy)
@@ -219,7 +226,7 @@ class Life:
                 case ev.Ended(key, outcome):
                     ended.append((key, outcome))
                 case ev.Count(name):
-                    assert name == "stale_refused"
+                    assert name in ("stale_refused", "local_prefills")
                 case _:
                     raise AssertionError(action)
         assert sorted(ended) == sorted(self.outcomes.items()), "an end was not said, or twice"
@@ -256,6 +263,8 @@ class Life:
         assert list(error.completion_token_ids) == running.expected[: running.num_said]
         if error.code == pb.DEADLINE:
             assert running.deadline <= self.now
+        elif error.code == pb.PREEMPTED:
+            assert self.role == "decode" and error.retryable, "a mixed node resumes it"
         else:
             assert error.code == pb.INTERNAL and self.num_broken
             self.num_broken -= 1

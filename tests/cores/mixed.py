@@ -1,4 +1,4 @@
-"""A mixed node: all three cores over one scheduler and one pool, with its runner, and messages to feed it."""
+"""A node that computes prompts for itself, mixed or decode, with its runner, and messages to feed it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from engine.plan import Plan
 from engine.reserve import ReserveConfig, ReservePolicy
 from engine.scheduler import Scheduler, SchedulerConfig
 from mixed_node.core import MixedCore
-from mixed_node.local_core import LocalCore
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from prefill_node.core import PrefillCore
@@ -29,7 +29,7 @@ MIXED = NodeIdentity("mixed-0", 11)
 
 @dataclass
 class Mixed:
-    """Everything of one mixed node but its shell."""
+    """Everything of one node but its shell."""
 
     num_blocks: int = 20
     num_slots: int = 4
@@ -37,11 +37,12 @@ class Mixed:
     policy: ReservePolicy = "ratio"
     max_attempts: int = 64
     max_fences: int = 4096
+    role: Literal["mixed", "decode"] = "mixed"
     identity: NodeIdentity = MIXED
     draw: Callable[[], tuple[int, bytes]] | None = None
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
-    core: MixedCore = field(init=False)
+    core: MixedCore | DecodeCore = field(init=False)
     memory: NDArray[np.uint8] = field(init=False)
     runner: FakeRunner = field(init=False)
     plans: deque[Plan] = field(default_factory=deque)
@@ -49,19 +50,17 @@ class Mixed:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         reserve = ReserveConfig(self.policy)
-        config = SchedulerConfig(self.num_slots, self.max_batched_tokens, MAX_MODEL_LEN, reserve=reserve)
+        sizes = (self.num_slots, self.max_batched_tokens, MAX_MODEL_LEN)
+        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=self.role == "mixed")
         self.scheduler = Scheduler(config, self.pool, SEED)
         limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, self.max_attempts, self.max_fences, lease_life_s=1.0)
         serial = count(1)
         draw = self.draw or (lambda: (next(serial), bytes(16)))
-        shared = (self.identity, limits, self.scheduler)
-        self.core = MixedCore(
-            self.identity,
-            self.scheduler,
-            PrefillCore(*shared, self.pool, FINGERPRINT, SEED),
-            DecodeCore(*shared, self.pool, FINGERPRINT, SEED, draw),
-            LocalCore(*shared, BLOCK_SIZE, SEED),
-        )
+        shared = (self.identity, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
+        decode = DecodeCore(*shared, draw)
+        self.core = decode
+        if self.role == "mixed":
+            self.core = MixedCore(self.identity, self.scheduler, PrefillCore(*shared), decode)
         self.memory = np.zeros((self.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         self.runner = FakeRunner(self.memory, BLOCK_SIZE, VOCAB_SIZE, self.num_slots)
 
@@ -90,7 +89,7 @@ class Mixed:
         assert (counts.used, counts.leased, counts.quarantined, self.pool.num_promised) == (0, 0, 0, 0)
         assert self.scheduler.num_free_slots == self.num_slots and not self.scheduler.num_waiting
         names = ("attempts", "reserves_unanswered", "leases", "branches", "waiting_reserves", "local_branches")
-        assert {name: snapshot[name] for name in names} == dict.fromkeys(names, 0)
+        assert not any(snapshot.get(name) for name in names), snapshot
 
 
 def target_of(identity: NodeIdentity) -> pb.Target:

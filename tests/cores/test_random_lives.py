@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import pytest
 
@@ -35,14 +36,16 @@ def test_a_prefill_node_says_each_token_once_and_hands_over_who_is_left_in_any_o
 
 
 @pytest.mark.covers("S10", "S01", "Q02", "R04", "P08", "A02")
-def test_a_mixed_node_short_of_blocks_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events(
-    fresh_seed: int,
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+def test_a_node_that_prefills_for_itself_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events(
+    fresh_seed: int, role: Literal["mixed", "decode"]
 ) -> None:
     happened: Counter[str] = Counter()
     for number in range(NUM_LIVES):
-        life = local_life.Life(fresh_seed + number)
+        life = local_life.Life(fresh_seed + number, role)
         life.live(NUM_EVENTS)
         happened += life.happened
     rare = {"stale in part", "busy", "replaced", "cancelled while it ran", "finished", "DEADLINE", "INTERNAL"}
     assert all(happened[event] for event in {*local_life.EVENTS} | rare), happened
     assert happened["preempted"] > NUM_LIVES, happened
+    assert (happened["PREEMPTED"] > 0) == (role == "decode"), "a mixed node resumes what gave way"

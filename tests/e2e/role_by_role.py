@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.e2e.cluster import BATON, END_BOUND_S, START_BOUND_S
+from tests.e2e.cluster import BATON, END_BOUND_S, HANDOFFS_ONLY, START_BOUND_S
 
 BOUND_S: Final = 20.0  # ten times the two seconds within which a fault is to be found
 HELD: Final = ("used", "leased", "quarantined")
@@ -70,7 +70,9 @@ class RoleByRole:
                 command = [BATON, *self._command(name), "--ready-file", str(ready_file)]
                 command += ["--parent-pid", str(os.getpid()), *self._flags[name]]
                 environment = {key: os.environ[key] for key in ("PATH", "HOME", "BATON_KERNELS") if key in os.environ}
-                self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                self._processes[name] = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment | HANDOFFS_ONLY
+                )
         for name in names:
             wait_until(f"{name} listens", lambda name=name: self._is_listening(name), START_BOUND_S)  # type: ignore[misc]
             self._ready[name] = json.loads(self._ready_file(name).read_text())

@@ -40,6 +40,7 @@ class Sizes:
     max_model_len: int = 64
     vocab_size: int = 7
     cache_generated: bool = True
+    max_beside_decodes: int | None = None
     policy: ReservePolicy = "full"
     resumes: bool = True
     keeps: bool = False
@@ -90,6 +91,7 @@ class CheckedNode:
             num_slots=sizes.num_slots,
             max_batched_tokens=sizes.max_batched_tokens,
             max_model_len=sizes.max_model_len,
+            max_prompt_tokens_beside_decodes=sizes.max_beside_decodes,
             cache_generated=sizes.cache_generated,
             reserve=ReserveConfig(sizes.policy),
             resumes_preempted=sizes.resumes,

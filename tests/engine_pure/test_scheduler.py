@@ -45,6 +45,25 @@ def test_what_decodes_need_is_taken_from_the_budget_first() -> None:
 
 
 @pytest.mark.covers("S14")
+def test_prompts_have_a_smaller_budget_in_steps_that_decode_and_all_of_it_in_the_others() -> None:
+    sizes = replace(SIZES, max_beside_decodes=3)
+    node = CheckedNode(sizes)
+    node.submit(make_spec("a", [1] * 20, 3, sizes))
+    node.submit(make_spec("b", [2] * 20, 2, sizes))
+    shapes = []
+    while (plan := node.plan()) is not None:
+        shapes.append((len(plan.decodes), [len(chunk.token_ids) for chunk in plan.chunks]))
+    assert shapes == [(0, [16]), (0, [4, 12]), (1, [3]), (1, [3]), (0, [2]), (1, [])]
+    node.run_to_the_end()
+    assert node.finished == {"a": "length", "b": "length"}
+
+
+def test_no_budget_at_all_for_prompts_beside_decodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="beside decodes"):
+        SchedulerConfig(4, 8, 64, max_prompt_tokens_beside_decodes=0)
+
+
+@pytest.mark.covers("S14")
 @pytest.mark.parametrize(("num_slots", "max_batched_tokens"), [(0, 8), (8, 7)])
 def test_a_budget_that_cannot_feed_every_slot_is_refused(num_slots: int, max_batched_tokens: int) -> None:
     with pytest.raises(ValueError, match="slots"):

@@ -51,6 +51,7 @@ class Life:
             max_model_len=32,
             vocab_size=5,
             cache_generated=self.random.random() < 0.7,
+            max_beside_decodes=self.random.choice((None, None, 1, 3)),
             policy=self.random.choice(POLICIES),
             resumes=self.random.random() < 0.7,
             keeps=self.random.random() < 0.5,

@@ -135,17 +135,17 @@ MUTANTS: Final = (
     Mutant(
         "lost-router-decodes-on",
         "What a lost router had running goes on until its deadline.",
-        "decode_node/core.py",
-        '            self._stop(key, "router lost", now)\n',
+        "decode_node/running.py",
+        '            self._stop(branch, "router lost", now)\n',
         "            pass\n",
         _LEASES,
     ),
     Mutant(
         "lost-router-takes-all",
         "Losing one router ends the running branches of every router.",
-        "decode_node/core.py",
-        "[b.key for b in self._running.values() if b.router == router]",
-        "[b.key for b in self._running.values()]",
+        "decode_node/running.py",
+        "[each for each in self._branches.values() if each.router == router]",
+        "[*self._branches.values()]",
         _LEASES,
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS: Final = (
         "lease-timer-needs-traffic",
         "The decode core asks for no wake-up, so leases expire only when new work comes.",
         "decode_node/core.py",
-        "(self._timers.next(), self._fence.next_expiry(), self._door.next_expiry())",
-        "(self._fence.next_expiry(),)",
+        "            self._timers.next(),\n",
+        "",
         _DECODE,
     ),
     Mutant(

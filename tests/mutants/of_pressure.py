@@ -193,9 +193,9 @@ MUTANTS: Final = (
     Mutant(
         "preempted-in-silence",
         "A decode node drops a preempted branch without a word to its router.",
-        "decode_node/core.py",
-        "                    self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '                    self._forget_branch(branch.key, "cancelled", now)\n',
+        "decode_node/running.py",
+        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
+        '                self._forget(branch, "cancelled", now)\n',
         _DOOR,
     ),
     Mutant(

@@ -157,6 +157,16 @@ def test_a_mixed_node_takes_what_either_role_takes() -> None:
     assert release_problem(pb.ReleaseRequest(key=good_reserve().key), mixed) is None
 
 
+@pytest.mark.covers("D11")
+def test_a_decode_node_takes_a_dispatch_to_itself_only_and_only_if_it_computes_prompts() -> None:
+    dispatch = good_dispatch()
+    itself = pb.PeerId(name=dispatch.target.node.name, incarnation=dispatch.target.node.incarnation)
+    mine = Bounds(pb.ROLE_DECODE, vocab_size=100, max_model_len=32, local_prefill=itself)
+    assert dispatch_problem(dispatch, mine) is None
+    dispatch.target.node.incarnation += 1
+    assert "ROLE_DECODE" in str(dispatch_problem(dispatch, mine)), "it hands nothing over, not even to its successor"
+
+
 def test_a_message_for_the_other_role_is_refused_by_name() -> None:
     assert "ROLE_DECODE" in str(dispatch_problem(good_dispatch(), DECODE))
     assert "ROLE_PREFILL" in str(reserve_problem(good_reserve(), PREFILL))
