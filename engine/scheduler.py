@@ -171,6 +171,10 @@ class Scheduler:
         """Whether the sequence is here, be it only until a step that was launched with it is read."""
         return self._all.knows(sequence_id)
 
+    def is_waiting(self, sequence_id: abc.Hashable) -> bool:
+        """Whether it holds nothing yet, or nothing any more."""
+        return sequence_id in self._all.waiting
+
     def block_ids(self, sequence_id: abc.Hashable) -> tuple[int, ...]:
         """The block table so far; until the blocks are dropped. KeyError: nobody knows the sequence."""
         if sequence_id in self._all.waiting:
@@ -181,14 +185,22 @@ class Scheduler:
 
     # A sequence moves to another node
 
-    def lend(self, sequence_id: abc.Hashable, num_held: int) -> None:
-        """A link is going to read a sequence that runs or is paused: what it has stays until release(), whatever becomes of it.
+    def can_move(self, sequence_id: abc.Hashable) -> bool:
+        """Whether it has decoded, and holds blocks: it decodes, gives way, or is paused; and no link reads its blocks yet."""
+        if sequence_id in self._all.read or sequence_id in self._all.lent:
+            return False
+        sequence = self._all.admitted.get(sequence_id)
+        if sequence is None:
+            return sequence_id in self._all.paused
+        return self._all.slots.phase_of(sequence) in (Phase.RUNNING_DECODE, Phase.PREEMPTING)
 
-        `num_held` leading blocks are of no interest. The others become readable as they become final: num_readable().
-        KeyError: nobody knows the sequence.
+    def lend(self, sequence_id: abc.Hashable) -> None:
+        """A link is going to read a sequence that can_move(): what it has stays until release(), whatever becomes of it.
+
+        Its blocks become readable as they become final: num_readable().
         """
         sequence = self._held(sequence_id)
-        sequence.is_read, sequence.num_shown, sequence.num_readable = True, num_held, num_held
+        sequence.is_read, sequence.num_shown, sequence.num_readable = True, 0, 0
         self._all.read[sequence_id] = sequence
 
     def num_readable(self, sequence_id: abc.Hashable) -> int:
@@ -257,6 +269,17 @@ class Scheduler:
         self._all.slots.unreserve(num_slots)
 
     # Numbers
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether anything is here, be it only blocks that a link reads, or a step that was launched."""
+        here = self._all
+        return bool(here.waiting or here.admitted or here.paused or here.lent or self._unread)
+
+    @property
+    def resumes_preempted(self) -> bool:
+        """Whether who gave way goes on here."""
+        return self._config.resumes_preempted
 
     @property
     def num_slots(self) -> int:

@@ -110,12 +110,12 @@ def test_a_paused_sequence_is_dropped_with_all_that_it_had() -> None:
 @pytest.mark.covers("P08")
 def test_blocks_become_readable_when_the_step_that_shows_them_is_read_and_the_last_one_with_the_pause() -> None:
     node = decoding(num_steps=5)
-    node.scheduler.lend("s", 1)
-    assert node.scheduler.num_readable("s") == 1
+    node.scheduler.lend("s")
+    assert node.scheduler.num_readable("s") == 0 and not node.scheduler.can_move("s"), "one link at a time"
     drain(node)  # of 5 + 6 tokens and more the KV is computed
     plan = node.plan()
-    assert plan is not None and plan.leaving_block_ids == node.scheduler.block_ids("s")[1:2]
-    assert node.scheduler.num_readable("s") == 1, "a runner with a memory of its own has not copied it yet"
+    assert plan is not None and plan.leaving_block_ids == node.scheduler.block_ids("s")[:2]
+    assert node.scheduler.num_readable("s") == 0, "a runner with a memory of its own has not copied it yet"
     node.complete()
     assert node.scheduler.num_readable("s") == 2
     node.pause("s")
@@ -134,7 +134,7 @@ def test_what_is_lent_once_it_is_paused_is_shown_by_a_step_of_its_own() -> None:
     node.pause("s")
     node.plan()
     drain(node)
-    node.scheduler.lend("s", 0)
+    node.scheduler.lend("s")
     plan = node.plan()
     assert plan is not None and plan.leaving_block_ids == node.scheduler.block_ids("s") and not plan.num_tokens
     drain(node)
@@ -177,7 +177,7 @@ def test_who_gave_way_while_it_moves_is_not_queued_behind_its_movers_back() -> N
     while not node.scheduler.num_in(Phase.PREEMPTING):
         if len(node.unread) > 1 or node.plan() is None:
             node.complete()
-    node.scheduler.lend("young", 0)
+    node.scheduler.lend("young")
     while not node.paused:
         node.complete()
     assert node.paused == {"young": "preempted"}

@@ -62,7 +62,6 @@ class Life:
         self.to_hand_over: set[Hashable] = set()
         self.leases: list[list[int]] = []  # of blocks that nobody will ever commit
         self.moving: dict[Hashable, dict[int, list[int]]] = {}  # whose blocks a link reads: what it found in them
-        self.held: dict[Hashable, int] = {}  # of those, leading blocks that the link has no use for
 
     def live(self) -> None:
         for _ in range(NUM_EVENTS):
@@ -206,14 +205,12 @@ class Life:
         """A link is going to read what a sequence has, which runs or is paused."""
         phases = (Phase.RUNNING_DECODE, Phase.PREEMPTING, Phase.PAUSED)
         free = [n for n in self.alive() if n not in self.moving and n not in self.unreleased]
-        free = [n for n in free if self.node.phases.get(n) in phases]
+        assert all(self.node.scheduler.can_move(n) == (self.node.phases.get(n) in phases) for n in free)
+        free = [n for n in free if self.node.scheduler.can_move(n)]
         if not free:
             return False
         sequence_id = self.random.choice(free)
-        num_known = len(self.node.specs[sequence_id].token_ids) + len(self.node.token_ids[sequence_id])
-        num_held = self.random.randint(0, min(1, (num_known - 1) // self.sizes.block_size))
-        self.node.scheduler.lend(sequence_id, num_held)
-        self.held[sequence_id] = num_held
+        self.node.scheduler.lend(sequence_id)
         self.moving[sequence_id] = {}
         return True
 
@@ -261,12 +258,11 @@ class Life:
                 known = [*self.node.specs[sequence_id].token_ids, *self.node.token_ids[sequence_id]]
                 num_readable = self.node.scheduler.num_readable(sequence_id)
                 num_full = min(num_readable, (len(known) - 1) // size)
-                held, is_paused = self.held[sequence_id], sequence_id in self.node.paused
-                assert num_full == num_readable or is_paused or num_readable == held
-                sent = table[held:num_full]
-                assert self.node.tokens_in(sent, len(sent) * size) == known[held * size : num_full * size]
-                read |= {block_id: known[at * size : (at + 1) * size] for at, block_id in enumerate(sent, held)}
-                self.happened["read while it runs"] += len(sent) > 0 and not is_paused
+                is_paused = sequence_id in self.node.paused
+                assert num_full == num_readable or is_paused
+                assert self.node.tokens_in(table[:num_full], num_full * size) == known[: num_full * size]
+                read |= {block_id: known[at * size : (at + 1) * size] for at, block_id in enumerate(table[:num_full])}
+                self.happened["read while it runs"] += num_full > 0 and not is_paused
                 self.happened["read while it is paused"] += num_readable > num_full
             for block_id, token_ids in read.items():
                 assert states[block_id] is BlockState.USED, "a link reads a block that is not in use"

@@ -194,8 +194,8 @@ MUTANTS: Final = (
         "preempted-in-silence",
         "A decode node drops a preempted branch without a word to its router.",
         "decode_node/running.py",
-        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '                self._forget(branch, "cancelled", now)\n',
+        '                    self._report(branch, *ENDS_WITHOUT_TOKEN["preempted"], is_sent=False)\n',
+        "",
         _DOOR,
     ),
     Mutant(
