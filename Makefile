@@ -16,6 +16,7 @@ SIM_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 KERNELS := kernels/cpu/built/.built
+REDIS := .venv/.redis
 TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
@@ -25,7 +26,7 @@ PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) $(KERNELS) ## fill .venv with the pinned versions and compile the kernels; a second call does nothing
+setup: $(STAMP) $(KERNELS) $(REDIS) ## fill .venv with the pinned versions, compile the kernels, find a redis-server; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -48,6 +49,17 @@ $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) |
 	@ls $(@D)/*.so >/dev/null 2>&1 || $(BIN)/python -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
 
+# For the tests of the registry in Redis. Tried once, and never a reason to fail: they say by themselves that there is none.
+$(REDIS): | $(STAMP)
+	@if command -v redis-server >/dev/null; then :; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "make setup: no redis-server, and only root can install it, where there is apt: the tests of the Redis registry will say so"; \
+	elif echo "make setup: redis-server, for tests, from the distribution"; \
+	  export DEBIAN_FRONTEND=noninteractive; install="timeout 300 apt-get install -y --no-install-recommends redis-server"; \
+	  $$install >$@.log 2>&1 || { timeout 120 apt-get update && $$install; } >>$@.log 2>&1; then :; \
+	else echo "make setup: redis-server cannot be installed ($@.log says why): the tests of the Redis registry will say so"; fi
+	@touch $@
+
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
@@ -57,7 +69,7 @@ $(TINY)/config.json: | $(STAMP)
 up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-test: lint $(KERNELS) ## lint, types, then every test
+test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
 	@$(BIN)/python -m pytest $(TEST_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
@@ -88,7 +100,7 @@ soak: $(STAMP) ## the same, from 10000 seeds that nobody has seen; fails if one 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(BIN)/python -m tests.mutants $(ONLY)
 
-coverage-table: $(STAMP) $(KERNELS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+coverage-table: $(STAMP) $(KERNELS) $(REDIS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included

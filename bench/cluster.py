@@ -6,6 +6,7 @@ Not here: load (load.py). The launcher is a process like any user's; nothing of 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.config import ENVIRONMENT_PREFIX, child_environment
 
-_BATON: Final = Path(sys.executable).with_name("baton")
+BATON: Final = str(Path(sys.executable).with_name("baton"))
 _LAST_LINE: Final = "baton up: Ctrl-C stops everything"
 _PREFIX: Final = "baton_node_"
 
@@ -50,22 +51,33 @@ class Cluster:
         }
 
 
-@contextmanager
-def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Cluster]:
-    """One router, one prefill and one decode node on free ports, their run directory a temporary one. ClusterProblem."""
-    # A variable would win over the file, and so over what is to be measured; the back end alone is the user's to choose.
-    environment = {
+def environment_of_a_cluster() -> dict[str, str]:
+    """Ours without what would win over a file or a default, and so over what is to be measured.
+
+    The back end alone is the user's to choose.
+    """
+    return {
         name: value
         for name, value in child_environment().items()
         if not name.startswith(ENVIRONMENT_PREFIX) or name in ("BATON_KERNELS", "BATON_DEVICE")
     }
+
+
+@contextmanager
+def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Cluster]:
+    """One router, one prefill and one decode node on free ports, their run directory a temporary one. ClusterProblem."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-", ignore_cleanup_errors=True) as folder:
         run_dir, config = Path(folder, "run"), Path(folder, "cluster.toml")
         config.write_text(to_toml(roles), encoding="utf-8")
-        command = [str(_BATON), "up", "--config", str(config), "--model", str(model.absolute())]
-        command += ["--port", "0", "--run-dir", str(run_dir)]
+        command = [BATON, "up", "--config", str(config), "--model", str(model.absolute())]
+        command += ["--port", "0", "--run-dir", str(run_dir), "--parent-pid", str(os.getpid())]
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=environment_of_a_cluster(),
         ) as launcher:
             try:
                 _wait_until_ready(launcher)

@@ -1,12 +1,8 @@
 """The transport that moves bytes when it is told to: for the deterministic simulation and the tests, and shipped as product code.
 
-Same messages, same checks and same landing as zmq, but no thread, no clock, no socket: whoever owns the hub decides which pending
-step happens next, so every order that a real network could give can be had, and had again.
-
-    write() ─► unsent ──taken──► wire ──begins──► running ──finishes──► landed        one write in three steps
-               BlocksTaken at "taken"             quarantined if revoked here
-    notify() ─► unsent ──taken──► wire ──arrives──► NotifyArrived
-    answer() ─► answers ──arrives──► Answered
+Same messages, same checks as zmq, but no thread, no clock, no socket: whoever owns the hub decides which pending step happens next
+(memory_link.py has the steps), so every order that a real network could give can be had, and had again. A hub is two-sided, as zmq
+and shm, where the receiver lets each write in, or one-sided, as RDMA, where a write lands whether or not its lease still lives.
 
 A link keeps its order; steps of different links, and the two directions of one, may be taken in any order. A closed or cut link
 may still deliver what was on the wire, as a kernel's buffers would, also after its sender has heard LinkClosed.
@@ -16,25 +12,16 @@ Faults are methods of the hub and say whether they had something to act on, so t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from connector.landing import Landing, RunningWrite
+from connector.landing import Landing
+from connector.memory_link import LinkKey, MemoryLink, Message, OneSidedLink, TwoSidedLink
+from connector.one_sided import OneSidedLanding
 from connector.tally import Tally
-from connector.transport import Answered, BlocksTaken, Emit, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
-from connector.writes import Bytes, IncomingNotice, IncomingWrite, OutgoingWrite, checked_memory, decode, gather, pack
+from connector.transport import Answered, Emit, LeaseRef
+from connector.writes import Bytes, OutgoingWrite, checked_memory, gather, pack
 from proto import baton_pb2 as pb
-
-
-class LinkKey(NamedTuple):
-    """A link, hub-wide: link ids are unique per sender only."""
-
-    sender: str  # address of the sending transport
-    link_id: str
 
 
 class LinkStep(NamedTuple):
@@ -42,48 +29,17 @@ class LinkStep(NamedTuple):
 
     key: LinkKey
     receiver: str | None  # address of the receiving transport; None: nobody listens
-    kind: str  # "take", "deliver", "return", or "close" where the sender is told that the link is gone
-
-
-class _Message(NamedTuple):
-    """What travels: one frame, or header and payload."""
-
-    header: bytes
-    payload: Bytes | None
-
-
-class _Link:
-    """One ordered connection; both directions. `receiver` is None where nobody listens."""
-
-    __slots__ = ("answers", "is_open", "key", "receiver", "running", "sender", "unsent", "wire")
-
-    def __init__(self, key: LinkKey, sender: MemoryTransport, receiver: MemoryTransport | None) -> None:
-        self.key = key
-        self.sender = sender
-        self.receiver = receiver
-        self.unsent: deque[OutgoingWrite | bytes] = deque()
-        self.wire: deque[_Message] = deque()
-        self.running: RunningWrite | None = None
-        self.answers: deque[Answered | LinkClosed] = deque()
-        self.is_open = True
-
-    def end(self, reason: str, num_delivered: int) -> None:
-        """Close for the sender; the first messages on the wire still arrive."""
-        self.is_open = False
-        self.unsent.clear()
-        self.answers.clear()
-        self.answers.append(LinkClosed(self.key.link_id, reason))
-        while len(self.wire) > num_delivered:
-            self.wire.pop()
+    kind: str  # see memory_link.py
 
 
 class MemoryHub:
     """The network between memory transports, and its schedule."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_one_sided: bool = False) -> None:
+        self.is_one_sided = is_one_sided
         self._num_attached = 0
         self._transports: dict[str, MemoryTransport] = {}
-        self._links: dict[LinkKey, _Link] = {}
+        self._links: dict[LinkKey, MemoryLink] = {}
 
     # ------------------------------------------------------------ schedule
 
@@ -93,18 +49,15 @@ class MemoryHub:
 
     def due(self) -> tuple[LinkStep, ...]:
         """The pending steps by name, in the order that `step` counts them in."""
-        steps = []
-        for perform, link in self._steps():
-            kind = perform.__name__.removeprefix("_")
-            if kind == "return" and isinstance(link.answers[0], LinkClosed):
-                kind = "close"
-            steps.append(LinkStep(link.key, None if link.receiver is None else link.receiver.address, kind))
-        return tuple(steps)
+        return tuple(
+            LinkStep(link.key, None if link.receiver is None else link.receiver.address, kind)
+            for kind, _, link in self._steps()
+        )
 
     def step(self, i: int = 0) -> None:
         """Take the i-th pending step; raises IndexError if there is none."""
-        perform, link = self._steps()[i]
-        perform(link)
+        _, perform, link = self._steps()[i]
+        perform()
         self._forget_if_over(link)
 
     def run(self) -> None:
@@ -130,7 +83,7 @@ class MemoryHub:
         """Flip a bit in the payload of the first write on the wire. False: there is none."""
         link = self._links.get(key)
         for message in link.wire if link is not None else ():
-            if message.payload is not None:
+            if isinstance(message, Message) and message.payload is not None:
                 message.payload[byte_index % len(message.payload)] ^= 1
                 return True
         return False
@@ -138,9 +91,9 @@ class MemoryHub:
     def drop_answer(self, key: LinkKey) -> bool:
         """Lose the next answer on its way to the sender; the link stays. False: none is under way."""
         link = self._links.get(key)
-        if link is None or not link.answers or isinstance(link.answers[0], LinkClosed):
+        if link is None or not link.back or not isinstance(link.back[0], Answered):
             return False
-        link.answers.popleft()
+        link.back.popleft()
         return True
 
     # ------------------------------------------------------------ used by the transports
@@ -157,13 +110,10 @@ class MemoryHub:
         del self._transports[address]
         for link in tuple(self._links.values()):
             if link.receiver is not None and link.receiver.address == address:
-                link.receiver, link.running = None, None
-                if link.is_open:
-                    link.end("connection lost", 0)
-                link.wire.clear()
+                link.lose_receiver()
             if link.key.sender == address:
                 link.end("stopped", len(link.wire))
-                link.answers.clear()
+                link.back.clear()
             self._forget_if_over(link)
 
     def connect(self, key: LinkKey, sender: MemoryTransport, endpoint: pb.Endpoint) -> None:
@@ -171,49 +121,31 @@ class MemoryHub:
         if key in self._links:
             raise ValueError(f"link {key.link_id} is open already")
         receiver = self._transports.get(endpoint.address) if endpoint.transport == "memory" else None
-        link = self._links[key] = _Link(key, sender, receiver)
+        link = self._links[key] = self._new_link(key, sender, receiver)
         if receiver is None or receiver.endpoint() != endpoint:
             link.end("could not connect", 0)
 
-    def find_open(self, key: LinkKey) -> _Link | None:
+    def find_open(self, key: LinkKey) -> MemoryLink | None:
         """The link, while its sender has not closed it."""
         link = self._links.get(key)
         return link if link is not None and link.is_open else None
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ inside
 
-    def _steps(self) -> list[tuple[Callable[[_Link], None], _Link]]:
-        steps: list[tuple[Callable[[_Link], None], _Link]] = []
-        for link in self._links.values():
-            if link.unsent:
-                steps.append((self._take, link))
-            if link.running is not None or link.wire:
-                steps.append((self._deliver, link))
-            if link.answers:
-                steps.append((self._return, link))
-        return steps
+    def _new_link(self, key: LinkKey, sender: MemoryTransport, receiver: MemoryTransport | None) -> MemoryLink:
+        landing = None if receiver is None else receiver.landing
+        if isinstance(landing, OneSidedLanding) or (landing is None and self.is_one_sided):
+            return OneSidedLink(key, sender, receiver, landing)
+        return TwoSidedLink(key, sender, receiver, landing)
 
-    def _forget_if_over(self, link: _Link) -> None:
-        if not (link.is_open or link.unsent or link.wire or link.running or link.answers):
+    def _steps(self) -> list[tuple[str, Callable[[], None], MemoryLink]]:
+        """Of all links; those by which a receiver drops one come last."""
+        steps = [(kind, perform, link) for link in self._links.values() for kind, perform in link.steps()]
+        return sorted(steps, key=lambda step: step[0] == "drop")
+
+    def _forget_if_over(self, link: MemoryLink) -> None:
+        if link.is_over:
             del self._links[link.key]
-
-    def _take(self, link: _Link) -> None:
-        """The sender reads the source of its next message; from here on it is on the wire."""
-        message = link.unsent.popleft()
-        link.wire.append(link.sender.take(link.key.link_id, message))
-
-    def _deliver(self, link: _Link) -> None:
-        """The receiver finishes the write that runs, or begins with the next message."""
-        assert link.receiver is not None, "nothing is on the wire to where nobody listens"
-        if link.running is not None:
-            running, link.running = link.running, None
-            link.receiver.landing.finish(running)
-        else:
-            link.running = link.receiver.begin(link, link.wire.popleft())
-
-    def _return(self, link: _Link) -> None:
-        """An answer, or the link's end, reaches the sender."""
-        link.sender.emit(link.answers.popleft())
 
 
 class MemoryTransport:
@@ -223,12 +155,12 @@ class MemoryTransport:
     after `stop`.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], node_id: str, hub: MemoryHub, emit: Emit) -> None:
+    def __init__(self, memory: Bytes, node_id: str, hub: MemoryHub, emit: Emit) -> None:
         self.name = node_id
         self.emit = emit
-        self.landing = Landing(memory, emit)
+        self.landing = OneSidedLanding(memory, emit) if hub.is_one_sided else Landing(memory, emit)
         self.address = hub.attach(self, node_id)
-        self._memory = checked_memory(memory)
+        self.memory = checked_memory(memory)
         self._hub = hub
         self._bytes_to = Tally()
         self._is_stopped = False
@@ -244,7 +176,7 @@ class MemoryTransport:
 
     def write(self, link_id: str, lease: LeaseRef, blocks: Sequence[tuple[int, int]]) -> None:
         """As Sender.write; raises ValueError for a source block that does not exist."""
-        num_blocks, block_bytes = self._memory.shape
+        num_blocks, block_bytes = self.memory.shape
         if any(not 0 <= block_id < num_blocks for _, block_id in blocks):
             raise ValueError(f"a source block is outside 0..{num_blocks - 1}")
         if (link := self._hub.find_open(self.link_key(link_id))) is not None:
@@ -270,14 +202,16 @@ class MemoryTransport:
 
     def revoke(self, lease_id: int) -> None:
         """As Receiver.revoke; RevokeDone may be emitted before this returns."""
-        self.landing.revoke(lease_id)
+        for link in self.landing.revoke(lease_id) or ():
+            assert isinstance(link, OneSidedLink), "who writes into one-sided memory does so on such a link"
+            link.stop(lease_id)
 
     def answer(self, reply_to: object, payload: bytes) -> None:
         """As Receiver.answer; nothing happens if the link is gone."""
-        if not isinstance(reply_to, _Link):
+        if not isinstance(reply_to, MemoryLink):
             raise TypeError(f"{reply_to!r} is no reply_to of this transport")
         if reply_to.is_open:
-            reply_to.answers.append(Answered(reply_to.key.link_id, payload))
+            reply_to.back.append(Answered(reply_to.key.link_id, payload))
 
     def stop(self) -> None:
         """As Transport.stop; links end without LinkClosed, since nobody is left to be told."""
@@ -290,29 +224,10 @@ class MemoryTransport:
         num_links = sum(key.sender == self.address for key in self._hub.links())
         return {"kv_bytes_sent": self._bytes_to.snapshot(), "links": num_links, **self.landing.snapshot()}
 
-    # ------------------------------------------------------------ called by the hub
+    # ------------------------------------------------------------ called by the links
 
-    def take(self, link_id: str, message: OutgoingWrite | bytes) -> _Message:
-        """Read the source of a message that the wire takes now."""
-        if isinstance(message, bytes):
-            return _Message(message, None)
-        header, payload = gather(self._memory, message)
+    def read(self, link_id: str, write: OutgoingWrite) -> tuple[bytes, Bytes]:
+        """As memory_link.End: copy the source of a message that the wire takes now."""
+        header, payload = gather(self.memory, write)
         self._bytes_to.add(link_id.partition("@")[0], payload.nbytes)
-        if message.finished:
-            self.emit(BlocksTaken(link_id, message.lease.lease_id, message.finished))
-        return _Message(header, payload)
-
-    def begin(self, link: _Link, message: _Message) -> RunningWrite | None:
-        """Take in one message; a write that may land stays running until the hub's next step of this link."""
-        frames: list[bytes | memoryview] = [message.header]
-        if message.payload is not None:
-            frames.append(message.payload.data)
-        arrived = decode(frames)
-        match arrived:
-            case IncomingWrite():
-                return self.landing.begin(arrived, link.sender.name)
-            case IncomingNotice(payload):
-                self.emit(NotifyArrived(link, payload))
-            case WriteRefused():
-                self.landing.refuse(arrived)
-        return None
+        return header, payload

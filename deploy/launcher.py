@@ -26,7 +26,7 @@ from rich.console import Console
 from deploy.child_process import ChildProcess
 from deploy.up_config import UpConfig
 from runtime.config import child_environment, load, tables_in
-from runtime.process import EXIT_USAGE, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
 
 READY_POLL_S: Final = 0.05
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
@@ -50,6 +50,7 @@ HANDED_ON: Final = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton up` and return its exit code."""
     config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv)
+    die_with_parent(config.parent_pid)
     with _run_dir_of_our_own(config.run_dir):
         return asyncio.run(_run(config))
 

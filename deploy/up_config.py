@@ -25,6 +25,7 @@ class UpConfig:
     host: str = knob("127.0.0.1", "address of the router's HTTP server; nodes stay on loopback", metavar="ADDRESS")
     port: int = knob(8000, "port of the router's HTTP server; 0 takes a free one", low=0, high=65535)
     run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
+    parent_pid: int = knob(0, "die, and all processes with it, when the process with this id dies; 0: never", low=0)
     start_timeout_s: float = knob(120.0, "seconds until /ready before giving up: a large model loads slowly", low=1)
     stop_timeout_s: float = knob(5.0, "seconds that a process may take to stop before it is killed", low=0)
     block_size: int | None = _of_nodes("token positions per KV block")

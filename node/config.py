@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from engine.reserve import ReservePolicy
 from runtime.config import knob
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -24,7 +25,18 @@ class NodeConfig:
     """What a node is told when it starts."""
 
     model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
-    router: tuple[str, ...] = knob(help="registry of each router to register with", metavar="HOST:PORT,…")
+    router: tuple[str, ...] = knob(
+        (), "registry of each router to register with, where the routers embed theirs", metavar="HOST:PORT,…"
+    )
+    registry: str = knob(
+        EMBEDDED,
+        "where to register; embedded: with each router; or the Redis where the routers look, redis://HOST:PORT/DB (rediss: "
+        "over TLS); a password is better off in the variable, where ps does not show it",
+        metavar="URL",
+    )
+    registry_namespace: str | None = knob(
+        None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
     node_id: str | None = knob(None, "name in the cluster; none: the role and a random number", metavar="NAME")
 
     host: str = knob(
@@ -131,8 +143,12 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         """Check what a bound cannot say."""
-        if not self.router:
-            raise ValueError("--router: at least one HOST:PORT is needed")
+        if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if self.registry != EMBEDDED and self.router:
+            raise ValueError(f"--router {self.router[0]}: routers look into Redis, since --registry says so")
+        if self.registry == EMBEDDED and not self.router:
+            raise ValueError("--router: at least one HOST:PORT is needed, or --registry redis://HOST:PORT/DB")
         for address in self.router:
             if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 1 << 16:
                 raise ValueError(f"--router {address}: must be HOST:PORT, the port between 1 and 65535")

@@ -47,6 +47,7 @@ from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -102,7 +103,7 @@ class _CannotListen(Exception):
 
 
 class _Refused(Exception):
-    """A router does not take this node, and never will as it is; the message is the router's sentence."""
+    """A registry does not take this node, and never will as it is; the message is its sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +215,16 @@ class _NodeProcess:
         tasks.create_task(http.run())
         started.callback(http.stop)
         entry = self._entry(listeners)
-        registry = RegistryClient(self._config.router, lambda: entry, self._on_refused)
+        config = self._config
+        registries = choose_registries(config.registry, config.registry_namespace, config.router)
+        registry = RegistryClient(registries, lambda: entry, self._on_refused)
         registry.start()
         started.push_async_callback(registry.deregister)
         self._write_ready_file(entry)
         return entry
 
     def _on_refused(self, sentence: str) -> None:
-        self._refusal = f"refused by the router: {sentence}"
+        self._refusal = f"refused by the registry: {sentence}"
         self._stop.set()
 
     def _view(self, transport: ChoosingTransport, routers: Routers) -> NodeView:

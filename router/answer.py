@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from proto import baton_pb2 as pb
 from router.choice_text import ChoiceText
-from router.events import Failed, GenerationRequest
+from router.events import RESCHEDULED, Failed, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Asked:
     texts: Sequence[ChoiceText]  # one per choice
     echo: Echo | None = None
     drops_tokens: bool = False  # max_tokens 0: the request generates one, which nobody gets to see
+    known_end: str | None = None  # the finish reason of a resubmission that is complete as it came: no node hears of it
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Piece:
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token where they were asked for
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()  # where asked for, all of them, in the first piece
     finish_reason: str | None = None  # nothing follows
+    handed_up_ids: Sequence[int] | None = None  # of a choice that ends RESCHEDULED: all its tokens, given ones included
 
 
 class Choice:
@@ -72,6 +74,7 @@ class Choice:
         self._texts: list[str] = []
         self._piece = Piece()
         self.finish_reason: str | None = None
+        self._handed_up_ids: Sequence[int] | None = None
         self.num_tokens = 0
         self.first_token_at: float | None = None
         self._last_token_at = 0.0
@@ -101,9 +104,16 @@ class Choice:
         self._awaits_prompt = False
         self._tell()
 
-    def finish(self, reason: str) -> None:
-        """The end; of several only the first counts."""
+    def finish(self, reason: str, token_ids: Sequence[int]) -> None:
+        """The end, with the whole completion; of several only the first counts.
+
+        Of a choice that goes on elsewhere nothing is shown that is held back: who goes on with its tokens shows it.
+        """
         if self.finish_reason is not None:
+            return
+        if reason == RESCHEDULED:
+            self.finish_reason, self._handed_up_ids = reason, token_ids
+            self._tell()
             return
         part = self._text.finish()
         self._texts.append(part.text)
@@ -114,7 +124,7 @@ class Choice:
         """What is new."""
         piece, self._piece = self._piece, Piece()
         piece.text = "".join(self._texts)
-        piece.finish_reason = self.finish_reason
+        piece.finish_reason, piece.handed_up_ids = self.finish_reason, self._handed_up_ids
         self._texts = []
         return piece
 
@@ -140,6 +150,7 @@ class Answer:
 
     def __init__(self, asked: Asked, arrival: Arrival, choices: Sequence[Choice], fail: Callable[[End], None]) -> None:
         self.request = asked.request
+        self.known_end = asked.known_end
         self.arrival = arrival
         self.choices = choices
         self.fail = fail

@@ -1,9 +1,9 @@
 """The HTTP side of the router: OpenAI's endpoints, and those that operators look at.
 
 A request is read (bounded), checked and tokenized once, into typed values (openai_types.py, intake.py); a bad one is answered
-before any node hears of it. How its answer is written: streaming.py. Every answer to one echoes the client's `X-Request-Id` (or
-`request_id`), which is logged and never a key; without one it carries the router's own id. The log has every request's end,
-that of a bad one too.
+before any node hears of it. How its answer is written: streaming.py. Every answer to one, and every error of any path, echoes the
+client's `X-Request-Id` (or `request_id`), which is logged and never a key; without one it carries the router's own id. The log has
+every request's end, that of a bad one too.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Api:
         """The one model that is served."""
         return json_answer({"object": "list", "data": [self._model()]})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, name: str, request: Request) -> Response:
         """The same one, by its name."""
         if name != self._settings.model_name:
-            return error_answer(unknown_model(name, self._settings.model_name))
+            return _refusal(unknown_model(name, self._settings.model_name), _id_header(request))
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Api:
         parse: Callable[[bytes], CompletionBody | ChatBody] = partial(parse_body, body_type)
         try:
             if client_id is not None:
-                if len(client_id) > MAX_REQUEST_ID_LENGTH or not re.match(REQUEST_ID_PATTERN, client_id):
+                if not _is_request_id(client_id):
                     raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
@@ -174,6 +174,16 @@ class Api:
         return bytes(content)
 
 
+def _is_request_id(name: str) -> bool:
+    return len(name) <= MAX_REQUEST_ID_LENGTH and re.match(REQUEST_ID_PATTERN, name) is not None
+
+
+def _id_header(request: Request) -> dict[str, str]:
+    """The client's own name for a request, to be echoed, if it gave one that can be."""
+    name = request.headers.get(_REQUEST_ID)
+    return {} if name is None or not _is_request_id(name) else {_REQUEST_ID: name}
+
+
 def _refusal(error: ApiError, headers: dict[str, str]) -> Response:
     """The answer to a request that no node hears of, under a name by which the log can be searched."""
     request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
@@ -187,13 +197,15 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         raise error
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return error_answer(ApiError(error.status_code, message, code=code), error.headers)
+    return _refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **_id_header(request)})
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """The boundary of one request: a bug in it is logged and costs nobody else anything."""
-    _LOG.error("request_failed path=%s", request.url.path, exc_info=error)
-    return error_answer(ApiError(500, "Internal error; the router's log says more.", code="INTERNAL"))
+    headers = _id_header(request)
+    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
+    _LOG.error("request_failed request=%s path=%s", request_id, request.url.path, exc_info=error)
+    return error_answer(ApiError(500, "Internal error; the router's log says more.", code="INTERNAL"), headers)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -3,6 +3,12 @@
 Everything happens token by token, so that text, stop and counts are equal however tokens were grouped into messages, and for
 a stream and a whole answer. The first `min_tokens` tokens are shown without being looked at for stop strings, as the nodes do
 not sample a stop token among them.
+
+What has been shown is a function of the tokens and of nothing else. So a completion can be broken off behind any token and go on
+elsewhere: what is held back there is shown by neither side twice, and by the second once it is decided.
+
+    first half     given_ids ──> shown │ held back: an incomplete character, what may begin a stop string
+    resubmission                       └ shown or cut off here, with what follows
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ class TextPart:
 
 
 class ChoiceText:
-    """Text of one completion; `given_ids` are its tokens so far, whose text somebody else has shown."""
+    """Text of one completion; `given_ids` are its tokens so far: what they let be shown, somebody else has shown."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, rules: TextRules, given_ids: Sequence[int] = ()) -> None:
         self._detokenizer = detokenizer
@@ -41,12 +47,9 @@ class ChoiceText:
         self._rules = rules
         self.num_tokens = 0  # the given ones included
         self._num_characters = 0
-        self.is_stopped = (
-            self.push(given_ids).is_stopped if given_ids else False
-        )  # the given ids are a whole completion
-        if self._matcher is not None:
-            self._matcher.flush()
-        self._num_characters = 0
+        self.is_stopped = False  # nothing follows; from the start if the given ids are a whole completion
+        shown = self.push(given_ids).text
+        self._num_characters -= len(shown)
 
     def push(self, token_ids: Sequence[int]) -> TextPart:
         """The text that can be shown now; may be empty."""
@@ -60,12 +63,15 @@ class ChoiceText:
             if self._matcher is not None and self.num_tokens > self._rules.min_tokens:
                 part, is_stopped = self._matcher.push(part)
                 if is_stopped:
+                    self.is_stopped = True
                     return TextPart("".join([*parts, part]), offsets, True)
             parts.append(part)
         return TextPart("".join(parts), offsets, False)
 
     def finish(self) -> TextPart:
         """What was held back, since no token follows: an incomplete character, the beginning of a stop string."""
+        if self.is_stopped:
+            return TextPart("", [], True)
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return TextPart(rest, [], False)

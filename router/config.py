@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.config import knob
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,16 @@ class RouterConfig:
 
     host: str = knob("127.0.0.1", "address to listen on; loopback because nothing here asks for credentials yet")
     port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
-    registry_port: int = knob(0, "gRPC port where nodes announce themselves; 0 takes a free one", low=0, high=65535)
+    registry: str = knob(
+        EMBEDDED,
+        "where nodes announce themselves; embedded: here, at the registry port; or a Redis, redis://HOST:PORT/DB (rediss: "
+        "over TLS), that several routers share; a password is better off in the variable, where ps does not show it",
+        metavar="URL",
+    )
+    registry_port: int = knob(0, "gRPC port of the embedded registry; 0 takes a free one", low=0, high=65535)
+    registry_namespace: str | None = knob(
+        None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
     ready_file: Path | None = knob(
         None, "JSON file to write once the router listens: url, registry, pid", metavar="FILE"
     )
@@ -37,7 +47,31 @@ class RouterConfig:
     )
     request_timeout_s: float = knob(600.0, "seconds from a request's arrival to its end", low=0.1, high=86_400)
     preempt_retry_count: int = knob(
-        3, "attempts that a broken handoff may cost a request after its first", low=0, high=100
+        3,
+        "attempts that failures may cost a choice after its first; a preemption costs a 32nd of one. Then it ends with "
+        "finish_reason pd_reschedule and what it has",
+        low=0,
+        high=100,
+    )
+    preempt_retry_exclude_decode: bool = knob(
+        True, "a decode node that failed a choice, or gave it up, gets it again only where no other can take it"
+    )
+    max_nodes_lost: int = knob(
+        2, "nodes that may die while a choice is on them before it fails: it may be what kills them", low=1, high=100
+    )
+    no_nodes_grace_s: float = knob(
+        10.0,
+        "seconds that requests wait when the last node of a role has gone, for one to come back; then they are "
+        "answered 503 at once, but for streams that have begun",
+        low=0.0,
+        high=3600,
+    )
+    breaker_failures: int = knob(
+        5,
+        "requests in a row that a node fails before it gets no more for a second, and twice as long each time that it "
+        "fails again",
+        low=1,
+        high=1000,
     )
     local_prefill_max_tokens: int = knob(
         64,
@@ -62,5 +96,11 @@ class RouterConfig:
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
 
     def __post_init__(self) -> None:
+        if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if self.registry != EMBEDDED and self.registry_port:
+            raise ValueError(
+                f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
+            )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")

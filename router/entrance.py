@@ -1,10 +1,15 @@
 """The core's numbers, and whether a request is let in at all. Pure.
 
+A role's last node may be gone for a moment only: somebody restarts it. For a grace after the last pair was there, requests are let
+in and wait; then they, and all that has given its client nothing yet, are turned away until a pair is back. What has begun
+waits on, to its deadline.
+
 Not here: what is wrong with a request by itself (openai_types.py, intake.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from router.events import Failed, GenerationRequest
@@ -13,36 +18,73 @@ from router.nodes import NodeTable
 
 @dataclass(frozen=True, slots=True)
 class RouterCoreConfig:
-    """The core's numbers; the router's flags fill the first four."""
+    """The core's numbers; those that users set are the router's flags of these names."""
 
     max_queue: int = 1024  # branches waiting; beyond: 429. A request is taken whole, so its last ones may be beyond
-    max_inflight_prefills: int = 32  # per prefill node
-    preempt_retry_count: int = 3  # attempts after the first that a broken handoff may cost
+    max_inflight_prefills: int = 32  # per node that prefills
+    preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
+    preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
+    max_nodes_lost: int = 2  # a branch that was on so many when they died fails
+    no_nodes_grace_s: float = 10.0  # how long a last pair of nodes may be gone before requests are turned away
     local_prefill_max_tokens: int = 0  # that a decode node computes of short prompts at once, instead of a handoff
+    breaker_failures: int = 5  # requests in a row that a node fails before it is left alone
+    seed: int = 0  # of the jitter
+    breaker_first_s: float = 1.0  # for how long it is left alone then; doubled each time that it fails again
+    breaker_longest_s: float = 60.0
     commit_unknown_grace_s: float = 2.0  # how long the receiver's first batch is awaited after an unanswered Commit
     prompt_logprobs_grace_s: float = 2.0  # how long the sender's first batch is awaited once the receiver has finished
     min_refusal_wait_s: float = 0.05  # a node that refused is not asked again before
     max_refusal_wait_s: float = 2.0  # whatever it says: the branch holds up those behind it meanwhile
+    min_backoff_s: float = 0.1  # before the second attempt in a row that follows a failure; the first follows at once
+    max_backoff_s: float = 5.0
     retry_after_s: float = 1.0  # what a client turned away is told
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
-def find_refusal(
-    request: GenerationRequest, nodes: NodeTable, num_queued: int, config: RouterCoreConfig, now: float
-) -> Failed | None:
-    """Why the request is turned away at once, if it is."""
-    wait_s = config.retry_after_s
-    longest = nodes.max_total_tokens
-    total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-    if num_queued >= config.max_queue:
-        message = f"The router's queue is full ({config.max_queue} requests)."
-        return Failed(request.request_id, 429, "OVERLOADED", message, wait_s)
-    if longest is None:
-        message = f"No nodes to serve the request: {', '.join(nodes.missing())}."
-        return Failed(request.request_id, 503, "NO_NODES", message, wait_s)
-    if total_tokens > longest:
-        message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
-        return Failed(request.request_id, 400, "context_length_exceeded", message, None)
-    if request.deadline <= now:
-        return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
-    return None
+class Entrance:
+    """Knows whether a pair of nodes is there, and since when none is."""
+
+    def __init__(self, nodes: NodeTable, config: RouterCoreConfig) -> None:
+        self._nodes = nodes
+        self._config = config
+        self._gone_at: float | None = -math.inf  # None: a pair is there
+        self._has_given_up = True
+
+    def look(self, now: float) -> None:
+        """The nodes have changed."""
+        if self._nodes.max_total_tokens is not None:
+            self._gone_at, self._has_given_up = None, False
+        elif self._gone_at is None:
+            self._gone_at = now
+
+    @property
+    def gives_up_at(self) -> float | None:
+        """When those who wait for a pair that was there are to be turned away; None: there is one, or they have been."""
+        if self._gone_at is None or self._has_given_up:
+            return None
+        return self._gone_at + self._config.no_nodes_grace_s
+
+    def give_up(self) -> None:
+        """No pair has come back in time."""
+        self._has_given_up = True
+
+    def no_nodes(self, request_id: str) -> Failed:
+        """The answer to who finds no pair of nodes."""
+        message = f"No nodes to serve the request: {', '.join(self._nodes.missing())}."
+        return Failed(request_id, 503, "NO_NODES", message, self._config.retry_after_s)
+
+    def find_refusal(self, request: GenerationRequest, num_queued: int, now: float) -> Failed | None:
+        """Why the request is turned away at once, if it is."""
+        longest = self._nodes.longest_known
+        total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if num_queued >= self._config.max_queue:
+            message = f"The router's queue is full ({self._config.max_queue} requests)."
+            return Failed(request.request_id, 429, "OVERLOADED", message, self._config.retry_after_s)
+        if longest is None or self._has_given_up:
+            return self.no_nodes(request.request_id)
+        if total_tokens > longest:
+            message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
+            return Failed(request.request_id, 400, "context_length_exceeded", message, None)
+        if request.deadline <= now:
+            return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
+        return None

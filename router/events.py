@@ -7,8 +7,11 @@ session, each once; there is no order between sessions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from proto import baton_pb2 as pb
+
+RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice that somebody else is to go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,7 @@ class Finished:
     """A choice's only result; everything was emitted before."""
 
     request_id: str
-    finish_reason: str  # "stop", "length"
+    finish_reason: str  # "stop", "length", RESCHEDULED
     token_ids: tuple[int, ...]  # the whole completion
     choice: int = 0
 

@@ -6,18 +6,22 @@ own. `max_tokens` 0 with `echo`, which scores a prompt, generates one token that
 Defaults: of sampling what the model's generation_config.json says, else OpenAI's. `max_tokens` is 16 for completions and, for
 chat, whatever the model's length leaves. Decode nodes reserve that length in full as long as nothing can be preempted, so
 clients that name a max_tokens share a node with more others.
+
+A resubmission whose tokens are a whole completion is no error: who was cut off does not know whether more was to come. It is
+answered with what its text still lacks, and no node hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, ParamSpec, TypeVar
 
 from router.answer import Asked, Echo
-from router.choice_text import TextRules
+from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Sampling
 from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of, shown, unknown_model
 from router.seeds import SEED_BITS
@@ -69,6 +73,7 @@ class Intake:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
             raise ApiError(503, message, code="NO_NODES", retry_after_s=1.0)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
+        timeout_s = min(self._request_timeout_s, body.timeout_s or math.inf)
         asked = []
         for prompt in prompts:
             fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
@@ -80,7 +85,7 @@ class Intake:
                 prompt_token_ids=tuple(prompt.token_ids),
                 seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed,
                 sampling=sampling,
-                deadline=arrived_at + self._request_timeout_s,
+                deadline=arrived_at + timeout_s,
                 num_choices=body.n,
                 generated_token_ids=self._generated_token_ids(body, sampling),
             )
@@ -128,9 +133,11 @@ class Intake:
     async def _with_text(self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest) -> Asked:
         """The request with the ways to text of its choices."""
         rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens)
-        texts = [self._text.choice_text(rules, request.generated_token_ids) for _ in range(body.n)]
-        if texts[0].is_stopped:
-            raise bad_request("generated_token_ids", "already hold a stop string: the completion is complete")
+        given = request.generated_token_ids
+        if given:  # of one choice, without echo
+            resumed = await off_loop(16 * len(given), self._text.choice_text, rules, given)
+            return Asked(request, [resumed], known_end=_known_end(request, resumed))
+        texts = [self._text.choice_text(rules) for _ in range(body.n)]
         if isinstance(body, ChatBody) or not body.echo:
             return Asked(request, texts)
         token_ids, size = prompt.token_ids, len(prompt.token_ids)
@@ -161,13 +168,17 @@ class Intake:
         return tuple(biases.items())
 
     def _generated_token_ids(self, body: CompletionBody | ChatBody, sampling: Sampling) -> tuple[int, ...]:
-        given = body.generated_token_ids
+        given, ends = body.generated_token_ids, frozenset(sampling.stop_token_ids)
         self._check_token_ids("generated_token_ids", given)
-        if len(given) >= sampling.max_tokens:
-            message = f"{len(given)} tokens leave none of max_tokens, {sampling.max_tokens}, to generate"
+        if len(given) > sampling.max_tokens:
+            message = f"{len(given)} tokens are more than max_tokens, {sampling.max_tokens}"
             raise bad_request("generated_token_ids", message)
-        if ends := set(given).intersection(sampling.stop_token_ids):
-            raise bad_request("generated_token_ids", f"hold the stop token {min(ends)}: the completion is complete")
+        end = next((index for index, each in enumerate(given) if each in ends), None)
+        if end is not None and end < max(len(given) - 1, sampling.min_tokens):
+            why = (
+                "which ends a completion" if end >= sampling.min_tokens else f"before min_tokens, {sampling.min_tokens}"
+            )
+            raise bad_request("generated_token_ids", f"hold the stop token {given[end]} at index {end}, {why}")
         return tuple(given)
 
     def _fitting_max_tokens(self, prompt: _Prompt, field: str, asked_tokens: int | None, longest: int) -> int:
@@ -217,6 +228,14 @@ def _check_resubmission(body: CompletionBody | ChatBody, num_prompts: int) -> No
         raise bad_request("generated_token_ids", "need one prompt and n = 1: they belong to one choice")
     if isinstance(body, CompletionBody) and body.echo:
         raise bad_request("generated_token_ids", "cannot be given with echo: the text between would be missing")
+
+
+def _known_end(request: GenerationRequest, text: ChoiceText) -> str | None:
+    """The finish reason of a resubmission to which nothing is left to generate."""
+    given, sampling = request.generated_token_ids, request.sampling
+    if text.is_stopped or given[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(given) == sampling.max_tokens else None
 
 
 def _sampling(

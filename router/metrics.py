@@ -19,10 +19,17 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "handoff, mixed, local_short, local_absent (no prefill node)",
         "kind",
     ),
-    "retries": ("attempts that followed a broken handoff, by PD Error code", "code"),
+    "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
+    "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
+    "circuits_opened": ("nodes left alone for a while because request after request failed there", None),
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
+}
+# Counters of a shared registry's reader (runtime/redis_reader.py): name -> help.
+REGISTRY_COUNTERS: Final[Mapping[str, str]] = {
+    "failed_reads": "times that the registry in Redis could not be read; nodes stay listed meanwhile",
+    "skipped_values": "values found in Redis that no node has written, at each look",
 }
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SECONDS_PER_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -54,6 +61,10 @@ class RouterMetrics:
             name: Counter(f"baton_router_{name}", text, [label] if label else [], registry=registry)
             for name, (text, label) in CORE_COUNTERS.items()
         }
+        self._of_registry = {
+            name: Counter(f"baton_router_registry_{name}", text, registry=registry)
+            for name, text in REGISTRY_COUNTERS.items()
+        }
         self._ends = Counter(
             "baton_router_requests",
             "requests that ended (one per prompt), by outcome: the finish reason of its choices, or mixed; aborted; "
@@ -80,6 +91,10 @@ class RouterMetrics:
         """Raise a counter of the core."""
         counter = self._core[name]
         (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc()
+
+    def count_registry(self, name: str, number: int) -> None:
+        """Raise one of REGISTRY_COUNTERS."""
+        self._of_registry[name].inc(number)
 
     def observe(self, name: str, seconds: float) -> None:
         """Add to one of HISTOGRAMS."""
@@ -131,12 +146,16 @@ class _CoreGauges(Collector):
             "baton_router_node_prefilling", "choices of requests in prefill there", labels=labels
         )
         branches = GaugeMetricFamily("baton_router_node_branches", "sequences placed there", labels=labels)
+        circuit = GaugeMetricFamily(
+            "baton_router_node_circuit_open", "1 while the node is left alone, or tried with one attempt", labels=labels
+        )
         for name, node in state["nodes"].items():
             identity = [name.rpartition("@")[0], node["role"]]
             up.add_metric(identity, float(node["session"] == "up"))
             prefilling.add_metric(identity, node["prefilling"])
             branches.add_metric(identity, node["branches"])
-        yield from (up, prefilling, branches)
+            circuit.add_metric(identity, float(state["circuits"][identity[0]] != "closed"))
+        yield from (up, prefilling, branches, circuit)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to collide with: the registry is ours."""

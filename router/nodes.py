@@ -1,14 +1,14 @@
 """What the router knows of each node process: its registry entry, its session, and what of ours is on it.
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
-is up. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter cannot drift. A process that
-appears under another's name or address has taken its place: the old one is lost at once. Not here: which node is chosen
-(placement.py), what happens to a lost node's requests (core.py).
+is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
+looking, so a counter cannot drift. A process that appears under another's name or address has taken its place: the old one is
+lost at once. Not here: which node is chosen (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -60,13 +60,13 @@ class Node:
 
     @property
     def can_take_work(self) -> bool:
-        """Listed and connected; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP
+        """Listed, connected and not about to end; whether there is room is another question."""
+        return self.is_listed and self.session is Session.UP and not self.entry.draining
 
     @property
     def is_expected(self) -> bool:
         """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN)
+        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
 
     @property
     def max_total_tokens(self) -> int:
@@ -112,6 +112,7 @@ class NodeChange:
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
 
 
 class NodeTable:
@@ -120,8 +121,8 @@ class NodeTable:
     def __init__(self) -> None:
         self._nodes: dict[NodeRef, Node] = {}
         self._max_total_tokens: int | None = None
-        self._handed_over: frozenset[bytes] = frozenset()  # fingerprints that some prefill node is expected to serve
         self._is_degraded = False
+        self._longest_known: int | None = None
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -167,8 +168,8 @@ class NodeTable:
                 case LoadReported(load=load):
                     node.load = load
                     return change
-        self._handed_over = frozenset(node.fingerprint for node in self if node.prefills and node.is_expected)
         self._max_total_tokens = self._longest_pair()
+        self._longest_known = self._max_total_tokens or self._longest_known
         if self._is_degraded != bool(self.degraded()):
             self._is_degraded = not self._is_degraded
             change.actions.append(Degraded(tuple(self.degraded())))
@@ -194,6 +195,8 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
+        if node.session in (Session.UP, Session.BROKEN):
+            change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
         if not node.is_listed:
@@ -211,6 +214,11 @@ class NodeTable:
         serve and that computes prompts itself; None without either."""
         return self._max_total_tokens
 
+    @property
+    def longest_known(self) -> int | None:
+        """The same, or what it was when there was such a pair last."""
+        return self._longest_known
+
     def _longest_pair(self) -> int | None:
         expected = [node for node in self if node.is_expected]
         prefills = _longest_by_fingerprint(node for node in expected if node.prefills)
@@ -219,10 +227,19 @@ class NodeTable:
         alone = [node.max_total_tokens for node in expected if self._is_stranded(node)]
         return max((*pairs, *alone), default=None)
 
-    def _is_stranded(self, node: Node) -> bool:
-        """A decode node that computes prompts itself because nobody else would. A prefill node that is merely busy, or whose broken
-        stream may be resumed, is waited for: its whole queue would come over decode nodes at once."""
-        return node.prefills_locally and node.fingerprint not in self._handed_over
+    def _is_stranded(self, node: Node, without: Collection[str] = ()) -> bool:
+        """A decode node that computes prompts itself because nobody else would, but for nodes that are left alone.
+
+        A prefill node that is merely busy, or whose broken stream may be resumed, is waited for: its whole queue would come over
+        decode nodes at once.
+        """
+        return node.prefills_locally and not any(
+            other.prefills
+            and other.is_expected
+            and other.fingerprint == node.fingerprint
+            and other.ref.name not in without
+            for other in self
+        )
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
@@ -249,6 +266,16 @@ class NodeTable:
             return []
         return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
 
+    def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
+        """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""
+        able = [
+            node
+            for node in self
+            if node.can_take_work and total_tokens <= node.max_total_tokens and node.ref.name not in without
+        ]
+        prefills = {node.fingerprint for node in able if node.prefills}
+        return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
+
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
         return [
@@ -274,15 +301,21 @@ class NodeTable:
         """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
         return [node.decode_candidate() for node in self if node.decodes and self._has_room(node, total_tokens)]
 
-    def stranded_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
-        """Decode nodes with room that compute prompts themselves, and whom no prefill node could hand anything."""
+    def stranded_candidates(
+        self, total_tokens: int, max_inflight: int, without: Collection[str] = ()
+    ) -> list[Candidate]:
+        """Decode nodes with room that compute prompts themselves, and whom no prefill node but those could hand anything."""
         return [
             node.decode_candidate()
             for node in self
-            if self._is_stranded(node) and node.num_prefills < max_inflight and self._has_room(node, total_tokens)
+            if node.num_prefills < max_inflight
+            and self._has_room(node, total_tokens)
+            and self._is_stranded(node, without)
         ]
 
-    def spare_candidates(self, total_tokens: int, num_tokens: int, max_tokens: int) -> list[Candidate]:
+    def spare_candidates(
+        self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
+    ) -> list[Candidate]:
         """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once.
 
         Not where somebody waits for room: those with a short prompt would overtake who asks for a lease.
@@ -291,6 +324,7 @@ class NodeTable:
             node.decode_candidate()
             for node in self
             if node.prefills_locally
+            and node.num_prefills < max_inflight
             and node.prefill_tokens + num_tokens <= max_tokens
             and not node.load.waiting
             and self._has_room(node, total_tokens)

@@ -6,15 +6,19 @@ answers: all; chunks: the chunk's own; the stop token included although it has n
 not). Choices are numbered prompt by prompt. Usage counts each prompt once, whatever `n` is, and of the completions what was
 generated here, up to and including the token that completes a stop string.
 
+A choice that ends `pd_reschedule` has `completion_token_ids` whether asked for or not, and they are its whole completion, the
+`generated_token_ids` of the client included: what somebody else goes on with. In a stream they come in a last chunk without text.
+
 A chunk's logprobs are those of its tokens, whose text may come later: the chunks' entries one behind the other are those of
 the whole answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from router.answer import Asked, Piece
@@ -160,7 +164,14 @@ class AnswerWriter:
         }
 
     def chunk(self, index: int, piece: Piece) -> Iterable[bytes]:
-        """The event for a choice's next piece, in parts if it is long; none if the client could be shown nothing of it yet."""
+        """The events for a choice's next piece, in parts if long; none if the client could be shown nothing of it yet."""
+        if piece.handed_up_ids is None or not (piece.token_ids or self._choices[index].is_first):
+            return self._event(index, piece)
+        before = replace(piece, finish_reason=None, handed_up_ids=None)
+        last = Piece(finish_reason=piece.finish_reason, handed_up_ids=piece.handed_up_ids)
+        return itertools.chain(self._event(index, before), self._event(index, last))
+
+    def _event(self, index: int, piece: Piece) -> Iterable[bytes]:
         choice = self._choices[index]
         choice.num_tokens += len(piece.token_ids)
         is_shown = choice.is_first or piece.finish_reason is not None or piece.text
@@ -179,6 +190,8 @@ class AnswerWriter:
             if choice.is_first:
                 content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
             content["completion_token_ids"] = piece.token_ids
+        if piece.handed_up_ids is not None:
+            content["completion_token_ids"] = piece.handed_up_ids
         choice.is_first = False
         frame = {**self._frame, "object": self._form.chunk_object_name, "choices": iter([content])}
         frame |= {"usage": None} if self._options.includes_usage else {}
@@ -202,7 +215,7 @@ class AnswerWriter:
         whole.offsets += piece.offsets
         whole.logprobs += piece.logprobs
         whole.prompt_logprobs = whole.prompt_logprobs or piece.prompt_logprobs
-        whole.finish_reason = piece.finish_reason
+        whole.finish_reason, whole.handed_up_ids = piece.finish_reason, piece.handed_up_ids
 
     def whole(self) -> Iterator[bytes]:
         """The whole answer, in parts; ASCII."""
@@ -223,6 +236,8 @@ class AnswerWriter:
         if self._options.returns_token_ids:
             content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
             content["completion_token_ids"] = choice.whole.token_ids
+        if choice.whole.handed_up_ids is not None:
+            content["completion_token_ids"] = choice.whole.handed_up_ids
         return content
 
     def _logprobs(self, choice: _Choice, piece: Piece) -> dict[str, Any] | None:

@@ -196,6 +196,7 @@ class GenerationBody(SamplingDefaults):
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
     generated_token_ids: list[StrictInt] = []
+    timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: StrictStr | None = None
     request_id: (
         Annotated[str, Field(strict=True, max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None

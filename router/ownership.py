@@ -9,6 +9,9 @@ Until the sender has sent Commit only the sender reports (connector/handoff.py),
 retried. An error that says that Commit went unanswered decides nothing: the receiver may run. Then the receiver's first batch
 decides, and for want of one the end of a grace period (R21). Once the receiver was heard, nothing that the sender says matters:
 the two sessions have no common order, so its words may simply be late.
+
+A lost node, and a grace that is over, say nothing of the other node: it may run the attempt yet. A retry is safe nevertheless: the
+old attempt is fenced where it can be reached, and whatever it says from then on is an older attempt's.
 """
 
 from __future__ import annotations
@@ -51,7 +54,6 @@ class Verdict(Enum):
     FINISH = auto()  # tokens, and the branch's end
     AWAIT_RECEIVER = auto()  # for the grace period
     RETRY = auto()  # another attempt, if the error and the budget allow
-    FAIL = auto()  # the request ends with this error
     IGNORE = auto()  # counted
 
 
@@ -62,13 +64,13 @@ TABLE: Final[Mapping[tuple[Owner, Word], tuple[Owner, Verdict]]] = {
     (_O.SENDER, _W.SENDER_FINISH): (_O.NOBODY, _V.FINISH),
     (_O.SENDER, _W.SENDER_ERROR): (_O.NOBODY, _V.RETRY),
     (_O.SENDER, _W.SENDER_UNSURE): (_O.UNSURE, _V.AWAIT_RECEIVER),
-    (_O.SENDER, _W.SENDER_LOST): (_O.NOBODY, _V.FAIL),
-    (_O.UNSURE, _W.GRACE_OVER): (_O.NOBODY, _V.FAIL),
+    (_O.SENDER, _W.SENDER_LOST): (_O.NOBODY, _V.RETRY),
+    (_O.UNSURE, _W.GRACE_OVER): (_O.NOBODY, _V.RETRY),
     (_O.RECEIVER, _W.SENDER_TOKENS): (_O.RECEIVER, _V.TAKE),  # late, and a repeat: the log drops it
     **{(owner, _W.RECEIVER_TOKENS): (_O.RECEIVER, _V.TAKE) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
     **{(owner, _W.RECEIVER_FINISH): (_O.NOBODY, _V.FINISH) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
     **{(owner, _W.RECEIVER_ERROR): (_O.NOBODY, _V.RETRY) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
-    **{(owner, _W.RECEIVER_LOST): (_O.NOBODY, _V.FAIL) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
+    **{(owner, _W.RECEIVER_LOST): (_O.NOBODY, _V.RETRY) for owner in (_O.SENDER, _O.UNSURE, _O.RECEIVER)},
 }
 
 # The rest is late, or a broken peer's: no change.

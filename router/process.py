@@ -1,7 +1,7 @@
 """The router process from its knobs to its exit code: builds the parts, wires them to one loop, takes them down again.
 
-    model text    registry server (gRPC) ──> shell(core) <── session dialer
-        └──────────────> HTTP API ─────────────┘
+    model text    registry server (gRPC), or reader (Redis) ──> shell(core) <── session dialer
+        └─────────────────────────> HTTP API ────────────────────┘
 
 What the user can mend (model directory, a taken port) is one line and exit code 2. Any other exception is a bug, wherever it
 arises: in a task, in a callback. It ends the process with a traceback and exit code 1; whoever starts it again gets a new
@@ -34,7 +34,8 @@ from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, stop_on_signals, warn_if_exposed, write_atomically
-from runtime.registry_server import RegistryServer
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
+from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer, SessionTiming
 
 _LOG: Final = logging.getLogger(__name__)
@@ -64,23 +65,16 @@ async def _serve(config: RouterConfig, text: ModelText) -> None:
     asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
     async with AsyncExitStack() as started:
         listener = started.enter_context(_listen(config, "--port", config.port))
-        registry_server = grpc.aio.server(
-            options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS
-        )
-        registry_port = _bind_registry(registry_server, config)
         shell = _make_shell(config)
         started.push_async_callback(shell.close)
-        registry = RegistryServer(shell)
-        started.callback(registry.close)
-        pb_grpc.add_RegistryServicer_to_server(registry, registry_server)
-        await registry_server.start()
-        started.push_async_callback(registry_server.stop, 0)
+        start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
+        registry = await start_registry(config, shell, started)
         name = config.served_model_name or config.model.resolve().name
         settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20)
         http = HttpServer(Api(shell, text, settings).app(), listener)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
-        _announce(config, listener.getsockname()[1], registry_port)
+        _announce(config, listener.getsockname()[1], registry)
         stopped = asyncio.create_task(stop.wait())
         ends: list[asyncio.Future[Any]] = [stopped, serving, bug]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -88,6 +82,30 @@ async def _serve(config: RouterConfig, text: ModelText) -> None:
         if bug.done():
             await bug
     log_event(_LOG, logging.INFO, "router_stopped")
+
+
+async def _embed_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+    """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
+    port = _bind_registry(server, config)
+    registry = RegistryServer(shell)
+    started.callback(registry.close)
+    pb_grpc.add_RegistryServicer_to_server(registry, server)
+    await server.start()
+    started.push_async_callback(server.stop, 0)
+    return _address(config, port)
+
+
+async def _read_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+    """Look for the nodes in Redis, which need not be there yet; its URL without secrets."""
+    from runtime.redis_reader import RedisReader  # heavy: only who uses Redis pays for its client
+    from runtime.redis_store import RedisStore
+
+    store = RedisStore(config.registry, config.registry_namespace or DEFAULT_NAMESPACE, TTL_S)
+    reader = RedisReader(shell, store, TTL_S, shell.metrics.count_registry)
+    reader.start()
+    started.push_async_callback(reader.close)
+    return store.name
 
 
 async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: RouterShell) -> None:
@@ -98,13 +116,18 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
 
 
 def _make_shell(config: RouterConfig) -> RouterShell:
+    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
+        preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
+        max_nodes_lost=config.max_nodes_lost,
+        no_nodes_grace_s=config.no_nodes_grace_s,
+        breaker_failures=config.breaker_failures,
+        seed=seed,
     )
-    seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
@@ -135,9 +158,9 @@ def _address(config: RouterConfig, port: int) -> str:
     return f"{host}:{port}"
 
 
-def _announce(config: RouterConfig, port: int, registry_port: int) -> None:
+def _announce(config: RouterConfig, port: int, registry: str) -> None:
     """Say, in the log and the ready file, where the router is."""
-    url, registry = f"http://{_address(config, port)}", _address(config, registry_port)
+    url = f"http://{_address(config, port)}"
     log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
     if config.ready_file is not None:
         write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid()})

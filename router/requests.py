@@ -1,4 +1,4 @@
-"""A request while it lives in the router: its branches, their phases as types, and what each PD Error means for them.
+"""A request while it lives in the router: its branches, their phases as types, and the message that starts an attempt.
 
     Waiting ──dispatch──> Prefilling ──receiver's first batch──> Decoding ──finish──> (forgotten)
        ^                     │  │                                   ^  │                    ^
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
-from router.entrance import RouterCoreConfig
 from router.events import GenerationRequest, NodeRef, Sampling
 from router.ownership import Owner
 from router.placement import Pair
+from router.retry import Tries
 from router.seeds import branch_seed
 from router.token_log import TokenLog
 
@@ -75,19 +75,19 @@ Phase = Waiting | Prefilling | CommitUnknown | Decoding | AwaitingPrompt
 class LiveBranch:
     """Everything that the router's core keeps for one choice of a request, until its one end."""
 
-    def __init__(self, request: GenerationRequest, choice: int, arrival: int, retries_left: int, now: float) -> None:
+    def __init__(self, request: GenerationRequest, choice: int, arrival: int, tries: Tries, now: float) -> None:
         self.request = request
         self.key = BranchKey(request.request_id, choice)
         self.seed = branch_seed(request.seed, choice)
         self.arrival = arrival  # its place in the queue, also when it comes back
         self.log = TokenLog(request.sampling.max_tokens, request.generated_token_ids)
-        self.retries_left = retries_left
-        self.num_refusals = 0  # that it met so far; they use no retry
+        self.tries = tries
         self.phase: Phase = Waiting()
         self.waits_since = now
         self.attempt = -1  # number of the newest attempt; before the first there is none
         self.last_pair: Pair | None = None  # where that attempt ran
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
+        self.rests_until = 0.0  # nowhere before that
         self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property
@@ -121,19 +121,17 @@ class LiveBranch:
         return self.log.last_token_id in self.request.sampling.stop_token_ids
 
     @property
+    def has_told(self) -> bool:
+        """Whether the client has got anything of it."""
+        return len(self.log) > len(self.request.generated_token_ids)
+
+    @property
     def can_share(self) -> bool:
         """Whether other choices of the request may be in the same attempt: there is nothing yet in which they differ.
 
         The prompt's logprobs are told once per attempt and branch: too much for one message.
         """
-        return not self.log and not self.held_off and not self.awaits_prompt_logprobs
-
-    def refused(self, wait_s: float, config: RouterCoreConfig) -> float:
-        """Note a refusal; after how many seconds to ask again, if the node says `wait_s`: each has cost a prefill, so less and
-        less often."""
-        self.num_refusals += 1
-        patience_s: float = config.min_refusal_wait_s * 2 ** min(self.num_refusals - 1, 6)
-        return min(max(wait_s, patience_s), config.max_refusal_wait_s)
+        return self.attempt < 0 and not self.log and not self.awaits_prompt_logprobs
 
     def logprobs_problem(self, tokens: pb.BranchTokens) -> str | None:
         """Why the logprobs of a batch cannot be right."""
@@ -149,7 +147,7 @@ class LiveBranch:
         """The nearest instant at which something happens to the branch by itself: the deadline at the latest."""
         instants = [self.request.deadline]
         if isinstance(self.phase, Waiting):
-            instants += [until for until in self.held_off.values() if until > now]
+            instants += [until for until in (self.rests_until, *self.held_off.values()) if until > now]
         if isinstance(self.phase, CommitUnknown | AwaitingPrompt):
             instants.append(self.phase.until)
         return min(instants)
@@ -165,7 +163,7 @@ class LiveBranch:
             "phase": type(self.phase).__name__,
             "attempt": self.attempt,
             "tokens": len(self.log),
-            "retries_left": self.retries_left,
+            "retries_left": self.tries.retries_left,
         }
 
 
@@ -201,24 +199,3 @@ def _sampling_message(sampling: Sampling, awaits_prompt_logprobs: bool) -> pb.Sa
         num_logprobs=sampling.num_logprobs,
         prompt_logprobs=awaits_prompt_logprobs,
     )
-
-
-# There is no room now, or none any more. The branch waits for capacity; no retry is used.
-NO_ROOM: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.PREEMPTED})
-
-# Before Commit: the attempt broke. One retry each.
-BROKEN_HANDOFFS: Final = frozenset({pb.CHECKSUM, pb.TRANSFER_FAILED, pb.LEASE_EXPIRED})
-
-# HTTP status of a request that ends with this code. What is not here is 500.
-STATUS: Final[dict[int, int]] = {
-    pb.NO_BLOCKS: 503,
-    pb.BUSY: 503,
-    pb.PREEMPTED: 503,
-    pb.LEASE_EXPIRED: 503,
-    pb.DRAINING: 503,
-    pb.NODE_LOST: 503,
-    pb.TRANSFER_FAILED: 502,
-    pb.CHECKSUM: 502,
-    pb.INCOMPATIBLE: 502,
-    pb.DEADLINE: 504,
-}

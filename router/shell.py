@@ -67,8 +67,12 @@ class RouterShell:
 
     def submit(self, answer: Answer) -> None:
         """Start a request; the handle gets its tokens and its ends."""
-        self._answers[answer.request.request_id] = answer
-        self._feed(Submitted(answer.request))
+        request = answer.request
+        self._answers[request.request_id] = answer
+        if answer.known_end is None:
+            self._feed(Submitted(request))
+        else:
+            self._finish(Finished(request.request_id, answer.known_end, request.generated_token_ids))
 
     def abort(self, answer: Answer) -> None:
         """The client has gone; without effect once the request has ended."""
@@ -194,7 +198,7 @@ class RouterShell:
         if answer is None:
             return
         choice = answer.choices[finished.choice]
-        choice.finish(finished.finish_reason)
+        choice.finish(finished.finish_reason, finished.token_ids)
         self.metrics.choice_finished(choice.finish_reason or "", choice.seconds_per_token)
         if answer.is_complete:
             self._end(finished.request_id, None)

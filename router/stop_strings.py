@@ -41,10 +41,7 @@ class StopMatcher:
         return text[:cut], False
 
     def flush(self) -> str:
-        """What is held back, to be shown since nothing follows, or to be dropped since it has been shown elsewhere.
-
-        What follows nevertheless may still complete a stop string that begins in it.
-        """
+        """What is held back, to be shown since nothing follows."""
         held, self._held = self._held, ""
         return held
 

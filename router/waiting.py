@@ -2,7 +2,8 @@
 
 Waiting branches form one queue ordered by arrival; one that was refused keeps its place, and while the head finds no room
 nothing behind it is dispatched: capacity is not given to the small at the cost of the large, and refused work is not prefilled
-in vain. A branch longer than every node that is left is put aside until a node comes: it holds up nobody.
+in vain. A branch longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
+time is over: it holds up nobody.
 
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
 blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
@@ -18,14 +19,15 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from proto.attempt_key import BranchKey
+from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
-from router.placement import Pair, Placement
+from router.placement import Candidate, Pair, Placement
 from router.requests import LiveBranch
 
 KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
@@ -42,8 +44,9 @@ class Placed(NamedTuple):
 class WaitingBranches:
     """The queue. It decides with what the node table says, and changes nothing there."""
 
-    def __init__(self, nodes: NodeTable, placement: Placement, config: RouterCoreConfig) -> None:
+    def __init__(self, nodes: NodeTable, breakers: Breakers, placement: Placement, config: RouterCoreConfig) -> None:
         self._nodes = nodes
+        self._breakers = breakers
         self._placement = placement
         self._config = config
         self._branches: dict[BranchKey, LiveBranch] = {}
@@ -52,6 +55,9 @@ class WaitingBranches:
 
     def __len__(self) -> int:
         return len(self._branches)
+
+    def __iter__(self) -> Iterator[LiveBranch]:
+        return iter(self._branches.values())
 
     def put(self, branch: LiveBranch) -> None:
         """Queue a branch at the place of its arrival."""
@@ -65,7 +71,7 @@ class WaitingBranches:
             self._aside.pop(key, None)
 
     def recall(self) -> None:
-        """Nodes have changed: who was put aside takes its place again."""
+        """Nodes have changed, or somebody has rested: who was put aside takes its place again."""
         while self._aside:
             self.put(self._branches[self._aside.popitem()[0]])
 
@@ -74,7 +80,7 @@ class WaitingBranches:
         longest = self._nodes.max_total_tokens
         while (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
-            if longest is None or branch.total_tokens <= longest:
+            if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
                 found = self._find_pair(branch, now)
                 if found is None:
                     return None
@@ -96,25 +102,35 @@ class WaitingBranches:
         return [branch for branch in waiting if branch.can_share]
 
     def _find_pair(self, branch: LiveBranch, now: float) -> tuple[Pair, str] | None:
+        broken, last = self._broken(branch, now), branch.last_pair
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
         excluded, avoided = [node for node, until in branch.held_off.items() if until > now], branch.held_off
-        num_tokens, max_tokens = (
-            branch.num_tokens * (1 + len(self._mates(branch))),
-            self._config.local_prefill_max_tokens,
-        )
-        spare = self._nodes.spare_candidates(total_tokens, num_tokens, max_tokens) if num_tokens <= max_tokens else []
-        pair = self._placement.choose_alone(spare, excluded=excluded, avoided=avoided)
-        if pair is not None:
+        num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
+
+        def alone(decodes: Sequence[Candidate]) -> Pair | None:
+            return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
+
+        if pair := alone(self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, most)):
             return pair, "local_short"
         pair = self._placement.choose(
-            self._nodes.prefill_candidates(total_tokens, max_inflight),
-            self._nodes.decode_candidates(total_tokens),
-            kept=branch.last_pair.prefill if branch.last_pair is not None else None,
+            _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken),
+            _without(self._nodes.decode_candidates(total_tokens), broken),
+            kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
             excluded=excluded,
             avoided=avoided,
         )
         if pair is not None:
             return pair, "mixed" if pair.prefill == pair.decode else "handoff"
-        stranded = self._nodes.stranded_candidates(total_tokens, max_inflight)
-        pair = self._placement.choose_alone(stranded, excluded=excluded, avoided=avoided)
+        pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
         return None if pair is None else (pair, "local_absent")
+
+    def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
+        """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
+        broken = self._breakers.avoided(now)
+        while broken and not self._nodes.can_serve(branch.total_tokens, broken):
+            broken = broken[1:]
+        return broken
+
+
+def _without(candidates: Sequence[Candidate], names: Collection[str]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.node.name not in names]

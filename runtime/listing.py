@@ -66,6 +66,19 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
     return None
 
 
+FULL_SENTENCE: Final = f"{MAX_ENTRIES} nodes are registered, that is the most."
+
+
+def gone_sentence(peer: Peer) -> str:
+    """Refuses a process that was sent away."""
+    return f"node.incarnation {peer.incarnation:016x} of {peer.name} was replaced or deregistered."
+
+
+def older_sentence(peer: Peer) -> str:
+    """Refuses a process that another has followed."""
+    return f"node.incarnation {peer.incarnation:016x} of {peer.name} started before the one that is listed."
+
+
 LATE_S: Final = 0.25  # an expiry looked at later than this was not looked at in time
 
 
@@ -86,14 +99,14 @@ class Listing:
             return problem
         peer = Peer(entry.node.name, entry.node.incarnation)
         if peer in self._gone:
-            return f"node.incarnation {peer.incarnation:016x} of {peer.name} was replaced or deregistered."
+            return gone_sentence(peer)
         known, _ = self._entries.get(peer.name, (None, 0.0))
         if known is None and len(self._entries) >= MAX_ENTRIES:
-            return f"{MAX_ENTRIES} nodes are registered, that is the most."
+            return FULL_SENTENCE
         found = (self._entries.get(name) for name in (peer.name, self._names.get(entry.grpc_address, "")))
         others = {_peer(each[0]): each[0] for each in found if each is not None and _peer(each[0]) != peer}
         if any(0 < entry.started_ms < other.started_ms for other in others.values()):
-            return f"node.incarnation {peer.incarnation:016x} of {peer.name} started before the one that is listed."
+            return older_sentence(peer)
         changes: list[Change] = [self._remove(other, is_gone=True) for other in others.values()]
         silent = self._silent.pop(peer.name, peer)
         if silent != peer:  # a hung process that was replaced: it must not take the name back when it wakes

@@ -1,6 +1,6 @@
-"""A node's side of the registry: says again and again that it is there, to each router, until it goes.
+"""A node's side of the registry: says again and again that it is there, to each registry, until it goes.
 
-A router that is down costs nothing but tries: 50 ms apart at first, 1 s at most. Not here: what an entry must be (listing.py).
+A registry that is down costs nothing but tries: 50 ms apart at first, then rarer. Not here: what an entry must be (listing.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -16,7 +16,11 @@ import grpc.aio
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.logs import log_event
+from runtime.session import Peer
 from runtime.session_driver import surface
+
+if TYPE_CHECKING:
+    from proto.baton_pb2_grpc import RegistryAsyncStub
 
 LOG = logging.getLogger(__name__)
 
@@ -26,21 +30,82 @@ BACKOFF_MAX_S: Final = 1.0
 _CALL_TIMEOUT_S: Final = 0.5
 
 
+class RegistryUnreachable(Exception):
+    """The call had no effect that is known of; the message is one word for the log, and holds no secret."""
+
+
+class Registry(Protocol):
+    """Where a node can be registered. A call that failed leaves nothing behind that the next one could take for its own."""
+
+    name: str  # for the log
+    backoff_max_s: float  # between two tries
+
+    async def register(self, entry: pb.NodeEntry) -> str:
+        """Take an entry or its repetition: empty, or the sentence that refuses it. Raises RegistryUnreachable."""
+
+    async def deregister(self, peer: Peer) -> None:
+        """Forget a node process at its own wish. Raises RegistryUnreachable."""
+
+    async def hang_up(self) -> None:
+        """Drop the connection; the next call makes a new one."""
+
+
+class EmbeddedRegistry:
+    """The one in a router (registry_server.py), over gRPC."""
+
+    backoff_max_s = BACKOFF_MAX_S
+
+    def __init__(self, router: str) -> None:
+        """`router`: host:port of its registry."""
+        self.name = router
+        self._channel: grpc.aio.Channel | None = None
+
+    async def register(self, entry: pb.NodeEntry) -> str:
+        """See Registry."""
+        try:
+            return (await self._stub().Register(entry, timeout=_CALL_TIMEOUT_S)).refused
+        except grpc.aio.AioRpcError as error:
+            raise await self._unreachable(error) from None
+
+    async def deregister(self, peer: Peer) -> None:
+        """See Registry."""
+        try:
+            await self._stub().Deregister(peer.to_proto(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise await self._unreachable(error) from None
+
+    async def hang_up(self) -> None:
+        """See Registry."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _stub(self) -> RegistryAsyncStub:
+        if self._channel is None:
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            self._channel = grpc.aio.insecure_channel(self.name, options=options)
+        return RegistryStub(self._channel)
+
+    async def _unreachable(self, error: grpc.aio.AioRpcError) -> RegistryUnreachable:
+        await self.hang_up()  # what a partition swallowed stays dead
+        return RegistryUnreachable(error.code().name)
+
+
 class RegistryClient:
-    """Keeps one node process registered at every router. Make and use it on the running loop."""
+    """Keeps one node process registered everywhere. Make and use it on the running loop."""
 
     def __init__(
         self,
-        routers: Sequence[str],
+        registries: Sequence[Registry],
         entry: Callable[[], pb.NodeEntry],
         on_refused: Callable[[str], None],
     ) -> None:
-        """`routers`: host:port of each registry. `entry` is asked before each registration.
+        """`entry` is asked before each registration.
 
         `on_refused` hears, once, the sentence of a registry that does not take this node: the user must mend something, so the
-        process should end with it. That router is asked no more.
+        process should end with it. That registry is asked no more.
         """
-        self._routers = tuple(routers)
+        self._registries = tuple(registries)
         self._entry = entry
         self._on_refused = on_refused
         self._tasks: list[asyncio.Task[None]] = []
@@ -48,15 +113,15 @@ class RegistryClient:
 
     def start(self) -> None:
         """Begin to register."""
-        for router in self._routers:
-            task = asyncio.create_task(self._keep_registered(router), name=f"registration at {router}")
+        for registry in self._registries:
+            task = asyncio.create_task(self._keep_registered(registry), name=f"registration at {registry.name}")
             task.add_done_callback(surface)
             self._tasks.append(task)
 
     async def deregister(self) -> None:
-        """Register no more and say goodbye to every router; bounded by one call's timeout, whoever is down."""
+        """Register no more and say goodbye everywhere; bounded by one call's timeout, whoever is down."""
         await self._stop()
-        await asyncio.gather(*(self._say_goodbye(router) for router in self._routers))
+        await asyncio.gather(*(self._say_goodbye(registry) for registry in self._registries))
 
     async def _stop(self) -> None:
         for task in self._tasks:
@@ -65,45 +130,39 @@ class RegistryClient:
             await asyncio.wait(self._tasks)
         self._tasks.clear()
 
-    async def _keep_registered(self, router: str) -> None:
+    async def _keep_registered(self, registry: Registry) -> None:
         backoff_s = BACKOFF_MIN_S
         is_registered: bool | None = None  # None: not tried yet
         while True:
-            async with _channel(
-                router
-            ) as channel:  # a new one after each failure: what a partition swallowed stays dead
-                stub = RegistryStub(channel)
-                try:
-                    while True:
-                        reply = await stub.Register(self._entry(), timeout=_CALL_TIMEOUT_S)
-                        if reply.refused:
-                            self._refused(router, reply.refused)
-                            return
-                        if not is_registered:
-                            log_event(LOG, logging.INFO, "registered", router=router)
-                        is_registered = True
-                        backoff_s = BACKOFF_MIN_S
-                        await asyncio.sleep(PERIOD_S)
-                except grpc.aio.AioRpcError as error:
-                    if is_registered is not False:
-                        log_event(LOG, logging.WARNING, "router_unreachable", router=router, reason=error.code().name)
-                    is_registered = False
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+            try:
+                refusal = await registry.register(self._entry())
+            except RegistryUnreachable as error:
+                if is_registered is not False:
+                    log_event(LOG, logging.WARNING, "registry_unreachable", registry=registry.name, reason=error)
+                is_registered = False
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, registry.backoff_max_s)
+                continue
+            if refusal:
+                self._refused(registry, refusal)
+                return
+            if not is_registered:
+                log_event(LOG, logging.INFO, "registered", registry=registry.name)
+            is_registered = True
+            backoff_s = BACKOFF_MIN_S
+            await asyncio.sleep(PERIOD_S)
 
-    def _refused(self, router: str, sentence: str) -> None:
-        log_event(LOG, logging.ERROR, "registration_refused", router=router, reason=sentence)
+    def _refused(self, registry: Registry, sentence: str) -> None:
+        log_event(LOG, logging.ERROR, "registration_refused", registry=registry.name, reason=sentence)
         if not self._has_refused:
             self._has_refused = True
             self._on_refused(sentence)
 
-    async def _say_goodbye(self, router: str) -> None:
-        async with _channel(router) as channel:
-            try:
-                await RegistryStub(channel).Deregister(self._entry().node, timeout=_CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                log_event(LOG, logging.INFO, "deregistration_failed", router=router, reason=error.code().name)
-
-
-def _channel(router: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(router, options=(("grpc.use_local_subchannel_pool", 1),))
+    async def _say_goodbye(self, registry: Registry) -> None:
+        await registry.hang_up()  # a registration that was cut short may still be on its way there
+        node = self._entry().node
+        try:
+            await registry.deregister(Peer(node.name, node.incarnation))
+        except RegistryUnreachable as error:
+            log_event(LOG, logging.INFO, "deregistration_failed", registry=registry.name, reason=error)
+        await registry.hang_up()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proto import baton_pb2 as pb
@@ -35,6 +35,19 @@ class RegistryHandler(Protocol):
         """This node process registers no more; that ends no session."""
 
 
+def report(handler: RegistryHandler, changes: Iterable[Change]) -> None:
+    """Tell the handler, and the log, what has changed."""
+    for change in changes:
+        if isinstance(change, Listed):
+            entry = change.entry
+            role = pb.Role.Name(entry.role)
+            log_event(LOG, logging.INFO, "node_listed", node=entry.node.name, role=role, grpc=entry.grpc_address)
+            handler.on_listed(entry)
+        else:
+            log_event(LOG, logging.INFO, "node_unlisted", node=change.peer.name)
+            handler.on_unlisted(change.peer)
+
+
 class RegistryServer(RegistryServicer):
     """Servicer of `baton.Registry`. Make and use it on the running loop."""
 
@@ -48,18 +61,18 @@ class RegistryServer(RegistryServicer):
     async def Register(self, request: pb.NodeEntry, context: _ServicerContext) -> pb.RegisterReply:
         """Take an entry or its repetition; a refusal is one sentence in the reply."""
         now = self._loop.time()
-        self._report(self._listing.expire(now))
+        report(self._handler, self._listing.expire(now))
         outcome = self._listing.register(request, now)
         if isinstance(outcome, str):
             log_event(LOG, logging.WARNING, "registration_refused", node=request.node.name[:64], reason=outcome)
             return pb.RegisterReply(refused=outcome)
-        self._report(outcome)
+        report(self._handler, outcome)
         self._alarm.arm(self._listing.next_deadline())
         return pb.RegisterReply(ttl_ms=round(self._ttl_s * 1000))
 
     async def Deregister(self, request: pb.PeerId, context: _ServicerContext) -> pb.DeregisterReply:
         """Forget a node process at its own wish."""
-        self._report(self._listing.deregister(Peer(request.name, request.incarnation)))
+        report(self._handler, self._listing.deregister(Peer(request.name, request.incarnation)))
         return pb.DeregisterReply()
 
     def close(self) -> None:
@@ -70,17 +83,6 @@ class RegistryServer(RegistryServicer):
         """What is listed: address by node; JSON-able."""
         return {"nodes": {entry.node.name: entry.grpc_address for entry in self._listing.entries()}}
 
-    def _report(self, changes: list[Change]) -> None:
-        for change in changes:
-            if isinstance(change, Listed):
-                entry = change.entry
-                role = pb.Role.Name(entry.role)
-                log_event(LOG, logging.INFO, "node_listed", node=entry.node.name, role=role, grpc=entry.grpc_address)
-                self._handler.on_listed(entry)
-            else:
-                log_event(LOG, logging.INFO, "node_unlisted", node=change.peer.name)
-                self._handler.on_unlisted(change.peer)
-
     def _on_alarm(self) -> None:
-        self._report(self._listing.expire(self._loop.time()))
+        report(self._handler, self._listing.expire(self._loop.time()))
         self._alarm.arm(self._listing.next_deadline())

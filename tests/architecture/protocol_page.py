@@ -16,7 +16,7 @@ from connector import handoff
 from node.pd_error import NOT_RETRYABLE
 from proto import baton_pb2 as pb
 from router import ownership
-from router.requests import BROKEN_HANDOFFS, NO_ROOM, STATUS
+from router.retry import COST, PREEMPTIONS_PER_RETRY, STATUS, Cost
 from runtime import session
 from tests.architecture.source_tree import ROOT
 
@@ -92,20 +92,26 @@ def _session(start: session.State, states: Collection[session.State]) -> str:
     return diagram(start, rows) + transitions(rows, ignored)
 
 
+_PRICES: Final[Mapping[Cost | None, str]] = {
+    Cost.NOTHING: "nothing: it waits for capacity",
+    Cost.PART: f"{1 / PREEMPTIONS_PER_RETRY:.3f} of a retry",
+    Cost.RETRY: "a retry",
+    None: "there is none",
+}
+
+
 def _errors() -> str:
     lines = [
         "",
-        "| code | retryable | before Commit the router | HTTP status, if nothing was streamed |",
+        "| code | retryable | what another attempt costs | HTTP status, if nothing was streamed |",
         "|---|---|---|---|",
     ]
     for code in pb.ErrorCode.values():
         if code == pb.ERROR_UNSPECIFIED:
             continue
-        does = (
-            "waits for capacity" if code in NO_ROOM else "retries" if code in BROKEN_HANDOFFS else "fails the request"
-        )
         is_retryable = "no" if code in NOT_RETRYABLE else "yes"
-        lines.append(f"| {pb.ErrorCode.Name(code)} | {is_retryable} | {does} | {STATUS.get(code, 500)} |")
+        status = 503 if code in COST else STATUS.get(code, 500)
+        lines.append(f"| {pb.ErrorCode.Name(code)} | {is_retryable} | {_PRICES[COST.get(code)]} | {status} |")
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +122,7 @@ SECTIONS: Final[Mapping[str, Callable[[], str]]] = {
     "runtime/session.py:words": lambda: meanings("event", session.Event) + meanings("action", session.Action),
     "runtime/session.py:TABLE,dialer": lambda: _session(session.State.CONNECTING, DIALER),
     "runtime/session.py:TABLE,listener": lambda: _session(session.State.AWAITED, LISTENER),
-    "router/requests.py:STATUS": _errors,
+    "router/retry.py:COST": _errors,
 }
 
 

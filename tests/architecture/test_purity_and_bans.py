@@ -35,6 +35,8 @@ PURE_FILES: Final = {
     "messages.py",
     "nodes.py",
     "ownership.py",
+    "polled_listing.py",
+    "registry_record.py",
     "requests.py",
     "seeds.py",
     "sampling.py",

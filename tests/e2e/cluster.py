@@ -96,7 +96,8 @@ def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subproc
     """A `baton up` that has just been started, on a free port unless the flags say otherwise; killed at the end."""
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run"), *flags]
+    command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run")]
+    command += ["--parent-pid", str(os.getpid()), *flags]  # a test run that is killed leaves no cluster
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
     with subprocess.Popen(
         command,

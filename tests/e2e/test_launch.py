@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.architecture.source_tree import ROOT
 from tests.e2e.cluster import END_BOUND_S, START_BOUND_S, Cluster, Watch, started_cluster, started_launcher
 
 ROUTER_BOUND_BYTES = 150 * 1024 * 1024
@@ -189,6 +190,27 @@ def test_the_launchers_sigkill_ends_every_process_and_leaves_logs_only(tiny_mode
     assert processes_of(tmp_path) == []
     assert leftovers(tmp_path) == []
     assert shared_memory() <= before
+
+
+def test_a_launcher_ends_with_the_test_run_that_started_it(tiny_model: Path, tmp_path: Path) -> None:
+    """And all that it started: nobody is left to clean up."""
+    program = (
+        "import sys, pathlib, tests.e2e.cluster as c\n"
+        "with c.started_launcher(*map(pathlib.Path, sys.argv[1:])) as launcher:\n"
+        "    print(launcher.pid, launcher.stdout.readline(), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny_model), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        assert run.stdout is not None
+        pid, said = run.stdout.readline().split(maxsplit=1)
+        assert said == "baton up: router is up\n"
+        pids = [int(pid), *processes_of(tmp_path)]
+        assert len(pids) > 2
+        watch = Watch(pids)
+        run.kill()
+        watch.wait_for_end(pids)
+        watch.close()
 
 
 @pytest.mark.covers("C05")

@@ -2,7 +2,8 @@
 
 The world is one attempt at its sender, its receiver and the router. Both ends are the real machines; the bytes are left out (see
 test_handoff_exhaustive.py), so a lease is filled from the start. Each session is ordered; there is no order between them, and
-none between a session and the link. Whatever the router decides it cancels at both nodes, later or never.
+none between a session and the link. Whatever the router decides it cancels at both nodes, later or never: after a loss or a grace
+the attempt may run on for a while, and no word of it may count then.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def hear(w: World, word: Word) -> World:
     owner, verdict = judge(w.owner, word)
     if verdict is Verdict.RETRY and word is W.RECEIVER_ERROR:
         assert not w.is_running, "the receiver has given an attempt up that it runs"
-    elif verdict is Verdict.RETRY:
+    elif verdict is Verdict.RETRY and word is W.SENDER_ERROR:
         assert not w.has_run, "retried an attempt that runs"
         assert w.receiver is not R.COMMITTED and not w.is_commit_in_flight, "retried an attempt that may still run"
     if w.owner is Owner.RECEIVER and owner is not Owner.RECEIVER:

@@ -201,9 +201,9 @@ MUTANTS: Final = (
     Mutant(
         "preempted-fails-the-request",
         "A router gives a preempted branch up instead of dispatching it again.",
-        "router/requests.py",
-        "NO_ROOM: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.PREEMPTED})",
-        "NO_ROOM: Final = frozenset({pb.NO_BLOCKS, pb.BUSY})",
+        "router/retry.py",
+        "    pb.PREEMPTED: Cost.PART,\n",
+        "",
         ("tests/router/test_core.py",),
     ),
 )

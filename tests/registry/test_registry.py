@@ -15,7 +15,7 @@ import pytest
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
-from runtime.registry_client import RegistryClient
+from runtime.registry_client import EmbeddedRegistry, RegistryClient
 from runtime.registry_server import RegistryServer
 from runtime.session import Peer
 from tests.registry.test_listing import entry
@@ -77,7 +77,7 @@ def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> 
                 num_asked += 1
                 return entry()
 
-            client = RegistryClient([running.address], current, never)
+            client = RegistryClient([EmbeddedRegistry(running.address)], current, never)
             client.start()
             await until(lambda: num_asked >= 5)  # 2 s: longer than the ttl
             assert running.handler.happened == [("listed", NODE)]
@@ -92,7 +92,7 @@ def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> 
 def test_a_node_that_goes_silent_is_gone_within_2_s_with_no_call_arriving_and_back_when_it_returns() -> None:
     async def scenario() -> None:
         async with running_registry() as running, TcpProxy(running.port) as proxy:
-            client = RegistryClient([proxy.address], entry, never)
+            client = RegistryClient([EmbeddedRegistry(proxy.address)], entry, never)
             client.start()
             await until(lambda: len(running.handler.happened) == 1)
             proxy.black_hole()
@@ -113,7 +113,7 @@ def test_a_router_that_starts_late_or_again_finds_the_node() -> None:
     async def scenario() -> None:
         async with running_registry() as first:
             port = first.port
-        client = RegistryClient([f"127.0.0.1:{port}"], entry, never)
+        client = RegistryClient([EmbeddedRegistry(f"127.0.0.1:{port}")], entry, never)
         client.start()
         for _ in range(2):
             async with running_registry(port) as running:
@@ -129,7 +129,11 @@ def test_a_node_registers_at_every_router_beside_one_that_never_answers() -> Non
     async def scenario() -> None:
         async with running_registry() as one, running_registry() as two, TcpProxy(one.port) as hole:
             hole.black_hole()
-            client = RegistryClient([hole.address, one.address, two.address], entry, never)
+            client = RegistryClient(
+                [EmbeddedRegistry(hole.address), EmbeddedRegistry(one.address), EmbeddedRegistry(two.address)],
+                entry,
+                never,
+            )
             client.start()
             await until(lambda: bool(one.handler.happened and two.handler.happened))
             await client.deregister()
@@ -144,7 +148,9 @@ def test_a_refused_node_hears_the_sentence_once() -> None:
         async with running_registry() as one, running_registry() as two:
             heard: list[str] = []
             bad = entry(num_blocks=0)
-            client = RegistryClient([one.address, two.address], lambda: bad, heard.append)
+            client = RegistryClient(
+                [EmbeddedRegistry(one.address), EmbeddedRegistry(two.address)], lambda: bad, heard.append
+            )
             client.start()
             await until(lambda: bool(heard))
             await client.deregister()

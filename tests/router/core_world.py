@@ -96,8 +96,7 @@ class CoreWorld:
         """Names that begin with p are prefill nodes, with d decode nodes, with l such that may compute prompts, with m mixed ones;
         all up."""
         world = cls(**config)
-        for name in names:
-            world.join(node_entry(name, ROLES[name[0]], local_prefill=name[0] == "l"))
+        world.join_all(*names)
         return world
 
     # ---------------------------------------------------------------- what happens
@@ -105,6 +104,11 @@ class CoreWorld:
     def feed(self, event: Event) -> list[Action]:
         """Tick, then receive, as a shell does."""
         return [*self._take(self.core.tick(self.now)), *self._take(self.core.receive(event, self.now))]
+
+    def join_all(self, *names: str, incarnation: int = 1) -> None:
+        """Nodes as in `with_nodes`."""
+        for name in names:
+            self.join(node_entry(name, ROLES[name[0]], incarnation=incarnation, local_prefill=name[0] == "l"))
 
     def join(self, entry: pb.NodeEntry) -> None:
         """List the node and open its session."""

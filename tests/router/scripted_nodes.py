@@ -145,9 +145,9 @@ class ScriptedAttempt:
         """A PD Error of the prefill node."""
         self.prefill.send(self.prefill.router, self._error(code, retryable, retry_after_ms))
 
-    def decode_fails(self, code: pb.ErrorCode.ValueType) -> None:
+    def decode_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True) -> None:
         """A PD Error of the decode node."""
-        self.decode.send(self.prefill.router, self._error(code, retryable=True, retry_after_ms=0))
+        self.decode.send(self.prefill.router, self._error(code, retryable, retry_after_ms=0))
 
     def _batch(
         self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType, *, from_receiver: bool

@@ -180,7 +180,7 @@ def test_a_failure_after_the_first_token_is_an_event_and_no_done(model: Path) ->
         attempt.prefill_says(0, b"a")
         attempt.decode_says(0, b"ab")
         await until(lambda: router_saw["text"] != "")
-        attempt.decode_fails(pb.INTERNAL)
+        attempt.decode_fails(pb.INTERNAL, retryable=False)
 
     router_saw = {"text": ""}
 
@@ -243,6 +243,23 @@ def test_at_its_deadline_a_request_ends_everywhere_with_no_traffic(model: Path) 
     play(model, scenario, script, timeout_s=0.3, timing=silent)
 
 
+@pytest.mark.covers("R17")
+def test_a_client_can_have_less_time_than_the_router_gives_and_never_more(model: Path) -> None:
+    async def script(attempt: ScriptedAttempt) -> None:
+        if attempt.dispatch.ms_left > 1000:
+            await replying(b"x")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        answer = await router.post(timeout_s=0.2)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "DEADLINE")
+        for timeout_s, least_ms, most_ms in ((9.5, 5_000, 9_500), (1e9, 15_000, 20_000), (None, 15_000, 20_000)):
+            assert (await router.post(timeout_s=timeout_s)).status_code == 200
+            assert least_ms < router.pair.prefill.dispatches[-1].ms_left <= most_ms
+
+    play(model, scenario, script, timeout_s=20.0)
+
+
+@pytest.mark.covers("A12")
 def test_over_the_queues_bound_a_request_is_turned_away_at_once(model: Path) -> None:
     async def script(attempt: ScriptedAttempt) -> None:
         await until(lambda: is_released["now"])

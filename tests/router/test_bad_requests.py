@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from router.api import Api, ApiSettings
+from router.shell import RouterShell
+from router.text import ModelText
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router
 from tests.router.tiny_model import EOS_ID, VOCAB_SIZE, write_model_text
 
@@ -94,12 +97,23 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 1}, "top_logprobs", "not supported by this version"),
     ({"suffix": "x"}, "suffix", "not supported by this version"),
     ({"generated_token_ids": [VOCAB_SIZE]}, "generated_token_ids", f"token id {VOCAB_SIZE}"),
-    ({"generated_token_ids": [1] * 16}, "generated_token_ids", "16 tokens leave none of max_tokens, 16"),
+    ({"generated_token_ids": [1] * 17}, "generated_token_ids", "17 tokens are more than max_tokens, 16"),
+    ({"generated_token_ids": [1] * 3, "max_tokens": 2}, "generated_token_ids", "3 tokens are more than max_tokens, 2"),
+    ({"generated_token_ids": "abc"}, "generated_token_ids", "valid list"),
+    ({"generated_token_ids": [1, True]}, "generated_token_ids.1", "valid integer"),
+    ({"generated_token_ids": [1, -1]}, "generated_token_ids", "token id -1 is not between"),
     ({"generated_token_ids": [1], "n": 2}, "generated_token_ids", "need one prompt and n = 1"),
     ({"generated_token_ids": [1], "prompt": ["a", "b"]}, "generated_token_ids", "need one prompt and n = 1"),
     ({"generated_token_ids": [1], "echo": True}, "generated_token_ids", "cannot be given with echo"),
-    ({"generated_token_ids": [EOS_ID]}, "generated_token_ids", f"hold the stop token {EOS_ID}"),
-    ({"generated_token_ids": [*b"END"], "stop": "ND"}, "generated_token_ids", "already hold a stop string"),
+    ({"generated_token_ids": [EOS_ID, 1]}, "generated_token_ids", f"stop token {EOS_ID} at index 0, which ends a"),
+    (
+        {"generated_token_ids": [1, EOS_ID], "min_tokens": 2},
+        "generated_token_ids",
+        f"hold the stop token {EOS_ID} at index 1, before min_tokens, 2",
+    ),
+    ({"timeout_s": 0}, "timeout_s", "greater than 0, not 0"),
+    ({"timeout_s": "5"}, "timeout_s", "valid number"),
+    ({"timeout_s": HUGE}, "timeout_s", "7777"),
     ({"no_such_thing": 1}, "no_such_thing", "unknown parameter"),
     ({"request_id": "a b"}, "request_id", 'must be 1 to 256 visible ASCII characters, not "a b"'),
     ({"model": None}, "model", "is required"),
@@ -270,8 +284,38 @@ def test_unknown_paths_and_methods_have_the_same_shape(model: Path) -> None:
         assert_is_error(wrong, 405, None, "Method Not Allowed")
         assert [each.json()["error"]["code"] for each in (nowhere, wrong)] == ["not_found", "method_not_allowed"]
         assert wrong.headers["Allow"] == "POST"
+        ids = [each.headers["X-Request-Id"] for each in (nowhere, wrong)]
+        assert len(set(ids)) == 2 and all(len(each) == 24 for each in ids)
+        for path in ("engines", "completions", "models/other"):
+            named = await router.client.get(f"/v1/{path}", headers={"X-Request-Id": "mine"})
+            assert (named.headers["X-Request-Id"], named.status_code) == ("mine", 405 if path == "completions" else 404)
+        unprintable = await router.client.get("/v1/engines", headers={"X-Request-Id": "a b"})
+        assert len(unprintable.headers["X-Request-Id"]) == 24
 
     play(model, scenario)
+
+
+class _BrokenShell:
+    """Has a bug."""
+
+    def missing(self) -> list[str]:
+        raise RuntimeError("as scripted")
+
+
+@pytest.mark.covers("A06")
+def test_a_bug_is_one_500_in_the_same_shape_under_an_id_that_the_log_has(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> httpx.Response:
+        api = Api(cast(RouterShell, _BrokenShell()), ModelText(model), ApiSettings(MODEL_NAME, 30.0, 1 << 20))
+        transport = httpx.ASGITransport(api.app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            return await client.get("/ready")
+
+    answer = asyncio.run(run())
+    assert_is_error(answer, 500, None, "Internal error")
+    assert "scripted" not in answer.text
+    assert f"request={answer.headers['X-Request-Id']} path=/ready" in caplog.text
 
 
 def play(model: Path, scenario: Any) -> None:

@@ -102,12 +102,21 @@ def test_an_error_that_cannot_be_retried_ends_all_choices_and_cancels_them() -> 
     world.assert_nothing_is_left()
 
 
-def test_a_lost_node_that_holds_several_choices_ends_the_request_once() -> None:
-    world = CoreWorld.with_nodes("p1", "d1")
+@pytest.mark.covers("R20")
+@pytest.mark.parametrize("max_nodes_lost", [1, 2])
+def test_of_a_lost_node_each_choice_comes_back_by_itself_or_the_request_ends_once(max_nodes_lost: int) -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "d2", max_nodes_lost=max_nodes_lost)
     world.submit("a", num_choices=3)
-    world.feed(SessionLost(ref("d1")))
-    assert world.failure("a").code == "NODE_LOST"
-    world.assert_nothing_is_left()
+    ((_, dispatch),) = world.dispatches("a")
+    world.feed(SessionLost(ref(dispatch.target.node.name)))
+    if max_nodes_lost == 1:
+        assert world.failure("a").code == "NODE_LOST"
+        world.assert_nothing_is_left()
+    else:
+        again = world.dispatches("a")[1:]
+        assert [(d.attempt, [branch.choice for branch in d.branches]) for _, d in again] == [
+            (1, [choice]) for choice in range(3)
+        ]
 
 
 def test_an_abort_ends_every_choice() -> None:

@@ -170,7 +170,7 @@ def test_a_failure_of_one_prompt_after_the_first_byte_is_an_event_and_cancels_th
         attempt.prefill_says(0, b"x")
         if attempt.dispatch.prompt_token_ids[-1] == ord("!"):
             await until(lambda: text.count('"text":"x"') == 2)
-            attempt.prefill_fails(pb.INTERNAL)
+            attempt.prefill_fails(pb.INTERNAL, retryable=False)
 
     async def scenario(router: LiveRouter) -> None:
         nonlocal text

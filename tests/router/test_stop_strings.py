@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.choice_text import ChoiceText, TextRules
+from router.choice_text import ChoiceText, TextPart, TextRules
 from router.detokenizer import IncrementalDetokenizer
 from router.stop_strings import StopMatcher
 from tests.router.tiny_model import EOS_ID, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 texts = st.text("ab€", max_size=24)
+ragged_tokens = st.lists(  # multi-byte characters whole and in pieces, what begins a stop string, a stop token
+    st.sampled_from([b"a", b"b", b"ab", "€".encode(), b"\xe2", b"\x82", b"\xff", b"\xf0\x9f"]), max_size=12
+).map(lambda pieces: [*b"".join(pieces)])
 stop_lists = st.lists(st.text("ab€", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
@@ -101,21 +104,61 @@ def test_the_first_min_tokens_tokens_are_not_looked_at() -> None:
     assert shown(choice_text(rules), [b"xab"]) == ("xab", False), "nor what begins in them"
 
 
-@pytest.mark.covers("A05", "A08", "A09")
-@given(texts, stop_lists, st.integers(0, 40))
-def test_a_resubmission_shows_what_the_given_tokens_do_not_complete(text: str, stops: list[str], cut: int) -> None:
-    tokens = list(text.encode())
-    given_ids, rest = tokens[:cut], tokens[cut:]
-    resumed = choice_text(TextRules({EOS_ID}, tuple(stops)), given_ids)
-    known = given_ids
-    while known and decode(known).endswith("\ufffd"):
-        known = known[:-1]
-    already = decode(known)
-    assert resumed.is_stopped == first_stop(already, stops)[1]
-    if resumed.is_stopped:
-        return
-    expected, is_stopped = first_stop(text, stops)
-    assert shown(resumed, [rest]) == (expected[len(already) :], is_stopped)
+@pytest.mark.covers("A05", "A08", "A09", "R08", "R09")
+@given(ragged_tokens, st.just([]) | stop_lists, st.integers(0, 4))
+def test_wherever_a_completion_is_broken_off_both_halves_are_together_the_whole(
+    tokens: list[int], stops: list[str], min_tokens: int
+) -> None:
+    rules = TextRules({EOS_ID}, tuple(stops), min_tokens)
+    whole = choice_text(rules)
+    expected, offsets = shown(whole, [tokens]), choice_text(rules).push(tokens).offsets
+    for cut in range(len(tokens) + 1):
+        before, resumed = choice_text(rules).push(tokens[:cut]), choice_text(rules, tokens[:cut])
+        assert resumed.is_stopped == before.is_stopped
+        if resumed.is_stopped:
+            assert (before.text, cut >= whole.num_tokens) == (expected[0], True)
+            assert resumed.finish() == TextPart("", [], True)
+            continue
+        assert cut < whole.num_tokens or not expected[1] or decode(tokens).endswith("\ufffd")
+        after = choice_text(rules, tokens[:cut]).push(tokens[cut:])
+        assert [len(before.text) + each for each in after.offsets] == offsets[cut:]
+        text, is_stopped = shown(resumed, [tokens[cut:]])
+        assert (before.text + text, is_stopped) == expected
+        assert resumed.num_tokens == whole.num_tokens
+
+
+@pytest.mark.covers("A08", "A09")
+@given(texts, stop_lists, st.data())
+def test_a_completion_that_is_broken_off_again_and_again_reads_like_the_whole(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    tokens, rules = list(text.encode()), TextRules({EOS_ID}, tuple(stops))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)), max_size=8)))
+    parts = []
+    for start, end in zip([0, *cuts], cuts, strict=False):
+        part = choice_text(rules, tokens[:start]).push(tokens[start:end]) if start < end else TextPart("", [], False)
+        parts.append(part.text)
+        if part.is_stopped:
+            break
+    else:
+        start = cuts[-1] if cuts else 0
+        parts.append(shown(choice_text(rules, tokens[:start]), [tokens[start:]])[0])
+    assert "".join(parts) == first_stop(text, stops)[0]
+    assert not any("\ufffd" in part for part in parts), "half a character"
+
+
+def test_a_stop_string_and_a_character_that_span_the_break_are_shown_by_neither_half_or_by_the_second() -> None:
+    def halves(first: bytes, second: bytes, *stops: str) -> tuple[str, tuple[str, bool]]:
+        rules = TextRules((), stops)
+        return choice_text(rules).push(first).text, shown(choice_text(rules, first), [second])
+
+    euro = "€".encode()
+    assert halves(b"abST", b"OPcd", "STOP") == ("ab", ("", True))
+    assert halves(b"abST", b"AY", "STOP") == ("ab", ("STAY", False))
+    assert halves(b"abSTS", b"TOP", "STOP") == ("abST", ("", True))
+    assert halves(b"a" + euro[:2], euro[2:] + b"b") == ("a", ("€b", False))
+    assert halves(b"a" + euro[:2], euro[2:] + b"b", "€b") == ("a", ("", True))
+    assert halves(b"a" + euro[:2], b"", "STOP") == ("a", ("\ufffd", False))
 
 
 def test_a_stop_token_ends_the_text_and_is_not_in_it() -> None:

@@ -42,6 +42,7 @@ class Client:
     end: str | None = None  # "finished", "aborted", "router lost", "refused", or an error code
     ended_at: float = 0.0
     error: str = ""
+    num_rescheduled: int = 0  # choices that were given up with what they had
 
     @property
     def is_over(self) -> bool:
@@ -89,6 +90,10 @@ class Client:
             f"{name}: ends with other tokens"
         )
         choice.finish_reason = "stop" if choice.is_stopped else finished.finish_reason
+        if choice.finish_reason == "pd_reschedule":  # all that there is; what there is was looked at when it came
+            self.num_rescheduled += 1
+            self._close_when_all_have_ended(now)
+            return
         tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason
         if choice.is_stopped:  # what came behind the stop string is not shown
             tokens, right, reason = tokens[: choice.stops_at], right[: choice.stops_at], "stop"
@@ -96,8 +101,11 @@ class Client:
         assert choice.finish_reason == reason, f"{name}: ended with {choice.finish_reason}, right is {reason}"
         if self.plan.wants_prompt_logprobs and len(self.plan.prompt) > 1:
             assert choice.is_prompt_scored, f"{name}: ended without its prompt's logprobs"
+        self._close_when_all_have_ended(now)
+
+    def _close_when_all_have_ended(self, now: float) -> None:
         if all(each.finish_reason is not None for each in self.choices):
-            self.close("finished", now)
+            self.close("pd_reschedule" if self.num_rescheduled else "finished", now)
 
     def fail(self, failed: rev.Failed, now: float) -> None:
         """The request's error."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from engine.block_pool import BlockCounts, BlockState
+from proto import baton_pb2 as pb
 from router.core import RouterCore
 from runtime.session import SessionTiming, State
 from runtime.session_end import SessionEnd
@@ -22,7 +23,8 @@ _TIMING = SessionTiming()
 _LATE_S = 1e-3  # a timer may be found due by that much: its alarm rings in the same instant
 _MAX_NEXT_S = 700.0  # nothing is set for later than the longest request and its fence
 _COUNTED: Final = (BlockState.FREE, BlockState.CACHED, BlockState.USED, BlockState.LEASED, BlockState.QUARANTINED)
-MAX_HOSTS: Final = 9  # of a scenario: three of each role
+MAX_HOSTS: Final = 9  # of a scenario: three routers, and six nodes
+_WORK: Final = ("attempts", "branches", "blocks_of_leases", "local_branches")  # of a core: whatever ends by itself
 MAX_UNANSWERED: Final = 512  # a call ends by its time limit, and so many clients there are not
 MAX_EVENTS_WAITING: Final = 1000
 
@@ -41,11 +43,11 @@ def check_node(node: SimNode) -> None:
         node.is_changed = False
         state = node.core.snapshot()
         states, references = check_pool(node, state)
-        check_owners(node, references)
+        check_owners(node, state, references)
         check_leases(node, state, states)
         check_what_is_touched(node, states)
         check_bounds(node, state)
-        node.is_busy = any(state.get(name) for name in ("attempts", "branches", "blocks_of_leases"))
+        node.is_busy = any(state.get(name) for name in _WORK)
     check_timer(node, node.core.next_deadline(), node.is_busy)
     check_sessions(node.label, node.listener.take_touched())
 
@@ -69,9 +71,11 @@ def check_pool(node: SimNode, state: Mapping[str, object]) -> tuple[tuple[BlockS
     return states, references
 
 
-def check_owners(node: SimNode, references: tuple[int, ...]) -> None:
+def check_owners(node: SimNode, state: Mapping[str, object], references: tuple[int, ...]) -> None:
     """Every reference of a block is somebody's, and nobody's is missing."""
-    phases = node.scheduler.snapshot()["phases"]
+    scheduler = state["scheduler"]
+    assert isinstance(scheduler, dict)
+    phases = scheduler["phases"]
     assert isinstance(phases, dict)
     held = Counter(block_id for name in phases for block_id in node.scheduler.block_ids(name))
     for block_id, number in held.items():
@@ -79,7 +83,7 @@ def check_owners(node: SimNode, references: tuple[int, ...]) -> None:
     # What no sequence has is held for leases: the leading blocks that the node had already.
     num_surplus = sum(references) - held.total()
     num_lent = sum(node.num_held.values())
-    if _num_closing(node) == 0:
+    if _num_closing(node, state) == 0:
         assert num_surplus == num_lent, (
             f"{node.label}: {num_surplus} references are no sequence's, {num_lent} a lease's"
         )
@@ -89,11 +93,11 @@ def check_owners(node: SimNode, references: tuple[int, ...]) -> None:
         )
 
 
-def _num_closing(node: SimNode) -> int:
+def _num_closing(node: SimNode, state: Mapping[str, object]) -> int:
     """Leases whose writes are quiet, which the core is about to hear of."""
-    states = node.core.snapshot().get("leases_by_state", {})
+    states = state.get("leases_by_state", {})
     assert isinstance(states, dict)
-    num_live: int = sum(number for state, number in states.items() if state != "RELEASED")
+    num_live: int = sum(number for name, number in states.items() if name != "RELEASED")
     return num_live - len(node.leases)
 
 
@@ -122,12 +126,14 @@ def check_what_is_touched(node: SimNode, states: tuple[BlockState, ...]) -> None
 
 
 def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
-    """Every queue of a node is bounded."""
-    limits = node.limits
+    """Every queue of a node is bounded. What was preempted on a mixed node waits there, beside those that took its slot."""
+    limits, is_mixed = node.limits, node.role == pb.ROLE_MIXED
+    most_local = node.num_slots + limits.max_attempts
     bounds = {
         "attempts": limits.max_attempts,
-        "fences": limits.max_fences,
-        "branches": node.num_slots,
+        "fences": (3 if is_mixed else 1) * limits.max_fences,
+        "branches": 2 * node.num_slots if is_mixed else node.num_slots,
+        "local_branches": most_local,
         "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,
         "reserves_unanswered": MAX_UNANSWERED,
@@ -135,9 +141,9 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
     for name, most in bounds.items():
         number = state.get(name, 0)
         assert isinstance(number, int) and number <= most, f"{node.label}: {number} {name}, {most} at most"
-    assert node.scheduler.num_waiting <= limits.max_attempts, (
-        f"{node.label}: {node.scheduler.num_waiting} sequences wait"
-    )
+    most_waiting = limits.max_attempts + (most_local + bounds["branches"] if is_mixed or node.prefills_locally else 0)
+    num_waiting = node.scheduler.num_waiting
+    assert num_waiting <= most_waiting, f"{node.label}: {num_waiting} sequences wait, {most_waiting} at most"
     assert len(node.runner.unread) <= 2, f"{node.label}: {len(node.runner.unread)} steps are unread"
     assert node.num_events_waiting <= MAX_EVENTS_WAITING, f"{node.label}: {node.num_events_waiting} events wait"
 
@@ -234,6 +240,7 @@ _MUST_BE_ZERO = {
     "leases",
     "blocks_of_leases",
     "branches",
+    "local_branches",
     "fences",
     "waiting_reserves",
 }

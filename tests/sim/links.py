@@ -6,13 +6,18 @@ is pending. Every write that lands is watched: the bytes of a block may change o
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
-from connector.memory_transport import LinkKey, LinkStep, MemoryHub
+from connector.memory_link import LinkKey
+from connector.memory_transport import LinkStep, MemoryHub
 from engine.block_pool import BlockState
 from tests.sim.kernel import Kernel
 from tests.sim.network import Network
 from tests.sim.nodes import SimNode
+
+DROPS_AFTER_S: Final = 2.0  # a receiver tears a one-sided link down whose sender does not say that it stopped
 
 
 class Links:
@@ -24,6 +29,7 @@ class Links:
         self._hub = hub
         self._nodes: dict[str, SimNode] = {}  # by transport address, dead ones too
         self._scheduled: dict[tuple[LinkKey, str], None] = {}
+        self._waits_since: dict[LinkKey, float] = {}  # for the sender of a one-sided link to say that it stopped
         self._armed: list[tuple[str, str, str, int]] = []  # kind, sender's host, receiver's host, number
 
     def add(self, node: SimNode) -> None:
@@ -40,17 +46,20 @@ class Links:
 
     def look(self) -> None:
         """Something was done to a transport: schedule what can happen now."""
-        for step in self._hub.due():
+        due = self._hub.due()
+        waiting = [step.key for step in due if step.kind == "drop"]
+        self._waits_since = {key: self._waits_since.get(key, self._kernel.now) for key in waiting}
+        for step in due:
             name = (step.key, step.kind)
             if name not in self._scheduled:
                 self._scheduled[name] = None
-                source, target = self._ends_of(step)
-                self._kernel.after(self._network.delay(source, target), lambda name=name: self._move(*name))  # type: ignore[misc]
+                delay_s = DROPS_AFTER_S if step.kind == "drop" else self._network.delay(*self._ends_of(step))
+                self._kernel.after(delay_s, lambda name=name: self._move(*name))  # type: ignore[misc]
 
     def _ends_of(self, step: LinkStep) -> tuple[str, str]:
         sender = self._nodes[step.key.sender].host
         receiver = sender if step.receiver is None else self._nodes[step.receiver].host
-        return (receiver, sender) if step.kind == "return" else (sender, receiver)
+        return (receiver, sender) if step.kind in ("return", "drop") else (sender, receiver)
 
     def _move(self, key: LinkKey, kind: str) -> None:
         del self._scheduled[key, kind]
@@ -73,15 +82,21 @@ class Links:
         return next((index for index, step in steps if step.key == key and step.kind == kind), None)
 
     def _held_until(self, step: LinkStep) -> float:
-        """When whoever does it is awake and the way is free."""
-        acting = step.key.sender if step.kind != "deliver" else step.receiver
+        """When whoever does it is awake and the way is free. What lands does so by itself."""
+        if step.kind == "land":
+            return self._network.blocked_until(*self._ends_of(step))
+        acting = step.receiver if step.kind in ("deliver", "drop") else step.key.sender
         paused_until = 0.0 if acting is None else self._nodes[acting].paused_until
+        if step.kind == "drop":
+            return max(paused_until, self._waits_since[step.key] + DROPS_AFTER_S)
         if step.kind in ("take", "close"):
             return paused_until
         return max(paused_until, self._network.blocked_until(*self._ends_of(step)))
 
     def _take(self, index: int, step: LinkStep) -> None:
-        if step.kind != "deliver" or step.receiver is None:
+        if step.kind == "drop":
+            self._kernel.count("dropped links")
+        if step.kind not in ("deliver", "land") or step.receiver is None:
             self._hub.step(index)
             return
         receiver = self._nodes[step.receiver]
@@ -89,6 +104,8 @@ class Links:
         self._hub.step(index)
         changed = np.flatnonzero((before != receiver.memory).any(axis=1))
         states = receiver.block_states() if len(changed) else ()
+        if any(states[block_id] is BlockState.QUARANTINED for block_id in changed):
+            self._kernel.count("writes into quarantine")
         for block_id in changed:
             is_lent = states[block_id] in (BlockState.LEASED, BlockState.QUARANTINED)
             assert is_lent and block_id in admitted, (

@@ -11,47 +11,29 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from google.protobuf.message import Message
 
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
-from decode_node.core import DecodeCore
 from decode_node.lease import keys_of
-from engine.block_pool import BlockPool, BlockState
-from engine.fake_runner import BYTES_PER_TOKEN
+from engine.block_pool import BlockState
 from engine.plan import StepResult
-from engine.reserve import ReserveConfig
-from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
-from node.identity import NodeIdentity, NodeLimits
+from node.identity import NodeIdentity
 from node.pd_error import pd_error
 from node.validate import Bounds, cancel_problem, dispatch_problem, release_problem, renew_problem, reserve_problem
-from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
-from proto.block_key import seed_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
+from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
-from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
+from tests.sim.scenario import VOCAB_SIZE, Knobs
 from tests.sim.sessions import Listener
 from tests.sim.trace import describe_action, describe_event
-
-FINGERPRINT = pb.Fingerprint(
-    architecture="fake",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    dtype="i4",
-    block_size=BLOCK_SIZE,
-    weights="w",
-    kernels="f",
-)
-KEY_SEED = seed_key(FINGERPRINT.SerializeToString(deterministic=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +56,15 @@ class SimNode(Process):
         self._around = around
         knobs = around.knobs
         self.rng: random.Random = around.kernel.rng(f"node {self.label}")
-        self.role = pb.ROLE_PREFILL if host.startswith("prefill") else pb.ROLE_DECODE
+        self.role = role_of(host)
         self.address = address
         name = host if knobs.keeps_names else self.label
         self.identity = NodeIdentity(name, self.rng.getrandbits(63) + 1)
         self.started_ms = 1 + int(around.kernel.now * 1000)
-        self.pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
-        reserve = ReserveConfig(knobs.reserve_policy)
-        sizes = (knobs.num_slots, knobs.max_batched_tokens, knobs.max_model_len)
-        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False)
-        self.scheduler = Scheduler(config, self.pool, KEY_SEED)
-        self.memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+        parts = build_parts(self.role, self.identity, knobs, self.rng)
+        self.limits, self.pool, self.scheduler = parts.limits, parts.pool, parts.scheduler
+        self.memory, self.core = parts.memory, parts.core
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
-        self.limits = NodeLimits(
-            max_model_len=knobs.max_model_len,
-            vocab_size=VOCAB_SIZE,
-            max_attempts=knobs.max_attempts,
-            max_fences=knobs.max_fences,
-            lease_life_s=knobs.lease_life_s,
-            reserve_wait_s=knobs.reserve_wait_s,
-            max_waiting_reserves=knobs.max_waiting_reserves,
-            reserves_for_running=knobs.reserves_for_running,
-        )
-        self.core = self._make_core()
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)
         self.is_registering = True
         self.leases: dict[int, tuple[int, ...]] = {}  # not yet quiet: block ids, -1 for what nobody writes
@@ -105,9 +73,10 @@ class SimNode(Process):
         self.num_slots = knobs.num_slots
         self.is_busy = False
         self.is_changed = True  # since the invariants of the core were looked at
-        parts = (self.scheduler, self.pool, self.memory)
-        self.runner = SimRunner(self, parts, knobs, self.rng, self._step_done)
-        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
+        self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
+        self.prefills_locally = prefills_locally(self.role, knobs)
+        itself = self.identity.to_proto() if self.prefills_locally else None
+        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
         self._num_calls = 0
@@ -116,12 +85,6 @@ class SimNode(Process):
 
     def _peer(self) -> tuple[str, int]:
         return self.identity.name, self.identity.incarnation
-
-    def _make_core(self) -> PrefillCore | DecodeCore:
-        parts = (self.identity, self.limits, self.scheduler, self.pool, FINGERPRINT, KEY_SEED)
-        if self.role == pb.ROLE_PREFILL:
-            return PrefillCore(*parts)
-        return DecodeCore(*parts, lambda: (self.rng.getrandbits(63) + 1, self.rng.randbytes(16)))
 
     def entry(self) -> pb.NodeEntry:
         """What the routers are told."""
@@ -136,6 +99,7 @@ class SimNode(Process):
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
+            local_prefill=self.prefills_locally,
         )
 
     def _tell(self, what: str, why: str) -> None:

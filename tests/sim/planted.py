@@ -13,9 +13,9 @@ from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderSta
 from decode_node import admission
 from decode_node.core import DecodeCore
 from engine.scheduler import Scheduler
-from prefill_node.core import PrefillCore
-from router import core, entrance
+from node.handing_over import Handovers
 from router.core import RouterCore
+from router.entrance import Entrance
 from router.nodes import NodeTable
 from router.token_log import Appended, TokenLog
 from router.waiting import WaitingBranches
@@ -91,8 +91,8 @@ def a_lost_router_is_not_noticed(patch: Patch) -> None:
 
 
 def senders_ignore_their_timers(patch: Patch) -> None:
-    """A prefill node renews no lease and gives up nothing."""
-    patch.setattr(PrefillCore, "_on_timer", lambda self, task, now: None)
+    """Whoever hands KV over renews no lease and gives up nothing."""
+    patch.setattr(Handovers, "_on_timer", lambda self, handover, now: [])
 
 
 def a_resumed_session_starts_behind_what_was_lost(patch: Patch) -> None:
@@ -119,12 +119,12 @@ def a_lost_node_orphans_nobody(patch: Patch) -> None:
 
 def the_queue_has_no_end(patch: Patch) -> None:
     """A router takes requests in, however many wait."""
-    right = entrance.find_refusal
+    right = Entrance.find_refusal
 
-    def find_refusal(request: Any, nodes: Any, num_queued: int, config: Any, now: float) -> Any:
-        return right(request, nodes, 0, config, now)
+    def find_refusal(self: Any, request: Any, num_queued: int, now: float) -> Any:
+        return right(self, request, 0, now)
 
-    patch.setattr(core, "find_refusal", find_refusal)
+    patch.setattr(Entrance, "find_refusal", find_refusal)
 
 
 def a_routers_timers_are_late(patch: Patch) -> None:
@@ -145,7 +145,7 @@ def refused_branches_are_not_queued(patch: Patch) -> None:
 
     def put(self: Any, branch: Any) -> None:
         right(self, branch)
-        if branch.num_refusals > 1:
+        if branch.tries.num_refusals > 1:
             self._by_arrival.discard(branch.key)
 
     patch.setattr(WaitingBranches, "put", put)

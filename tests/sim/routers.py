@@ -36,7 +36,12 @@ class SimRouter(Process):
         self._around = around
         knobs = around.knobs
         rng = around.kernel.rng(f"router {self.label}")
-        self.config = RouterCoreConfig(knobs.max_queue, knobs.max_inflight_prefills, knobs.retries)
+        self.config = RouterCoreConfig(
+            knobs.max_queue,
+            knobs.max_inflight_prefills,
+            knobs.retries,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens or 0,
+        )
         self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
@@ -203,8 +208,12 @@ class SimRouter(Process):
             client = self.clients.get(message.dispatch.request_id)
             if client is not None:
                 target = message.dispatch.target.node
-                client.hosts[self._hosts[node]] = None
-                client.hosts[self._hosts[rev.NodeRef(target.name, target.incarnation)]] = None
+                sender, receiver = self._hosts[node], self._hosts[rev.NodeRef(target.name, target.incarnation)]
+                client.hosts |= {sender: None, receiver: None}
+                roles = [host.partition("-")[0] for host in (sender, receiver)]
+                self.kernel.count(
+                    "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
+                )
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:

@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from engine.reserve import ReservePolicy
@@ -31,14 +31,16 @@ FAULT_KINDS: Final = (
     "cut stream",  # router who, node other: the session's TCP connection breaks; `number` says who notices
     "lose calls",  # who <-> other: calls and answers are lost for `seconds`
     "repeat calls",  # who -> other: Reserve arrives twice for `seconds`
-    "cut link",  # prefill who -> decode other: the data link breaks; `number` messages still arrive
-    "flip bit",  # prefill who -> decode other: in the next write
-    "lose ack",  # prefill who -> decode other: the answer to the next Commit
+    "cut link",  # sender who -> receiver other: the data link breaks; `number` messages still arrive
+    "flip bit",  # sender who -> receiver other: in the next write
+    "lose ack",  # sender who -> receiver other: the answer to the next Commit
     "broken row",  # node who: the next step's first row gives no number
 )
 
 # What a fault may wait for, so that it hits in the middle of things: the next such event at one of its processes.
 MOMENTS: Final = ("", "", "dispatch", "reserve", "lease", "write", "commit", "activate", "step", "tokens", "session up")
+
+LINK_KINDS: Final = ("cut link", "flip bit", "lose ack")  # those need a node that may send KV to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Knobs:
     num_routers: int = 1
     num_prefill: int = 1
     num_decode: int = 1
+    num_mixed: int = 0
     num_blocks: int = 40
     num_slots: int = 4
     max_batched_tokens: int = 16
@@ -103,6 +106,8 @@ class Knobs:
     max_queue: int = 1024
     max_inflight_prefills: int = 32
     retries: int = 3
+    local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
+    local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
@@ -111,6 +116,7 @@ class Knobs:
     reserves_for_running: bool = True  # --decode-reserve
     reserve_wait_s: float = 5.0
     max_waiting_reserves: int = 64
+    is_one_sided: bool = False  # the transport: writes land unasked
     clock_spread: float = 0.0  # clocks run at 1 ± this
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
@@ -127,10 +133,18 @@ class Scenario:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every host: routers, prefill nodes, decode nodes."""
+        """Every host: routers, then nodes by role."""
         knobs = self.knobs
-        numbers = (("router", knobs.num_routers), ("prefill", knobs.num_prefill), ("decode", knobs.num_decode))
-        return tuple(f"{role}-{index}" for role, count in numbers for index in range(count))
+        numbers = (knobs.num_routers, knobs.num_prefill, knobs.num_decode, knobs.num_mixed)
+        roles = zip(("router", "prefill", "decode", "mixed"), numbers, strict=True)
+        return tuple(f"{role}-{index}" for role, count in roles for index in range(count))
+
+    @property
+    def handoff_pairs(self) -> tuple[tuple[str, str], ...]:
+        """Every two hosts of which the first may hand KV over to the second."""
+        senders = [host for host in self.hosts if host.startswith(("prefill", "mixed"))]
+        receivers = [host for host in self.hosts if host.startswith(("decode", "mixed"))]
+        return tuple((one, other) for one in senders for other in receivers if one != other)
 
     def lines(self) -> list[str]:
         """The scenario for people."""
@@ -146,12 +160,12 @@ class Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    knobs = _draw_knobs(rng)
+    knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
     is_on = {kind: rng.random() < 0.4 for kind in FAULT_KINDS}
-    kinds = [kind for kind, on in is_on.items() if on]
+    kinds = [kind for kind, on in is_on.items() if on and (scenario.handoff_pairs or kind not in LINK_KINDS)]
     num_faults = rng.choice((0, 1, 1, 2, 3, 5, 8)) if kinds else 0
     faults = [_draw_fault(rng, rng.choice(kinds), scenario, load_s) for _ in range(num_faults)]
     return Scenario(seed, knobs, clients, tuple(sorted(faults, key=lambda fault: fault.at)))
@@ -162,10 +176,12 @@ def _draw_knobs(rng: random.Random) -> Knobs:
     max_model_len = rng.choice((48, 64, 96))
     room = -(-max_model_len // BLOCK_SIZE)
     num_slots = rng.choice((1, 2, 4, 8))
+    num_mixed = rng.choice((0, 0, 0, 1, 1, 2))
     return Knobs(
         num_routers=rng.choice((1, 1, 2, 3)),
-        num_prefill=rng.choice((1, 1, 2, 3)),
-        num_decode=rng.choice((1, 2, 2, 3)),
+        num_prefill=rng.choice((0, 1, 2) if num_mixed else (1, 1, 2, 3)),
+        num_decode=rng.choice((0, 1, 2) if num_mixed else (1, 2, 2, 3)),
+        num_mixed=num_mixed,
         num_blocks=rng.choice((room, room + 1, 2 * room, 4 * room)),
         num_slots=num_slots,
         max_batched_tokens=max(num_slots, rng.choice((4, 8, 16, 64))),
@@ -183,10 +199,20 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         reserves_for_running=rng.random() < 0.6,
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),
+        is_one_sided=rng.random() < 0.5,
         clock_spread=rng.choice((0.0, 0.001, 0.05)),
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
     )
+
+
+def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
+    """In a part of the seeds, drawn apart so that everything else of a seed is what it was without."""
+    if rng.random() < 0.6:
+        return knobs
+    if rng.random() < 0.2:
+        knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
+    return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
@@ -228,9 +254,7 @@ def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[Clie
 def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float) -> Fault:
     hosts = scenario.hosts
     nodes = [host for host in hosts if not host.startswith("router")]
-    routers, prefills, decodes = (
-        [host for host in hosts if host.startswith(role)] for role in ("router", "prefill", "decode")
-    )
+    routers = [host for host in hosts if host.startswith("router")]
     who, other = rng.sample(hosts, 2)
     match kind:
         case "crash" | "power off" | "stop" | "pause":
@@ -240,10 +264,9 @@ def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float
         case "cut stream":
             who, other = rng.choice(routers), rng.choice(nodes)
         case "cut link" | "flip bit" | "lose ack":
-            who, other = rng.choice(prefills), rng.choice(decodes)
+            who, other = rng.choice(scenario.handoff_pairs)
         case "lose calls" | "repeat calls" | "slow":
-            pairs = [(a, b) for a in prefills for b in decodes] + [(a, b) for a in nodes for b in routers]
-            who, other = rng.choice(pairs)
+            who, other = rng.choice([*scenario.handoff_pairs, *((a, b) for a in nodes for b in routers)])
     has_length = kind in ("crash", "power off", "stop", "pause", "partition", "one way", "slow") or "calls" in kind
     return Fault(
         at=rng.uniform(0.2, 1.0 + load_s),

@@ -54,7 +54,7 @@ class World:
         self.kernel = Kernel(scenario.seed, trace, check_process)
         self.network = Network(self.kernel, scenario.knobs.network)
         self.calls = Calls(self.kernel, self.network)
-        self.hub = MemoryHub()
+        self.hub = MemoryHub(is_one_sided=scenario.knobs.is_one_sided)
         self.links = Links(self.kernel, self.network, self.hub)
         self.clients: list[Client] = []
         self._rng = self.kernel.rng("world")
@@ -307,6 +307,8 @@ class World:
                 continue
             if end == "OVERLOADED" and knobs.max_queue < 1024:
                 continue
+            if end == "pd_reschedule" and knobs.retries == 0 and self.kernel.counters["preempted"]:
+                continue
             hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
             assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
                 f"{text}; nothing had struck it"
@@ -322,7 +324,7 @@ class World:
             assert isinstance(nodes, dict)
             if nodes.keys() != names or not all(each["session"] == "up" and each["listed"] for each in nodes.values()):
                 return False
-        return len(names) == self.scenario.knobs.num_prefill + self.scenario.knobs.num_decode
+        return len(names) == len(self.scenario.hosts) - self.scenario.knobs.num_routers
 
     def _probes(self) -> list[ClientPlan]:
         rng = self.kernel.rng("probes")

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import pytest
 
 from tests.transport.net import MemoryNet, Net, ShmNet, ZmqNet
 
+KINDS: Final[dict[str, Callable[[], Net]]] = {
+    "memory": MemoryNet,
+    "zmq": ZmqNet,
+    "shm": ShmNet,
+    "zmq without checksums": lambda: ZmqNet(checksums=False),
+    "shm without checksums": lambda: ShmNet(checksums=False),
+    "memory, one-sided": lambda: MemoryNet(is_one_sided=True),
+}
 
-@pytest.fixture(params=["memory", "zmq", "shm", "zmq without checksums", "shm without checksums"])
+
+@pytest.fixture(params=KINDS)
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """A fresh net of each kind; its nodes are stopped afterwards."""
-    kinds: dict[str, Callable[[], Net]] = {
-        "memory": MemoryNet,
-        "zmq": ZmqNet,
-        "shm": ShmNet,
-        "zmq without checksums": lambda: ZmqNet(checksums=False),
-        "shm without checksums": lambda: ShmNet(checksums=False),
-    }
-    with kinds[request.param]() as made:
+    with KINDS[request.param]() as made:
+        yield made
+
+
+@pytest.fixture(params=[name for name in KINDS if "one-sided" not in name])
+def two_sided_net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    """The same of those whose receiver takes each write by itself."""
+    with KINDS[request.param]() as made:
+        yield made
+
+
+@pytest.fixture
+def one_sided_net() -> Iterator[MemoryNet]:
+    """A net whose senders write into their receivers' memory, and whose steps the test takes."""
+    with MemoryNet(is_one_sided=True) as made:
         yield made
 
 

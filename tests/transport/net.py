@@ -94,8 +94,8 @@ class Net(Protocol):
 class MemoryNet:
     """Nodes on one hub; `until` takes steps, oldest link first."""
 
-    def __init__(self) -> None:
-        self.hub = MemoryHub()
+    def __init__(self, *, is_one_sided: bool = False) -> None:
+        self.hub = MemoryHub(is_one_sided=is_one_sided)
         self._changed = threading.Condition()
         self._nodes: list[Node] = []
 

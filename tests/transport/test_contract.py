@@ -1,4 +1,4 @@
-"""What every two-sided transport must do, run against each of them."""
+"""What every transport must do, run against each of them; of one-sided ones test_one_sided.py says what is different."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def test_one_bad_span_refuses_its_whole_message(net: Net) -> None:
 
 
 @pytest.mark.covers("H05")
-def test_a_block_that_landed_cannot_be_written_again(net: Net) -> None:
+def test_a_block_that_landed_cannot_be_written_again(two_sided_net: Net) -> None:
+    net = two_sided_net
     sender, receiver = pair(net)
     receiver.transport.admit(LEASE.lease_id, LEASE.secret, [3, 4])
     sender.transport.write("receiver@1/1", LEASE, [(0, 0)])
@@ -162,6 +163,7 @@ def test_each_admitted_lease_that_is_revoked_becomes_quiet_exactly_once(net: Net
     drain(net, sender, receiver)
     for lease_id in (1, 2, 1, 2, 3):
         receiver.transport.revoke(lease_id)
+    net.until(lambda: len(receiver.said.of(RevokeDone)) == 2)
     drain(net, sender, receiver)
     assert sorted(event.lease_id for event in receiver.said.of(RevokeDone)) == [1, 2]
     assert receiver.transport.snapshot()["leases_admitted"] == 0

@@ -101,8 +101,8 @@ def test_a_restarted_node_is_not_reached_under_its_old_endpoint(memory_net: Memo
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_whatever_the_order_of_steps_nothing_lands_outside_an_open_lease(data: st.DataObject) -> None:
-    """Two senders, two leases each in turn over the same blocks; revokes and cuts wherever they hurt."""
-    with MemoryNet() as net:
+    """Two senders, two leases each in turn over the same blocks; revokes, cuts and dropped links wherever they hurt."""
+    with MemoryNet(is_one_sided=data.draw(st.booleans())) as net:
         receiver = net.node("receiver", 8, 64)
         senders = [net.node(f"sender-{i}", 8, 64) for i in range(2)]
         for i, sender in enumerate(senders):

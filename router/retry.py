@@ -1,0 +1,140 @@
+"""What the end of an attempt without a finish means for its branch: another attempt, when and not where, or its end. Pure.
+
+Who was refused for want of room, or by a node that is to end, asks again and pays nothing. Everything else pays from one budget
+(`--preempt-retry-count`). A preemption costs a small part of a retry: the node was short of blocks, nothing is broken, and who is
+patient is served. A budget that is 0 is spent by the first of either kind.
+
+The first attempt after a failure follows at once, elsewhere where it can; of several in a row each waits longer, with jitter, so
+that those who failed together do not come back together. Not here: whose word ends an attempt (ownership.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from proto import baton_pb2 as pb
+from router.entrance import RouterCoreConfig
+from router.events import NodeRef
+from router.placement import Draw, Pair
+
+PREEMPTIONS_PER_RETRY: Final = 32
+_JITTER_STEPS: Final = 1024
+
+
+class Cost(Enum):
+    """What an error takes from the budget."""
+
+    NOTHING = auto()
+    PART = auto()
+    RETRY = auto()
+
+
+# What is not here is final.
+COST: Final[Mapping[int, Cost]] = {
+    pb.NO_BLOCKS: Cost.NOTHING,
+    pb.BUSY: Cost.NOTHING,
+    pb.DRAINING: Cost.NOTHING,
+    pb.PREEMPTED: Cost.PART,
+    pb.LEASE_EXPIRED: Cost.RETRY,
+    pb.TRANSFER_FAILED: Cost.RETRY,
+    pb.CHECKSUM: Cost.RETRY,
+    pb.NODE_LOST: Cost.RETRY,
+    pb.INTERNAL: Cost.RETRY,
+}
+# Of these the node that says so is to blame. A broken handoff is put down to the decode node, whoever noticed it.
+_OF_THE_SPEAKER: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.INTERNAL, pb.NODE_LOST})
+
+# HTTP status of a request that ends with this code. What is not here is 500.
+STATUS: Final[Mapping[int, int]] = {
+    pb.NO_BLOCKS: 503,
+    pb.BUSY: 503,
+    pb.PREEMPTED: 503,
+    pb.LEASE_EXPIRED: 503,
+    pb.DRAINING: 503,
+    pb.NODE_LOST: 503,
+    pb.TRANSFER_FAILED: 502,
+    pb.CHECKSUM: 502,
+    pb.INCOMPATIBLE: 502,
+    pb.DEADLINE: 504,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Another attempt."""
+
+    cost: Cost
+    held_s: (
+        float | None
+    )  # for so long not at the node that is to blame, which is a last resort ever after; None: no matter
+    rest_s: float  # for so long nowhere
+
+
+class Over(Enum):
+    """No other attempt."""
+
+    FINAL = auto()  # another would meet the same
+    SPENT = auto()  # somebody else may try: what there is so far is handed up
+
+
+class Tries:
+    """What a branch has gone through, and what it may still."""
+
+    def __init__(self, config: RouterCoreConfig) -> None:
+        self._config = config
+        self._credit = config.preempt_retry_count * PREEMPTIONS_PER_RETRY
+        self.num_refusals = 0  # that it met so far
+        self.failures_in_row = 0  # attempts that failed since a receiver was heard
+        self.nodes_lost: set[NodeRef] = set()  # that it was on
+
+    @property
+    def retries_left(self) -> int:
+        """Whole ones."""
+        return self._credit // PREEMPTIONS_PER_RETRY
+
+    def succeeded(self) -> None:
+        """A receiver was heard: what fails now is no repetition."""
+        self.failures_in_row = 0
+
+    def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
+        """Decide, and pay. `is_at_decode`: the node to blame is the attempt's decode node."""
+        cost = COST.get(error.code)
+        if not error.retryable or cost is None:
+            return Over.FINAL
+        if error.code == pb.NODE_LOST and len(self.nodes_lost) >= self._config.max_nodes_lost:
+            return Over.FINAL  # it may be what kills them
+        wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
+        is_held = cost is Cost.NOTHING or self._config.preempt_retry_exclude_decode or not is_at_decode
+        if cost is Cost.RETRY:
+            if self._credit < PREEMPTIONS_PER_RETRY:
+                return Over.SPENT
+            self._credit -= PREEMPTIONS_PER_RETRY
+            self.failures_in_row += 1
+            return Again(cost, wait_s if is_held else None, self._backoff_s(draw))
+        if cost is Cost.PART:
+            if self._credit == 0:
+                return Over.SPENT
+            self._credit -= 1
+        return Again(cost, self._patience_s(wait_s) if is_held else None, 0.0)
+
+    def _patience_s(self, wait_s: float) -> float:
+        """Each refusal has cost a prefill, so who is refused again asks less and less often, whatever the node says."""
+        self.num_refusals += 1
+        patience_s: float = self._config.min_refusal_wait_s * 2 ** min(self.num_refusals - 1, 6)
+        return min(max(wait_s, patience_s), self._config.max_refusal_wait_s)
+
+    def _backoff_s(self, draw: Draw) -> float:
+        """Nothing for the first failure, then doubling, and of that from a half to all."""
+        if self.failures_in_row == 1:
+            return 0.0
+        most_s: float = self._config.min_backoff_s * 2 ** min(self.failures_in_row - 2, 10)
+        return min(most_s, self._config.max_backoff_s) * (1 + draw.below(_JITTER_STEPS) / _JITTER_STEPS) / 2
+
+
+def culprit(error: pb.PDError, pair: Pair) -> NodeRef:
+    """Which of an attempt's nodes an error is put down to."""
+    is_prefills = error.code in _OF_THE_SPEAKER and error.node_id == pair.prefill.name
+    return pair.prefill if is_prefills else pair.decode

@@ -1,0 +1,71 @@
+"""Where a shared registry is: a Redis URL, checked before anything is started, and shown without its secrets.
+
+`redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]`, `rediss://…` the same over TLS, `unix://[[USER]:PASSWORD@]/PATH[?db=DB]`; what has a
+meaning in a URL is percent-encoded. Loads no Redis client: flags are checked before anything heavy is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
+
+EMBEDDED: Final = "embedded"
+DEFAULT_NAMESPACE: Final = "baton"
+
+_SCHEMES: Final = ("redis", "rediss", "unix")
+_NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
+_MUST: Final = "must be embedded, redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
+
+
+def registry_problem(registry: str, namespace: str | None) -> str | None:
+    """What is wrong with `--registry` and `--registry-namespace`, in one sentence without secrets; None if nothing is."""
+    if registry == EMBEDDED:
+        if namespace is not None:
+            return f"--registry-namespace {namespace}: means something in Redis only, and --registry is embedded"
+        return None
+    if namespace is not None and not _NAMESPACE.fullmatch(namespace):
+        return f"--registry-namespace {namespace}: must be 1 to 64 letters, digits, '.', '_' or '-'"
+    problem = _url_problem(registry)
+    return problem and f"--registry {shown(registry)}: {problem}"
+
+
+def shown(registry: str) -> str:
+    """The same for a log or an error: without user, password and options. Of what is no URL of ours hardly anything: a password
+    that was not encoded may stand where the host should be."""
+    if registry == EMBEDDED:
+        return registry
+    if _url_problem(registry) is not None:
+        scheme = registry.partition("://")[0]
+        return f"{scheme}://…" if scheme in _SCHEMES else "…"
+    url = urlsplit(registry)
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def _url_problem(registry: str) -> str | None:
+    try:
+        url = urlsplit(registry)
+        host, port = url.hostname, url.port
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        return _MUST
+    if url.scheme not in _SCHEMES or not registry.startswith(f"{url.scheme}://"):
+        return _MUST
+    if url.fragment or not registry.isprintable():
+        return "must not have a '#', nor a character that cannot be printed: write %23 for it"
+    if url.scheme == "unix":
+        if not url.path.strip("/") or host is not None:
+            return "must name a socket: unix:///PATH"
+        allowed = frozenset({"db"})
+    else:
+        if not host or port == 0:
+            return _MUST
+        if not re.fullmatch(r"/?\d{0,5}", url.path, re.ASCII):
+            return "what follows the port must be the number of a database, such as /0"
+        allowed = _TLS_OPTIONS if url.scheme == "rediss" else frozenset()
+    options = parse_qs(url.query, keep_blank_values=True)
+    if options.keys() - allowed:
+        return f"its options must be of {', '.join(sorted(allowed))}" if allowed else "it takes no options"
+    if not re.fullmatch(r"\d{1,5}", options.get("db", ["0"])[0], re.ASCII):
+        return "the option db must be a number"
+    return None

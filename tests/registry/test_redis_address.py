@@ -1,0 +1,80 @@
+"""Which Redis URLs are taken, what is said of the others, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.redis_address import registry_problem, shown
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "embedded",
+        "redis://127.0.0.1:6379/0",
+        "redis://registry.example",
+        f"redis://user:{SECRET}@[::1]:6379/15",
+        f"rediss://:{SECRET}@host:6380/0?ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false",
+        f"redis://:{SECRET}%40%23%2f@host/3",
+        "unix:///run/redis/redis.sock?db=2",
+    ],
+)
+def test_taken(url: str) -> None:
+    assert registry_problem(url, None) is None
+    assert SECRET not in shown(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "must be embedded, redis://"),
+        ("127.0.0.1:6379", "must be embedded, redis://"),
+        (f"http://:{SECRET}@host", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@host:port/0", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@host:70000/0", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@host:0/0", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@[::1/0", "must be embedded, redis://"),
+        (f"redis://:{SECRET}@host/zero", "the number of a database"),
+        (f"redis://:{SECRET}#x@host/0", "must be embedded, redis://"),
+        (f"redis://host/0#{SECRET}", "write %23"),
+        (f"redis://:a#{SECRET}@host/0", "must be embedded, redis://"),
+        (f"redis://:a?{SECRET}@host/0", "must be embedded, redis://"),
+        (f"redis://:1/{SECRET}@host/0", "must be embedded, redis://"),
+        (f"redis://user:1?{SECRET}@host/0", "it takes no options"),
+        (f"redis://user:1/{SECRET}@host/0", "the number of a database"),
+        (f"redis://host?password={SECRET}", "it takes no options"),
+        (f"rediss://:{SECRET}@host?socket_timeout=0", "its options must be of ssl_ca_certs"),
+        ("unix://run/redis.sock", "must name a socket"),
+        ("unix:///run/redis.sock?db=x", "the option db must be a number"),
+    ],
+)
+def test_refused_with_a_sentence_without_the_secret(url: str, says: str) -> None:
+    problem = registry_problem(url, None)
+    assert problem is not None and problem.startswith("--registry ")
+    assert says in problem
+    assert SECRET not in problem
+
+
+def test_a_namespace_is_a_short_word_and_means_something_in_redis_only() -> None:
+    assert registry_problem("redis://host", "green-2") is None
+    for namespace in ("", "a b", "{a}", "a" * 65):
+        assert "--registry-namespace" in (registry_problem("redis://host", namespace) or "")
+    assert "embedded" in (registry_problem("embedded", "green") or "")
+
+
+@given(st.text(max_size=40), st.sampled_from(["redis://", "unix://", "", "redis://h@", "embedded"]))
+def test_any_text_is_taken_or_refused_in_one_line(text: str, start: str) -> None:
+    problem = registry_problem(start + text, None)
+    assert problem is None or problem.startswith("--registry ")
+
+
+@given(st.text(st.characters(exclude_characters="@/?#[]:\\", exclude_categories=["Cc", "Cs", "Z"]), min_size=1))
+def test_no_password_is_shown(password: str) -> None:
+    marked = f"<{password}>"
+    assert marked not in shown(f"redis://user:{marked}@host:1/0")
+    assert marked not in (registry_problem(f"redis://user:{marked}@host:1/zero", None) or "")

@@ -1,0 +1,90 @@
+"""What an error costs, and how long is waited: the rules of router/retry.py by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proto import baton_pb2 as pb
+from router.entrance import RouterCoreConfig
+from router.events import NodeRef
+from router.placement import Draw, Pair
+from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
+
+CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
+FINAL = {pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE}
+
+
+def test_every_code_has_its_cost_or_is_final() -> None:
+    assert set(CODES) - COST.keys() == FINAL
+
+
+@pytest.mark.covers("R03", "R07", "R19")
+@given(
+    st.lists(st.tuples(st.sampled_from(CODES), st.booleans(), st.integers(0, 5000), st.booleans()), max_size=60),
+    st.integers(0, 3),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_budget_and_waits_are_as_a_plain_count_says(
+    errors: Sequence[tuple[pb.ErrorCode.ValueType, bool, int, bool]], count: int, excludes: bool, seed: int
+) -> None:
+    config = RouterCoreConfig(preempt_retry_count=count, preempt_retry_exclude_decode=excludes)
+    tries, draw = Tries(config), Draw(seed)
+    spent = in_row = 0
+    for code, is_retryable, retry_after_ms, is_at_decode in errors:
+        error = pb.PDError(code=code, retryable=is_retryable, retry_after_ms=retry_after_ms)
+        again = tries.after(error, is_at_decode, draw)
+        if code in FINAL or not is_retryable:
+            assert again is Over.FINAL
+            continue
+        price = {Cost.NOTHING: 0, Cost.PART: 1, Cost.RETRY: PREEMPTIONS_PER_RETRY}[COST[code]]
+        if spent + price > count * PREEMPTIONS_PER_RETRY:
+            assert again is Over.SPENT
+            continue
+        spent += price
+        assert isinstance(again, Again) and again.cost is COST[code]
+        assert (again.held_s is None) == (is_at_decode and not excludes and price > 0)
+        assert again.held_s is None or again.held_s <= config.max_refusal_wait_s
+        if price < PREEMPTIONS_PER_RETRY:
+            assert again.rest_s == 0.0
+            assert again.held_s is None or again.held_s >= min(max(retry_after_ms / 1000, 0.05), 2.0)
+        else:
+            in_row += 1
+            most_s = 0.0 if in_row == 1 else min(config.min_backoff_s * 2 ** (in_row - 2), config.max_backoff_s)
+            assert most_s / 2 <= again.rest_s <= most_s
+
+
+@pytest.mark.covers("R19")
+def test_who_was_on_as_many_nodes_as_allowed_when_they_died_is_not_sent_to_another() -> None:
+    tries = Tries(RouterCoreConfig(max_nodes_lost=2))
+    lost = pb.PDError(code=pb.NODE_LOST, retryable=True)
+    for number, expected in ((1, Again), (1, Again), (2, Over)):
+        tries.nodes_lost.add(NodeRef("d", number))
+        assert isinstance(tries.after(lost, True, Draw(1)), expected)
+    other = tries.after(pb.PDError(code=pb.CHECKSUM, retryable=True), True, Draw(1))
+    assert isinstance(other, Again), "other errors kill nobody"
+
+
+def test_who_failed_together_does_not_come_back_together() -> None:
+    error, draw = pb.PDError(code=pb.CHECKSUM, retryable=True), Draw(1)
+    rests = set()
+    for _ in range(20):
+        tries = Tries(RouterCoreConfig())
+        tries.after(error, True, draw)
+        again = tries.after(error, True, draw)
+        assert isinstance(again, Again)
+        rests.add(again.rest_s)
+    assert len(rests) > 15
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("speaker", ["p", "d", "stranger"])
+def test_whose_fault_it_is(code: pb.ErrorCode.ValueType, speaker: str) -> None:
+    pair = Pair(NodeRef("p", 1), NodeRef("d", 1))
+    of_the_speaker = code in (pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.INTERNAL, pb.NODE_LOST)
+    expected = pair.prefill if of_the_speaker and speaker == "p" else pair.decode
+    assert culprit(pb.PDError(code=code, node_id=speaker), pair) == expected

@@ -1,0 +1,94 @@
+"""What a node process decides with, all of it production code: pool, scheduler and the core of its role, over its KV memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from decode_node.core import DecodeCore
+from engine.block_pool import BlockPool
+from engine.fake_runner import BYTES_PER_TOKEN
+from engine.reserve import ReserveConfig
+from engine.scheduler import Scheduler, SchedulerConfig
+from mixed_node.core import MixedCore
+from node.events import NodeCore
+from node.identity import NodeIdentity, NodeLimits
+from prefill_node.core import PrefillCore
+from proto import baton_pb2 as pb
+from proto.block_key import seed_key
+from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
+
+FINGERPRINT: Final = pb.Fingerprint(
+    architecture="fake",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    dtype="i4",
+    block_size=BLOCK_SIZE,
+    weights="w",
+    kernels="f",
+)
+KEY_SEED: Final = seed_key(FINGERPRINT.SerializeToString(deterministic=True))
+ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
+
+
+def role_of(host: str) -> pb.Role.ValueType:
+    """The role of the nodes on a host: its name says it."""
+    return ROLES[host.partition("-")[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """One node process, but for its shell."""
+
+    limits: NodeLimits
+    pool: BlockPool
+    scheduler: Scheduler
+    memory: npt.NDArray[np.uint8]
+    core: NodeCore
+
+
+def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
+    """Whether a node of this role only decodes, and computes prompts where it is asked to."""
+    return role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
+
+
+def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
+    """A node that has just started; lease ids and secrets are drawn from `rng`."""
+    limits = NodeLimits(
+        max_model_len=knobs.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        max_attempts=knobs.max_attempts,
+        max_fences=knobs.max_fences,
+        lease_life_s=knobs.lease_life_s,
+        reserve_wait_s=knobs.reserve_wait_s,
+        max_waiting_reserves=knobs.max_waiting_reserves,
+        reserves_for_running=knobs.reserves_for_running,
+    )
+    pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
+    config = SchedulerConfig(
+        knobs.num_slots,
+        knobs.max_batched_tokens,
+        knobs.max_model_len,
+        knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
+        reserve=ReserveConfig(knobs.reserve_policy),
+        resumes_preempted=role == pb.ROLE_MIXED,
+    )
+    scheduler = Scheduler(config, pool, KEY_SEED)
+    memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+    shared = (identity, limits, scheduler)
+    prefill = PrefillCore(*shared, pool, FINGERPRINT, KEY_SEED)
+    decode = DecodeCore(*shared, pool, FINGERPRINT, KEY_SEED, lambda: (rng.getrandbits(63) + 1, rng.randbytes(16)))
+    core: NodeCore
+    match role:
+        case pb.ROLE_PREFILL:
+            core = prefill
+        case pb.ROLE_DECODE:
+            core = decode
+        case _:
+            core = MixedCore(identity, scheduler, prefill, decode)
+    return NodeParts(limits, pool, scheduler, memory, core)
