@@ -74,9 +74,6 @@ class MixedCore:
                     part.take(event, now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
                 (self._decode if self._decode.sends(event) else self._prefill).take(event, now)
-            case ev.DrainAsked():
-                for part in self._parts:
-                    part.take(event, now)
             case _:
                 self._decode.take(event, now)
         return self._finish_turn(now)
