@@ -73,6 +73,12 @@ class Node:
         """The longest sequence, prompt and completion, that the node can hold."""
         return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
 
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
+        load, block_size = self.load, self.entry.fingerprint.block_size
+        num_taken = load.blocks_used + load.blocks_leased + load.blocks_quarantined
+        return self.entry.num_blocks - num_taken > num_tokens // block_size
+
     @property
     def prefills(self) -> bool:
         """Whether its role takes prompts."""
@@ -111,7 +117,7 @@ class NodeChange:
     """What an event about nodes brings about."""
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
-    orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
+    orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
     lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
 
 
@@ -198,7 +204,7 @@ class NodeTable:
         if node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
-        change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
+        change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
         if not node.is_listed:
             self._remove(node, change)
 
@@ -248,7 +254,7 @@ class NodeTable:
             {node.fingerprint for node in ready if node.prefills},
             {node.fingerprint for node in ready if node.decodes},
         ]
-        if any(self._is_stranded(node) for node in ready):
+        if any(map(self._is_stranded, ready)):
             return []
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
@@ -262,9 +268,8 @@ class NodeTable:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
         ready = [node for node in self if node.can_take_work]
         prefilled = {node.fingerprint for node in ready if node.prefills}
-        if any(node.decodes and node.fingerprint in prefilled for node in ready):
-            return []
-        return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
+        has_pair = any(node.decodes and node.fingerprint in prefilled for node in ready)
+        return [NO_PREFILL_NODE] if not has_pair and any(map(self._is_stranded, ready)) else []
 
     def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
         """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""
@@ -335,6 +340,19 @@ class NodeTable:
         has_slot = len(node.branches) < node.entry.max_num_seqs
         return node.can_take_work and has_slot and total_tokens <= node.max_total_tokens
 
+    def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
+        """Nodes that could take a sequence of `num_tokens` over from another: those that decode, have its fingerprint and, as
+        far as they said last, the blocks."""
+        known = self._nodes.get(holder)
+        return [
+            each
+            for each in self.decode_candidates(total_tokens)
+            if each.node != holder
+            and known is not None
+            and each.fingerprint == known.fingerprint
+            and self._nodes[each.node].has_blocks_for(num_tokens)
+        ]
+
     # ---------------------------------------------------------------- work
 
     def occupy(self, branch: BranchKey, pair: Pair, tokens_to_prefill: int) -> pb.Target:
@@ -342,12 +360,11 @@ class NodeTable:
 
         `tokens_to_prefill`: 0 if another branch of the attempt brings them.
         """
-        prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
+        prefill = self._nodes[pair.prefill]
         prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
         prefill.num_prefills += tokens_to_prefill > 0
-        decode.branches.add(branch)
-        return pb.Target(node=decode.entry.node, grpc_address=decode.entry.grpc_address)
+        return self.occupy_decode(branch, pair.decode)
 
     def vacate_prefill(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
@@ -360,7 +377,17 @@ class NodeTable:
     def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""
         self.vacate_prefill(branch, pair)
-        node = self._nodes.get(pair.decode)
+        self.vacate_decode(branch, pair.decode)
+
+    def occupy_decode(self, branch: BranchKey, ref: NodeRef) -> pb.Target:
+        """Count a branch on a node that it is to move to; the node as the other one is told of it."""
+        node = self._nodes[ref]
+        node.branches.add(branch)
+        return pb.Target(node=node.entry.node, grpc_address=node.entry.grpc_address)
+
+    def vacate_decode(self, branch: BranchKey, ref: NodeRef) -> None:
+        """Count a branch no more on a node that decodes it, or was to; again is harmless, and so is a node that is gone."""
+        node = self._nodes.get(ref)
         if node is not None:
             node.branches.discard(branch)
 

@@ -192,8 +192,8 @@ MUTANTS: Final = (
         "alone-where-it-was-refused",
         "A decode node that is to compute a prompt itself is asked again at once after it refused.",
         "router/placement.py",
-        "allowed = [candidate for candidate in decodes if candidate.node not in excluded]",
-        "allowed = [*decodes]",
+        "[candidate for candidate in decodes if candidate.node not in excluded], avoided)",
+        "decodes, avoided)",
         ("tests/router/test_placement.py",),
     ),
     Mutant(
@@ -215,9 +215,9 @@ MUTANTS: Final = (
     Mutant(
         "lost-mixed-node-is-only-a-sender",
         "The loss of a mixed node counts as the sender's, whom nobody believes once the receiver was heard: requests hang.",
-        "router/core.py",
-        "is_receiver = branch.pair.decode == ref",
-        "is_receiver = branch.pair.prefill != ref",
+        "router/requests.py",
+        "        if receiver is not None and receiver.node == node:\n",
+        "        if receiver is not None and receiver.node == node and (sender is None or sender.node != node):\n",
         _ROUTER,
     ),
     Mutant(
