@@ -179,7 +179,7 @@ class NodeTable:
             {node.fingerprint for node in ready if node.prefills},
             {node.fingerprint for node in ready if node.decodes},
         ]
-        if any(self._is_stranded(node) for node in ready):
+        if any(map(self._is_stranded, ready)):
             return []
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
@@ -193,9 +193,8 @@ class NodeTable:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
         ready = [node for node in self if node.can_take_work]
         prefilled = {node.fingerprint for node in ready if node.prefills}
-        if any(node.decodes and node.fingerprint in prefilled for node in ready):
-            return []
-        return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
+        has_pair = any(node.decodes and node.fingerprint in prefilled for node in ready)
+        return [NO_PREFILL_NODE] if not has_pair and any(map(self._is_stranded, ready)) else []
 
     def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
         """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""

@@ -45,6 +45,7 @@ class SimRouter(Process):
             max_inflight_prefills=knobs.max_inflight_prefills,
             local_prefill_max_tokens=knobs.local_prefill_max_tokens,
             preempt_retry_count=knobs.retries,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens,
             preempt_retry_exclude_decode=knobs.excludes_decode,
             max_nodes_lost=knobs.max_nodes_lost,
             breaker_failures=knobs.breaker_failures,

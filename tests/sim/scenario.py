@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from engine.reserve import ReservePolicy
@@ -167,7 +167,7 @@ class Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    knobs = _draw_knobs(rng)
+    knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
@@ -208,7 +208,6 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
         reserves_for_running=rng.random() < 0.6,
         prefills_locally=rng.random() < 0.7,
-        local_prefill_max_tokens=rng.choice((0, 8, 200)),
         prompt_tokens_beside_decodes=rng.choice((1, 4, 64)),
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),
@@ -217,6 +216,13 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
     )
+
+
+def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
+    """Drawn apart, so that everything else of a seed is what it was without: short prompts, and clusters of decode nodes alone."""
+    if knobs.prefills_locally and rng.random() < 0.1:
+        knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
+    return replace(knobs, local_prefill_max_tokens=rng.choice((0, 0, 8, 200)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
