@@ -136,7 +136,7 @@ MUTANTS: Final = (
     Mutant(
         "drained-onto-the-draining",
         "A node that is about to end is given what another one hands over.",
-        "router/nodes.py",
+        "router/known_node.py",
         "self.is_listed and self.session is Session.UP and not self.entry.draining",
         "self.is_listed and self.session is Session.UP",
         (*_MOVES, *_RETRY),
