@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
 from router import events as ev
-from router.attempt_ends import AttemptEnds, error_of_silence, node_lost
+from router.attempt_ends import AttemptEnds, error_of_silence, node_drained, node_lost
 from router.breaker import Breakers, BreakerTiming
 from router.entrance import Entrance, RouterCoreConfig
 from router.live import LiveRequests
@@ -134,7 +134,8 @@ class RouterCore:
     def _on_submitted(self, request: ev.GenerationRequest, now: float) -> None:
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id} is in use")
-        if refusal := self._entrance.find_refusal(request, len(self._waiting), now):
+        queued, wait_s = len(self._waiting), self._waiting.wait_s(now)
+        if refusal := self._entrance.find_refusal(request, queued, wait_s, now):
             self._live.actions.append(refusal)
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices
@@ -161,7 +162,7 @@ class RouterCore:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:
                 continue  # ended a moment ago, with its request or by the loss of its other node
-            error = node_lost(ref, "while the request was on it")
+            error = node_drained(ref) if ref in change.drained else node_lost(ref, "while the request was on it")
             self._ends.hear(branch, branch.pair, word_of_loss(side), error, now)
         self._live.actions += change.actions
         if not isinstance(event, ev.LoadReported):

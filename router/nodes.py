@@ -1,4 +1,4 @@
-"""What the router knows of each node process: its registry entry, its session, and what of ours is on it.
+"""What the router knows of all node processes, and what of ours is on each (node_state.py).
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
 is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
@@ -26,11 +26,10 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
-from router.known_node import Node, Session
+from router.node_state import Node, Session
 from router.placement import Candidate, Pair
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
-
 
 NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
 
@@ -41,7 +40,8 @@ class NodeChange:
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
-    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
+    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -124,7 +124,9 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.session in (Session.UP, Session.BROKEN):
+        if node.entry.draining:
+            change.drained.add(node.ref)
+        elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]

@@ -1,4 +1,4 @@
-"""What the router knows of one node process: its registry entry, its session, what of ours is on it, and what follows from them."""
+"""One node process as the router sees it: its registry entry, its session, what of ours is on it. All of them: nodes.py."""
 
 from __future__ import annotations
 
