@@ -158,6 +158,14 @@ MUTANTS: Final = (
         _MOVES,
     ),
     Mutant(
+        "drained-in-vain",
+        "A node that has moved its work and ended counts as lost with it, and what its target runs is computed anew.",
+        "router/core.py",
+        "                    word = Word.SENDER_UNSURE  # it ends",
+        "                    pass  # it ends",
+        _MOVES,
+    ),
+    Mutant(
         "scores-die-with-their-node",
         "A completion whose prompt's logprobs were lost is dispatched with all its tokens, and nothing is left to compute.",
         "router/requests.py",
