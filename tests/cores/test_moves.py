@@ -275,6 +275,49 @@ def test_an_answer_that_nobody_asked_for_changes_nothing() -> None:
     assert stream.end == "finished" and world.happened["unexpected_events"] == 1 and not world.happened["moves_begun"]
 
 
+def pressed(preempt_move_s: float, **sizes: Any) -> MovingWorld:
+    """Two sequences at a node that cannot hold both to their ends, and one that can."""
+    nodes = decode_nodes(2, num_blocks=16, num_slots=2, policy="none", preempt_move_s=preempt_move_s, **sizes)
+    world = MovingWorld(*nodes)
+    world.start("decode-0", dispatch_of("old", PROMPT, max_tokens=40))
+    world.start("decode-0", dispatch_of("young", PROMPT[::-1], max_tokens=40))
+    return world
+
+
+@pytest.mark.covers("Q02", "D10", "R19")
+def test_who_gives_way_goes_to_a_node_with_room_and_nothing_is_computed_again() -> None:
+    world = pressed(0.25)
+    world.run()
+    assert world.nodes["decode-0"].scheduler.num_preempted == 1 and world.happened["moved"] == 1
+    assert world.happened["wants MOVE_PREEMPTED"] == 1 and world.happened["local_prefills"] == 2
+    assert all(stream.end == "finished" for stream in world.streams.values())
+    world.run_out()
+    world.check_end()
+
+
+@pytest.mark.covers("Q02", "S17")
+@pytest.mark.parametrize("why", ["nobody has room", "no answer", "off"])
+def test_who_gives_way_and_finds_no_node_in_time_ends_with_all_its_tokens(why: str) -> None:
+    world = pressed(0.0 if why == "off" else 0.25)
+    world.has_target = lambda stream: why == "no answer"
+    old, young = world.streams.values()
+    while not young.end and world.do_something():
+        if why == "no answer":
+            world.calls.clear()
+    if why == "no answer":
+        assert not young.end and world.nodes["decode-0"].scheduler.snapshot()["phases"], "it is kept"
+        world.wait(0.25)
+        world.run()
+    assert young.end == "PREEMPTED" and young.token_ids == young.right_answer()[: len(young.token_ids)]
+    world.run()
+    assert old.end == "finished", "its blocks are there for whom they were needed"
+    assert world.happened["wants MOVE_PREEMPTED"] == (why != "off")
+    if why == "no answer":
+        return  # of its Reserve nobody will ever hear
+    world.run_out()
+    world.check_end()
+
+
 @pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08")
 @pytest.mark.parametrize("seed", range(120))
 def test_whatever_is_lost_there_is_one_owner_one_stream_and_no_block_left(seed: int) -> None:

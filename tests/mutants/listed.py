@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants import of_engine, of_handoff, of_mixed, of_nodes, of_pressure, of_router, of_runner, of_session
+from tests.mutants import (
+    of_engine,
+    of_handoff,
+    of_mixed,
+    of_moves,
+    of_nodes,
+    of_pressure,
+    of_router,
+    of_runner,
+    of_session,
+)
 from tests.mutants.mutant import Mutant
 
 ALL: Final[tuple[Mutant, ...]] = (
     *of_handoff.MUTANTS,
     *of_nodes.MUTANTS,
     *of_mixed.MUTANTS,
+    *of_moves.MUTANTS,
     *of_engine.MUTANTS,
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
