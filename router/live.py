@@ -16,7 +16,8 @@ from router import events as ev
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
-from router.nodes import NodeTable, Session
+from router.known_node import Session
+from router.nodes import NodeTable
 from router.phases import AwaitingPrompt, MoveUnknown, Moving, Phase, nodes_of
 from router.requests import KnownEnd, LiveBranch
 from router.retry import STATUS

@@ -52,6 +52,11 @@ class NodeParts:
     core: NodeCore
 
 
+def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
+    """Whether a node of this role only decodes, and computes prompts where it is asked to."""
+    return role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
+
+
 def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
     """A node that has just started; lease ids and secrets are drawn from `rng`."""
     limits = NodeLimits(
@@ -69,6 +74,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.num_slots,
         knobs.max_batched_tokens,
         knobs.max_model_len,
+        knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
         resumes_preempted=role == pb.ROLE_MIXED,
     )

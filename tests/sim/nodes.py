@@ -27,7 +27,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
-from tests.sim.engines import FINGERPRINT, build_parts, role_of
+from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
@@ -74,7 +74,9 @@ class SimNode(Process):
         self.is_busy = False
         self.is_changed = True  # since the invariants of the core were looked at
         self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
-        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len)
+        self.prefills_locally = prefills_locally(self.role, knobs)
+        itself = self.identity.to_proto() if self.prefills_locally else None
+        self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
         self._answers: dict[int, Answer] = {}
         self._num_calls = 0
@@ -97,6 +99,7 @@ class SimNode(Process):
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
+            local_prefill=self.prefills_locally,
         )
 
     def _tell(self, what: str, why: str) -> None:

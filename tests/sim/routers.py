@@ -36,7 +36,12 @@ class SimRouter(Process):
         self._around = around
         knobs = around.knobs
         rng = around.kernel.rng(f"router {self.label}")
-        self.config = RouterCoreConfig(knobs.max_queue, knobs.max_inflight_prefills, knobs.retries)
+        self.config = RouterCoreConfig(
+            knobs.max_queue,
+            knobs.max_inflight_prefills,
+            knobs.retries,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens or 0,
+        )
         self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)

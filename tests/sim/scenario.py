@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from engine.reserve import ReservePolicy
@@ -106,6 +106,8 @@ class Knobs:
     max_queue: int = 1024
     max_inflight_prefills: int = 32
     retries: int = 3
+    local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
+    local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
@@ -158,7 +160,7 @@ class Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    knobs = _draw_knobs(rng)
+    knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
@@ -202,6 +204,13 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
     )
+
+
+def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
+    """In a part of the seeds, drawn apart so that everything else of a seed is what it was without."""
+    if rng.random() < 0.6:
+        return knobs
+    return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
