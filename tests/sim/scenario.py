@@ -210,6 +210,8 @@ def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
     """In a part of the seeds, drawn apart so that everything else of a seed is what it was without."""
     if rng.random() < 0.6:
         return knobs
+    if rng.random() < 0.2:
+        knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
     return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
 
 
