@@ -91,6 +91,11 @@ class Fleet:
         url: str = self._ready[router]["url"]
         return url
 
+    def registry_of(self, router: str) -> str:
+        """Where nodes announce themselves to it."""
+        address: str = self._ready[router]["registry"]
+        return address
+
     # ---------------------------------------------------------------- processes
 
     def start(self, *names: str) -> None:
