@@ -31,7 +31,7 @@ from connector.choosing import ChoosingTransport, choose_transports
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.config import NodeConfig
 from node.events import NodeCore, StepDone
-from node.handoff_client import HandoffClient
+from node.handoff_client import SERVER_OPTIONS, HandoffClient
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
@@ -160,7 +160,7 @@ class _NodeProcess:
         # gRPC binds for itself, and would tell of a taken port in lines of its own.
         _listen("--grpc-port", config.host, config.grpc_port).close()
         # Without so_reuseport: a second node on a taken port is an error, not a second half of the first one's traffic.
-        options = (*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
+        options = (*CHANNEL_OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
         host = f"[{config.host}]" if ":" in config.host else config.host
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)

@@ -42,6 +42,10 @@ class RouterConfig:
     max_queue: int = knob(
         1024, "requests (each choice of n is one) that wait for room; one more is answered 429", low=1, high=1 << 20
     )
+    refuse_late: Literal["on", "off"] = knob(
+        "on",
+        "answer 503 at once to who would still wait for room at its deadline, by how fast the queue has moved lately",
+    )
     max_inflight_prefills: int = knob(
         32, "requests in prefill per prefill node; more would only wait there instead of here", low=1, high=4096
     )

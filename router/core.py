@@ -129,7 +129,8 @@ class RouterCore:
     def _on_submitted(self, request: ev.GenerationRequest, now: float) -> None:
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id} is in use")
-        if refusal := self._entrance.find_refusal(request, len(self._waiting), now):
+        queued, wait_s = len(self._waiting), self._waiting.wait_s(now)
+        if refusal := self._entrance.find_refusal(request, queued, wait_s, now):
             self._live.actions.append(refusal)
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices
@@ -189,7 +190,7 @@ class RouterCore:
     def _on_tokens(self, node: ev.NodeRef, tokens: pb.BranchTokens, from_receiver: bool, now: float) -> None:
         found = self._find_speaking(node, tokens.key, from_receiver)
         if found is None:
-            self._refuse_stale(node, tokens.key, now)
+            self._refuse_stale(node, tokens.key, "tokens", now)
             return
         branch, pair, side = found
         if problem := branch.logprobs_problem(tokens):
@@ -231,9 +232,9 @@ class RouterCore:
         for ref in nodes:
             self._breakers.succeeded(ref.name)
 
-    def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:
+    def _refuse_stale(self, node: ev.NodeRef, key: pb.AttemptKey, kind: str, now: float) -> None:
         """Stop what still runs of an attempt that no longer counts."""
-        self._live.count("stale_messages", "tokens")
+        self._live.count("stale_messages", kind)
         branch = self._live.find(BranchKey(key.request_id, key.choice))
         ms_left = int(self._config.forgotten_fence_s * 1000) if branch is None else branch.ms_left(now)
         self._live.send(node, pb.RouterMessage(cancel=pb.Cancel(key=key, ms_left=ms_left)))
@@ -251,7 +252,7 @@ class RouterCore:
     def _on_wants_move(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:
         branch = self._live.find(BranchKey(key.request_id, key.choice))
         if branch is None or (pair := branch.pair) is None or (node, key.attempt) != (pair.decode, branch.attempt):
-            self._refuse_stale(node, key, now)
+            self._refuse_stale(node, key, "wants_move", now)
         elif judge(branch.phase.owner, Word.HOLDER_ASKS)[1] is Verdict.PLACE:
             self._moves.place(branch, pair, now)
         else:

@@ -4,7 +4,7 @@ A role's last node may be gone for a moment only: somebody restarts it. For a gr
 in and wait; then they, and all that has given its client nothing yet, are turned away until a pair is back. What has begun
 waits on, to its deadline.
 
-Not here: what is wrong with a request by itself (openai_types.py, intake.py).
+Not here: what is wrong with a request by itself (openai_types.py, intake.py); how long it would wait (pace.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class RouterCoreConfig:
     move_retry_s: float = (
         0.5  # when a holder may ask for a target again, and before which a target that it failed at is not named
     )
-    retry_after_s: float = 1.0  # what a client turned away is told
+    refuses_late: bool = True  # who would still be waiting at its deadline is turned away at once
+    retry_after_s: float = 1.0  # what a client turned away is told, at least
+    max_retry_after_s: float = 60.0  # and at most
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
@@ -76,8 +78,8 @@ class Entrance:
         message = f"No nodes to serve the request: {', '.join(self._nodes.missing())}."
         return Failed(request_id, 503, "NO_NODES", message, self._config.retry_after_s)
 
-    def find_refusal(self, request: GenerationRequest, num_queued: int, now: float) -> Failed | None:
-        """Why the request is turned away at once, if it is."""
+    def find_refusal(self, request: GenerationRequest, num_queued: int, wait_s: float, now: float) -> Failed | None:
+        """Why the request, which would find so many in the queue and wait so long, is turned away at once, if it is."""
         longest = self._nodes.longest_known
         total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         if num_queued >= self._config.max_queue:
@@ -90,4 +92,12 @@ class Entrance:
             return Failed(request.request_id, 400, "context_length_exceeded", message, None)
         if request.deadline <= now:
             return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
+        if self._config.refuses_late and now + wait_s > request.deadline:
+            return self._late(request.request_id, wait_s, request.deadline - now)
         return None
+
+    def _late(self, request_id: str, wait_s: float, left_s: float) -> Failed:
+        """The answer to who would wait in vain. If nobody else comes, the queue is short enough once it may come back."""
+        message = f"The wait for room would be {wait_s:.1f} s, and the request's deadline is in {left_s:.1f} s."
+        retry_after_s = min(max(wait_s - left_s, self._config.retry_after_s), self._config.max_retry_after_s)
+        return Failed(request_id, 503, "LATE", message, retry_after_s)

@@ -119,6 +119,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
+        refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,

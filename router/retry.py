@@ -43,7 +43,11 @@ COST: Final[Mapping[int, Cost]] = {
     pb.CHECKSUM: Cost.RETRY,
     pb.NODE_LOST: Cost.RETRY,
     pb.INTERNAL: Cost.RETRY,
+    pb.CANCELLED: Cost.RETRY,
 }
+# Not to be retried, says who cancels; but that is the router, and what it has cancelled counts no more. So this node has lost its
+# session with the router, or was asked twice for one thing, and nobody meant the attempt.
+_WHATEVER_THEY_SAY: Final = frozenset({pb.CANCELLED})
 # Of these the node that is named is to blame. A broken handoff is put down to the receiver, whoever noticed it.
 _OF_THE_SPEAKER: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.PREEMPTED, pb.INTERNAL, pb.NODE_LOST})
 
@@ -102,7 +106,7 @@ class Tries:
     def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
         """Decide, and pay. `is_at_decode`: the node to blame is the attempt's decode node."""
         cost = COST.get(error.code)
-        if not error.retryable or cost is None:
+        if cost is None or not (error.retryable or error.code in _WHATEVER_THEY_SAY):
             return Over.FINAL
         if error.code == pb.NODE_LOST and len(self.nodes_lost) >= self._config.max_nodes_lost:
             return Over.FINAL  # it may be what kills them

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from node import events as ev
+from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.routers import Routers
@@ -71,7 +72,7 @@ async def serve_node(
     identity, counters, calls = NodeIdentity("n0", INCARNATION), Counters(), PendingCalls()
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
     routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     service = NodeService(identity, bounds, counters, post, routers.sessions, calls)
     pb_grpc.add_NodeServicer_to_server(service, server)
     node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers)

@@ -299,6 +299,14 @@ def test_a_choice_that_is_given_up_takes_no_other_with_it() -> None:
     world.assert_nothing_is_left()
 
 
+def test_an_attempt_that_nobody_meant_to_cancel_is_retried() -> None:
+    """A decode node that has lost its session refuses the sender, before the router knows of it."""
+    world = CoreWorld.with_nodes("p1", "d1", "d2")
+    world.submit("a")
+    world.error_from("p1", "a", pb.CANCELLED, retryable=False)
+    assert len(world.dispatches("a")) == 2
+
+
 @pytest.mark.covers("R07")
 def test_an_abort_is_final_whatever_a_node_says_then() -> None:
     world = CoreWorld.with_nodes("p1", "d1")

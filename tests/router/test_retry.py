@@ -15,7 +15,7 @@ from router.placement import Draw
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
-FINAL = {pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE}
+FINAL = {pb.INCOMPATIBLE, pb.DEADLINE}
 
 
 def test_every_code_has_its_cost_or_is_final() -> None:
@@ -38,7 +38,7 @@ def test_budget_and_waits_are_as_a_plain_count_says(
     for code, is_retryable, retry_after_ms, is_at_decode in errors:
         error = pb.PDError(code=code, retryable=is_retryable, retry_after_ms=retry_after_ms)
         again = tries.after(error, is_at_decode, draw)
-        if code in FINAL or not is_retryable:
+        if code in FINAL or (not is_retryable and code != pb.CANCELLED):
             assert again is Over.FINAL
             continue
         price = {Cost.NOTHING: 0, Cost.PART: 1, Cost.RETRY: PREEMPTIONS_PER_RETRY}[COST[code]]

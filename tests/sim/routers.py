@@ -274,6 +274,8 @@ class SimRouter(Process):
         assert is_refused == is_full, (
             f"{self.label}: a request came to {num_queued} queued, {self.config.max_queue} at most"
         )
+        is_late = any(isinstance(action, rev.Failed) and action.code == "LATE" for action in actions)
+        assert num_queued or not is_late, f"{self.label}: a request was turned away though nobody waited"
 
     def _perform(self, actions: Sequence[rev.Action]) -> None:
         for action in actions:
