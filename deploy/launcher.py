@@ -41,6 +41,8 @@ HANDED_ON: Final = (
     "kernels",
     "reserve_policy",
     "decode_reserve",
+    "local_prefill",
+    "local_prefill_chunk",
     "device",
     "transport",
 )
@@ -141,11 +143,12 @@ class _Launcher:
         return content
 
     async def _wait_until_ready(self, url: str) -> str:
-        """Wait until the router can place a request; the id of the model that it serves."""
+        """Wait until the router can place a request as it is meant to be; the id of the model that it serves."""
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
-                    if (await client.get("/ready")).status_code == httpx.codes.OK:
+                    ready = await client.get("/ready")
+                    if ready.status_code == httpx.codes.OK and not ready.json()["degraded"]:
                         models: dict[str, Any] = (await client.get("/v1/models")).json()
                         return str(models["data"][0]["id"])
                 await asyncio.sleep(READY_POLL_S)
@@ -197,6 +200,8 @@ class _Launcher:
         config = self._config
         port = config.port and config.port + index
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
+        if config.local_prefill_max_tokens is not None:
+            command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:

@@ -1,8 +1,8 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to another node, and what its receiver says                        -> prefill core
-    Dispatch to itself, Reserve, Renew, Release, writes, Commit                 -> decode core
-    Cancel, router lost                                                         -> both
+    Dispatch to another node, and what its receiver says                                 -> prefill core
+    Dispatch to itself, Reserve, Renew, Release, writes, Commit, moves and their answers -> decode core
+    Cancel, router lost, drain                                                           -> both
     StepDone -> completed once; each core reads what its own sequences said
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
@@ -30,6 +30,9 @@ class LeasingPart(ev.PartOfCore, Protocol):
     def holds(self, key: AttemptKey) -> bool:
         """Whether this attempt has a lease here, or waits for one."""
 
+    def sends(self, event: ev.Event) -> bool:
+        """Whether it is the answer to a handoff of a sequence that moves."""
+
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no lease is to be given now."""
 
@@ -50,6 +53,7 @@ class MixedCore:
         self._decode = decode
         self._parts = (prefill, decode)
         self._steps = StepsAhead(scheduler)
+        self._num_drained = 0
         self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
@@ -67,7 +71,10 @@ class MixedCore:
                 for part in self._parts:
                     part.take(event, now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
-                self._prefill.take(event, now)
+                (self._decode if self._decode.sends(event) else self._prefill).take(event, now)
+            case ev.DrainAsked():
+                for part in self._parts:
+                    part.take(event, now)
             case _:
                 self._decode.take(event, now)
         return self._finish_turn(now)
@@ -111,5 +118,11 @@ class MixedCore:
         out: list[ev.Action] = [*self._out, *steps]
         self._out = []
         for part in self._parts:
-            out += part.settle(now)
+            for action in part.settle(now):
+                if not isinstance(action, ev.Drained):
+                    out.append(action)
+                    continue
+                self._num_drained += 1
+                if self._num_drained == len(self._parts):
+                    out.append(action)
         return out

@@ -110,9 +110,9 @@ class Api:
         return json_answer({"status": "ok"})
 
     async def ready(self) -> Response:
-        """One node of each role can take work; otherwise 503 says what is missing."""
-        missing = self._shell.missing()
-        return json_answer({"ready": not missing, "missing": missing}, 503 if missing else 200)
+        """A request can be served, and what it would be served without; otherwise 503 says what is missing."""
+        missing, degraded = self._shell.missing(), self._shell.degraded()
+        return json_answer({"ready": not missing, "missing": missing, "degraded": degraded}, 503 if missing else 200)
 
     async def metrics(self) -> Response:
         """Prometheus text."""

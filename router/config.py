@@ -80,6 +80,12 @@ class RouterConfig:
         low=1,
         high=1000,
     )
+    local_prefill_max_tokens: int = knob(
+        64,
+        "tokens of short prompts that a decode node computes itself, at most so many at once, instead of a handoff; 0: none",
+        low=0,
+        high=1 << 20,
+    )
     placement_prefill: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded",
         "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold",

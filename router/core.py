@@ -109,6 +109,7 @@ class RouterCore:
             "queued": len(self._waiting),
             **self._live.snapshot(),
             "nodes": self._nodes.snapshot(),
+            "degraded": self._nodes.degraded(),
             "circuits": {node.ref.name: self._breakers.state(node.ref.name) for node in self._nodes},
         }
 
@@ -123,6 +124,10 @@ class RouterCore:
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return self._nodes.missing()
+
+    def degraded(self) -> list[str]:
+        """What requests are served without, as sentences."""
+        return self._nodes.degraded()
 
     # ---------------------------------------------------------------- clients
 
@@ -272,7 +277,7 @@ class RouterCore:
         taken = self._waiting.take(now)
         if taken is None:
             return False
-        group, pair = taken
+        group, pair, kind = taken
         attempt = 1 + max(branch.newest_attempt for branch in group)
         for branch in group:
             target = self._nodes.occupy(branch.key, pair, group[0].num_tokens if branch is group[0] else 0)
@@ -283,5 +288,5 @@ class RouterCore:
         for ref in pair.nodes:
             self._breakers.placed(ref.name, group[0].key, now)
         self._live.send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))
-        self._live.count("dispatches")
+        self._live.count("dispatches", kind)
         return True

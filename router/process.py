@@ -122,6 +122,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
+        local_prefill_max_tokens=config.local_prefill_max_tokens,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
         max_nodes_lost=config.max_nodes_lost,
         max_moves=config.max_moves,

@@ -10,6 +10,7 @@ from tests.mutants.mutant import Mutant
 _CORE: Final = ("tests/cores/test_mixed_core.py",)
 _WORLD: Final = ("tests/cores/test_mixed_world.py",)
 _LOCAL: Final = ("tests/cores/test_local_prefill.py",)
+_LOCAL_ROUTER: Final = ("tests/router/test_core_local.py",)
 _LIVES: Final = (
     "tests/cores/test_random_lives.py::"
     "test_a_node_that_prefills_for_itself_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events",
@@ -53,9 +54,9 @@ MUTANTS: Final = (
     Mutant(
         "local-cancel-goes-on-computing",
         "A cancelled attempt is forgotten, and computed to its end all the same.",
-        "decode_node/running.py",
-        "        self._scheduler.abort(branch.key)\n",
-        "",
+        "decode_node/mover.py",
+        "        else:\n            self._scheduler.abort(key)\n\n    # ---",
+        "\n    # ---",
         _LIVES,
     ),
     Mutant(
@@ -79,8 +80,8 @@ MUTANTS: Final = (
         "A decode core takes a chunk of a prompt, or of a sequence that is computed again, for its end.",
         "decode_node/running.py",
         "            elif item.finish is not None:  # else it was a chunk, of a new prompt or of one that gave way\n"
-        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '            else:\n                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish or "broken"], now)\n',
+        "                stopped.append((branch, item.finish))\n",
+        '            else:\n                stopped.append((branch, item.finish or "broken"))\n',
         _LIVES,
     ),
     Mutant(
@@ -111,8 +112,8 @@ MUTANTS: Final = (
         "local-forgets-earlier-tokens",
         "What gives way goes back with the tokens of its last attempt only.",
         "decode_node/local_prompts.py",
-        "RunningBranch(key, router, deadline, [*generated], is_local=True)",
-        "RunningBranch(key, router, deadline, [], is_local=True)",
+        "                token_ids=[*generated],\n",
+        "                token_ids=[],\n",
         _LIVES,
     ),
     Mutant(
@@ -130,6 +131,78 @@ MUTANTS: Final = (
         "if decodes else budget_tokens)",
         "if not decodes else budget_tokens)",
         ("tests/engine_pure/test_scheduler.py",),
+    ),
+    Mutant(
+        "busy-prefill-nodes-spill-over",
+        "Prompts that find every prefill node full are computed by decode nodes.",
+        "router/nodes.py",
+        "return node.prefills_locally and not any(",
+        "return node.prefills_locally or not any(",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "broken-prefill-node-is-absent",
+        "A prefill node whose stream breaks for a moment counts as gone, and its queue comes over the decode nodes.",
+        "router/nodes.py",
+        "            and other.is_expected\n",
+        "            and other.can_take_work\n",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "stranded-by-any-model",
+        "A prefill node of another model keeps decode nodes from computing prompts.",
+        "router/nodes.py",
+        "            and other.fingerprint == node.fingerprint\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "left-alone-is-waited-for",
+        "While the only prefill node is left alone because it fails everything, it is tried rather than done without.",
+        "router/nodes.py",
+        "            and other.ref.name not in without\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-prompts-without-bound",
+        "Of short prompts a decode node gets any number at once.",
+        "router/nodes.py",
+        "            and node.prefill_tokens + num_tokens <= max_tokens\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-prompts-overtake-leases",
+        "A short prompt goes to a decode node where a Reserve waits for room.",
+        "router/nodes.py",
+        "            and not node.load.waiting\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-counts-one-choice",
+        "A prompt of many choices is short if one of them is.",
+        "router/waiting.py",
+        "branch.num_tokens * (1 + len(self._mates(branch)))",
+        "branch.num_tokens",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "alone-where-it-was-refused",
+        "A decode node that is to compute a prompt itself is asked again at once after it refused.",
+        "router/placement.py",
+        "allowed = [candidate for candidate in decodes if candidate.node not in excluded]",
+        "allowed = [*decodes]",
+        ("tests/router/test_placement.py",),
+    ),
+    Mutant(
+        "degraded-is-not-told",
+        "The router says when decode nodes begin to compute prompts, and never that it is over.",
+        "router/nodes.py",
+        "if self._is_degraded != bool(self.degraded()):",
+        "if not self._is_degraded and self.degraded():",
+        _LOCAL_ROUTER,
     ),
     Mutant(
         "begun-by-the-length-of-the-queue",
