@@ -78,6 +78,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
         resumes_preempted=role == pb.ROLE_MIXED,
+        keeps_preempted=knobs.preempt_move_s > 0,
     )
     scheduler = Scheduler(config, pool, KEY_SEED)
     memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)

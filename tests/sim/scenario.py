@@ -162,8 +162,8 @@ class Scenario:
 
     @property
     def handoff_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every two hosts of which the first may hand KV over to the second."""
-        senders = [host for host in self.hosts if host.startswith(("prefill", "mixed"))]
+        """Every two hosts of which the first may hand KV over to the second: what it has computed, or what moves."""
+        senders = [host for host in self.hosts if not host.startswith("router")]
         receivers = [host for host in self.hosts if host.startswith(("decode", "mixed"))]
         return tuple((one, other) for one in senders for other in receivers if one != other)
 
