@@ -1,9 +1,9 @@
 """What the router knows of all node processes, and what of ours is on each (node_state.py).
 
-The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
-is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
-looking, so a counter cannot drift. A process that appears under another's name or address has taken its place: the old one is
-lost at once. Not here: which node is chosen (placement.py), what happens to a lost node's requests (core.py).
+The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session is up,
+unless it drains: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter
+cannot drift. A process under another's name or address has taken its place: the old one is lost at once. Not here: which node is
+chosen (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations

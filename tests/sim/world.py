@@ -148,8 +148,7 @@ class World:
             probe = self._submit(plan)
             within_s = _SERVED_WITHIN_S + self._patience_s
             self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
-            is_preempted = probe.end == "pd_reschedule" and self.scenario.knobs.retries == 0  # the first hands it up
-            assert probe.end == "finished" or is_preempted, f"{plan.name} failed in a whole cluster: {probe.error}"
+            assert probe.end == "finished", f"{plan.name} failed in a whole cluster: {probe.error}"
         self._run_until(
             lambda: not any(router.core.snapshot()["requests"] for router in self.lives.routers), 5.0, "requests"
         )
