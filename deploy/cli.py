@@ -43,6 +43,7 @@ Several machines, or by hand:
   baton prefill --model DIR --router 127.0.0.1:8001
   baton decode  --model DIR --router 127.0.0.1:8001
   baton mixed   --model DIR --router 127.0.0.1:8001
+Several routers over the same nodes, all of them with --registry redis://HOST:6379/0 instead of --router.
 """
 
 

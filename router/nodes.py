@@ -71,6 +71,12 @@ class Node:
         """The longest sequence, prompt and completion, that the node can hold."""
         return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
 
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
+        load, block_size = self.load, self.entry.fingerprint.block_size
+        num_taken = load.blocks_used + load.blocks_leased + load.blocks_quarantined
+        return self.entry.num_blocks - num_taken > num_tokens // block_size
+
     @property
     def prefills(self) -> bool:
         """Whether its role takes prompts."""
@@ -104,7 +110,7 @@ class NodeChange:
     """What an event about nodes brings about."""
 
     actions: list[Dial | HangUp] = field(default_factory=list)
-    orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
+    orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
     lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
 
 
@@ -187,7 +193,7 @@ class NodeTable:
         if node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
-        change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
+        change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
         if not node.is_listed:
             self._remove(node, change)
 
@@ -270,6 +276,19 @@ class NodeTable:
             and total_tokens <= node.max_total_tokens
         ]
 
+    def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
+        """Nodes that could take a sequence of `num_tokens` over from another: those that decode, have its fingerprint and, as
+        far as they said last, the blocks."""
+        known = self._nodes.get(holder)
+        return [
+            each
+            for each in self.decode_candidates(total_tokens)
+            if each.node != holder
+            and known is not None
+            and each.fingerprint == known.fingerprint
+            and self._nodes[each.node].has_blocks_for(num_tokens)
+        ]
+
     # ---------------------------------------------------------------- work
 
     def occupy(self, branch: BranchKey, pair: Pair, tokens_to_prefill: int) -> pb.Target:
@@ -277,12 +296,11 @@ class NodeTable:
 
         `tokens_to_prefill`: 0 if another branch of the attempt brings them.
         """
-        prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
+        prefill = self._nodes[pair.prefill]
         prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
         prefill.num_prefills += tokens_to_prefill > 0
-        decode.branches.add(branch)
-        return pb.Target(node=decode.entry.node, grpc_address=decode.entry.grpc_address)
+        return self.occupy_decode(branch, pair.decode)
 
     def vacate_prefill(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
@@ -295,7 +313,17 @@ class NodeTable:
     def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""
         self.vacate_prefill(branch, pair)
-        node = self._nodes.get(pair.decode)
+        self.vacate_decode(branch, pair.decode)
+
+    def occupy_decode(self, branch: BranchKey, ref: NodeRef) -> pb.Target:
+        """Count a branch on a node that it is to move to; the node as the other one is told of it."""
+        node = self._nodes[ref]
+        node.branches.add(branch)
+        return pb.Target(node=node.entry.node, grpc_address=node.entry.grpc_address)
+
+    def vacate_decode(self, branch: BranchKey, ref: NodeRef) -> None:
+        """Count a branch no more on a node that decodes it, or was to; again is harmless, and so is a node that is gone."""
+        node = self._nodes.get(ref)
         if node is not None:
             node.branches.discard(branch)
 

@@ -119,10 +119,12 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
+        refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
         preempt_retry_count=config.preempt_retry_count,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
         max_nodes_lost=config.max_nodes_lost,
+        max_moves=config.max_moves,
         no_nodes_grace_s=config.no_nodes_grace_s,
         breaker_failures=config.breaker_failures,
         seed=seed,

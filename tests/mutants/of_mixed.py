@@ -142,9 +142,9 @@ MUTANTS: Final = (
     Mutant(
         "lost-mixed-node-is-only-a-sender",
         "The loss of a mixed node counts as the sender's, whom nobody believes once the receiver was heard: requests hang.",
-        "router/core.py",
-        "is_receiver = branch.pair.decode == ref",
-        "is_receiver = branch.pair.prefill != ref",
+        "router/requests.py",
+        "        if receiver is not None and receiver.node == node:\n",
+        "        if receiver is not None and receiver.node == node and (sender is None or sender.node != node):\n",
         _ROUTER,
     ),
     Mutant(

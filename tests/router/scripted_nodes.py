@@ -141,13 +141,23 @@ class ScriptedAttempt:
         """Tokens of the decode node, with logprobs if they are asked for."""
         self.decode.send(self.prefill.router, self._batch(first_index, token_ids, finish, from_receiver=True))
 
-    def prefill_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True, retry_after_ms: int = 0) -> None:
+    def prefill_fails(
+        self,
+        code: pb.ErrorCode.ValueType,
+        retryable: bool = True,
+        retry_after_ms: int = 0,
+        commit_unanswered: bool = False,
+    ) -> None:
         """A PD Error of the prefill node."""
-        self.prefill.send(self.prefill.router, self._error(code, retryable, retry_after_ms))
+        error = self._error(code, retryable, retry_after_ms)
+        error.error.commit_unanswered = commit_unanswered
+        self.prefill.send(self.prefill.router, error)
 
-    def decode_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True) -> None:
-        """A PD Error of the decode node."""
-        self.decode.send(self.prefill.router, self._error(code, retryable, retry_after_ms=0))
+    def decode_fails(self, code: pb.ErrorCode.ValueType, retryable: bool = True, token_ids: Sequence[int] = ()) -> None:
+        """A PD Error of the decode node; `token_ids` are all of the completion so far, or none is told."""
+        error = self._error(code, retryable, retry_after_ms=0)
+        error.error.completion_token_ids.extend(token_ids)
+        self.decode.send(self.prefill.router, error)
 
     def _batch(
         self, first_index: int, token_ids: Sequence[int], finish: pb.FinishReason.ValueType, *, from_receiver: bool

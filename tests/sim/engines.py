@@ -71,6 +71,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.max_model_len,
         reserve=ReserveConfig(knobs.reserve_policy),
         resumes_preempted=role == pb.ROLE_MIXED,
+        max_prompt_tokens_beside_decodes=knobs.prompt_tokens_beside_decodes if role == pb.ROLE_DECODE else None,
     )
     scheduler = Scheduler(config, pool, KEY_SEED)
     memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
