@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from rich.console import Console
 from deploy.child_process import ChildProcess
 from deploy.up_config import UpConfig
 from runtime.config import child_environment, load, tables_in
-from runtime.process import EXIT_USAGE, die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
 from runtime.redis_address import EMBEDDED
 
 READY_POLL_S: Final = 0.05
@@ -41,6 +42,8 @@ HANDED_ON: Final = (
     "kernels",
     "reserve_policy",
     "decode_reserve",
+    "local_prefill",
+    "local_prefill_chunk",
     "device",
     "transport",
 )
@@ -77,8 +80,7 @@ class _Launcher:
 
     async def run(self) -> int:
         """Start, wait, stop; 0 after a signal, 1 or 2 if the cluster did not come up or nothing of it is left."""
-        stop = stop_on_signals()
-        stopped = asyncio.create_task(stop.wait())
+        stopped = first_signal()
         start = asyncio.create_task(self._start())
         try:
             waits: set[asyncio.Future[Any]] = {start, stopped, self._first_end}
@@ -115,7 +117,7 @@ class _Launcher:
                 nodes = await self._start_nodes(",".join(router["registry"] for router in routers))
                 status.update("baton up: waiting for /ready")
                 model_ids = await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
-        told = [{"url": router["url"], "pid": router["pid"]} for router in routers]
+        told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         cluster = {
             "router": told[0],
             "routers": told,
@@ -141,11 +143,12 @@ class _Launcher:
         return content
 
     async def _wait_until_ready(self, url: str) -> str:
-        """Wait until the router can place a request; the id of the model that it serves."""
+        """Wait until the router can place a request as it is meant to be; the id of the model that it serves."""
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
-                    if (await client.get("/ready")).status_code == httpx.codes.OK:
+                    ready = await client.get("/ready")
+                    if ready.status_code == httpx.codes.OK and not ready.json()["degraded"]:
                         models: dict[str, Any] = (await client.get("/v1/models")).json()
                         return str(models["data"][0]["id"])
                 await asyncio.sleep(READY_POLL_S)
@@ -166,7 +169,7 @@ class _Launcher:
             await asyncio.wait(stops, timeout=ROUTER_LEAD_S)
         await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[num_routers:]))
 
-    async def _watch(self, stopped: asyncio.Task[bool]) -> int:
+    async def _watch(self, stopped: asyncio.Future[signal.Signals]) -> int:
         """Report each child that ends, until a signal comes or none is left."""
         while self._ends and not stopped.done():
             waits: set[asyncio.Future[Any]] = {stopped, *self._ends}
@@ -197,6 +200,8 @@ class _Launcher:
         config = self._config
         port = config.port and config.port + index
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
+        if config.local_prefill_max_tokens is not None:
+            command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:

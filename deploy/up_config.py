@@ -49,6 +49,11 @@ class UpConfig:
         "room that admission leaves to what runs", low=None
     )
     decode_reserve: Literal["on", "off"] | None = _of_nodes("whether decode nodes leave that room", low=None)
+    local_prefill: Literal["on", "off"] | None = _of_nodes("whether decode nodes may compute prompts", low=None)
+    local_prefill_chunk: int | None = _of_nodes("tokens of prompts in a step of a decode node that also decodes")
+    local_prefill_max_tokens: int | None = knob(
+        None, "handed on to the router: tokens of short prompts that a decode node computes itself", low=0
+    )
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")

@@ -110,9 +110,9 @@ class Api:
         return json_answer({"status": "ok"})
 
     async def ready(self) -> Response:
-        """One node of each role can take work; otherwise 503 says what is missing."""
-        missing = self._shell.missing()
-        return json_answer({"ready": not missing, "missing": missing}, 503 if missing else 200)
+        """A request can be served, and what it would be served without; otherwise 503 says what is missing."""
+        missing, degraded = self._shell.missing(), self._shell.degraded()
+        return json_answer({"ready": not missing, "missing": missing, "degraded": degraded}, 503 if missing else 200)
 
     async def metrics(self) -> Response:
         """Prometheus text."""
@@ -139,6 +139,8 @@ class Api:
                 if not _is_request_id(client_id):
                     raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
+            if self._shell.is_draining:
+                raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)

@@ -21,12 +21,13 @@ class RouterCoreConfig:
     """The core's numbers; those that users set are the router's flags of these names."""
 
     max_queue: int = 1024  # branches waiting; beyond: 429. A request is taken whole, so its last ones may be beyond
-    max_inflight_prefills: int = 32  # per prefill node
+    max_inflight_prefills: int = 32  # per node that prefills
     preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
     preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
     max_nodes_lost: int = 2  # a branch that was on so many when they died fails
     max_moves: int = 8  # of a branch, from decode node to decode node
     no_nodes_grace_s: float = 10.0  # how long a last pair of nodes may be gone before requests are turned away
+    local_prefill_max_tokens: int = 0  # that a decode node computes of short prompts at once, instead of a handoff
     breaker_failures: int = 5  # requests in a row that a node fails before it is left alone
     seed: int = 0  # of the jitter
     breaker_first_s: float = 1.0  # for how long it is left alone then; doubled each time that it fails again

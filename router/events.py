@@ -162,6 +162,13 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Degraded:
+    """What requests are served without, as sentences, has changed; none: nothing is lacking."""
+
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ToNode:
     """Send on the node's session; dropped if that session is lost."""
 
@@ -226,4 +233,4 @@ class Observe:
     seconds: float
 
 
-Action = Dial | HangUp | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe
+Action = Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe

@@ -15,8 +15,9 @@ from prometheus_client.registry import Collector
 # Counters of the core (events.Count): name -> (help, name of its label).
 CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "dispatches": (
-        "Dispatch messages sent to a prefill node: one attempt each, which may be of several choices of a request",
-        None,
+        "Dispatch messages: one attempt each, which may be of several choices of a request; by how the prompt is computed: "
+        "handoff, mixed, local_short, local_absent (no prefill node)",
+        "kind",
     ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
@@ -135,6 +136,11 @@ class _CoreGauges(Collector):
             "baton_router_queued_requests", "choices of requests that wait for room", state["queued"]
         )
         yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", len(state["requests"]))
+        yield GaugeMetricFamily(
+            "baton_router_degraded",
+            "1 while requests are served without a prefill node: decode nodes compute prompts themselves",
+            float(bool(state["degraded"])),
+        )
         labels = ["node", "role"]
         up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
         prefilling = GaugeMetricFamily(

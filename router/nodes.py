@@ -1,4 +1,4 @@
-"""What the router knows of each node process: its registry entry, its session, and what of ours is on it.
+"""What the router knows of all node processes, and what of ours is on each (node_state.py).
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
 is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
 from router.events import (
+    Degraded,
     Dial,
     HangUp,
     LoadReported,
@@ -26,81 +26,10 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
+from router.node_state import Node, Session
 from router.placement import Candidate, Pair
 
-PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
-DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})
-
-
-class Session(Enum):
-    """The state of the session with a node."""
-
-    DIALING = "dialing"  # never up yet
-    UP = "up"
-    BROKEN = "broken"  # may be resumed within its grace
-    LOST = "lost"  # what was there is gone; the dialer goes on trying while the node is listed
-
-
-@dataclass(slots=True)
-class Node:
-    """One node process."""
-
-    ref: NodeRef
-    entry: pb.NodeEntry
-    fingerprint: bytes
-    session: Session = Session.DIALING
-    is_listed: bool = True
-    load: pb.LoadReport = field(default_factory=pb.LoadReport)
-    prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
-    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
-    prefill_tokens: int = 0  # sum over `prefilling`
-    num_prefills: int = 0  # attempts in `prefilling`: those with tokens
-
-    @property
-    def can_take_work(self) -> bool:
-        """Listed, connected and not about to end; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP and not self.entry.draining
-
-    @property
-    def is_expected(self) -> bool:
-        """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
-
-    @property
-    def max_total_tokens(self) -> int:
-        """The longest sequence, prompt and completion, that the node can hold."""
-        return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
-
-    def has_blocks_for(self, num_tokens: int) -> bool:
-        """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
-        load, block_size = self.load, self.entry.fingerprint.block_size
-        num_taken = load.blocks_used + load.blocks_leased + load.blocks_quarantined
-        return self.entry.num_blocks - num_taken > num_tokens // block_size
-
-    @property
-    def prefills(self) -> bool:
-        """Whether its role takes prompts."""
-        return self.entry.role in PREFILLING
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its role generates what others, or itself, have prefilled."""
-        return self.entry.role in DECODING
-
-    def prefill_candidate(self) -> Candidate:
-        """The node as placement sees it for a prompt; see there for what load means."""
-        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
-
-    def decode_candidate(self) -> Candidate:
-        """The node as placement sees it for what follows the prompt."""
-        taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
-        return Candidate(self.ref, self.fingerprint, (self._share_of_slots, taken / max(self.entry.num_blocks, 1)))
-
-    @property
-    def _share_of_slots(self) -> float:
-        """Of its sequences, how many decode or will: none on a prefill node."""
-        return len(self.branches) / max(self.entry.max_num_seqs, 1)
-
+NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
 
 NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
 
@@ -109,9 +38,10 @@ NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost 
 class NodeChange:
     """What an event about nodes brings about."""
 
-    actions: list[Dial | HangUp] = field(default_factory=list)
+    actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
-    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
+    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -120,6 +50,7 @@ class NodeTable:
     def __init__(self) -> None:
         self._nodes: dict[NodeRef, Node] = {}
         self._max_total_tokens: int | None = None
+        self._is_degraded = False
         self._longest_known: int | None = None
 
     def __iter__(self) -> Iterator[Node]:
@@ -168,6 +99,9 @@ class NodeTable:
                     return change
         self._max_total_tokens = self._longest_pair()
         self._longest_known = self._max_total_tokens or self._longest_known
+        if self._is_degraded != bool(self.degraded()):
+            self._is_degraded = not self._is_degraded
+            change.actions.append(Degraded(tuple(self.degraded())))
         return change
 
     def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:
@@ -190,7 +124,9 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.session in (Session.UP, Session.BROKEN):
+        if node.entry.draining:
+            change.drained.add(node.ref)
+        elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
@@ -205,7 +141,8 @@ class NodeTable:
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The longest sequence that some compatible pair of expected nodes can hold; None without such a pair."""
+        """The longest sequence that some compatible pair of expected nodes can hold, or a decode node that no prefill node could
+        serve and that computes prompts itself; None without either."""
         return self._max_total_tokens
 
     @property
@@ -217,7 +154,23 @@ class NodeTable:
         expected = [node for node in self if node.is_expected]
         prefills = _longest_by_fingerprint(node for node in expected if node.prefills)
         decodes = _longest_by_fingerprint(node for node in expected if node.decodes)
-        return max((min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys()), default=None)
+        pairs = [min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys()]
+        alone = [node.max_total_tokens for node in expected if self._is_stranded(node)]
+        return max((*pairs, *alone), default=None)
+
+    def _is_stranded(self, node: Node, without: Collection[str] = ()) -> bool:
+        """A decode node that computes prompts itself because nobody else would, but for nodes that are left alone.
+
+        A prefill node that is merely busy, or whose broken stream may be resumed, is waited for: its whole queue would come over
+        decode nodes at once.
+        """
+        return node.prefills_locally and not any(
+            other.prefills
+            and other.is_expected
+            and other.fingerprint == node.fingerprint
+            and other.ref.name not in without
+            for other in self
+        )
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
@@ -226,6 +179,8 @@ class NodeTable:
             {node.fingerprint for node in ready if node.prefills},
             {node.fingerprint for node in ready if node.decodes},
         ]
+        if any(self._is_stranded(node) for node in ready):
+            return []
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
         return [
@@ -234,15 +189,23 @@ class NodeTable:
             if not group
         ]
 
+    def degraded(self) -> list[str]:
+        """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
+        ready = [node for node in self if node.can_take_work]
+        prefilled = {node.fingerprint for node in ready if node.prefills}
+        if any(node.decodes and node.fingerprint in prefilled for node in ready):
+            return []
+        return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
+
     def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
-        """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it."""
+        """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""
         able = [
             node
             for node in self
             if node.can_take_work and total_tokens <= node.max_total_tokens and node.ref.name not in without
         ]
         prefills = {node.fingerprint for node in able if node.prefills}
-        return any(node.fingerprint in prefills for node in able if node.decodes)
+        return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
 
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
@@ -267,13 +230,18 @@ class NodeTable:
 
     def decode_candidates(self, total_tokens: int) -> list[Candidate]:
         """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
+        return [node.decode_candidate() for node in self if node.decodes and self._has_room(node, total_tokens)]
+
+    def stranded_candidates(
+        self, total_tokens: int, max_inflight: int, without: Collection[str] = ()
+    ) -> list[Candidate]:
+        """Decode nodes with room that compute prompts themselves, and whom no prefill node but those could hand anything."""
         return [
             node.decode_candidate()
             for node in self
-            if node.decodes
-            and node.can_take_work
-            and len(node.branches) < node.entry.max_num_seqs
-            and total_tokens <= node.max_total_tokens
+            if node.num_prefills < max_inflight
+            and self._has_room(node, total_tokens)
+            and self._is_stranded(node, without)
         ]
 
     def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
@@ -288,6 +256,28 @@ class NodeTable:
             and each.fingerprint == known.fingerprint
             and self._nodes[each.node].has_blocks_for(num_tokens)
         ]
+
+    def spare_candidates(
+        self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
+    ) -> list[Candidate]:
+        """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once.
+
+        Not where somebody waits for room: those with a short prompt would overtake who asks for a lease.
+        """
+        return [
+            node.decode_candidate()
+            for node in self
+            if node.prefills_locally
+            and node.num_prefills < max_inflight
+            and node.prefill_tokens + num_tokens <= max_tokens
+            and not node.load.waiting
+            and self._has_room(node, total_tokens)
+        ]
+
+    def _has_room(self, node: Node, total_tokens: int) -> bool:
+        """Of a node that decodes."""
+        has_slot = len(node.branches) < node.entry.max_num_seqs
+        return node.can_take_work and has_slot and total_tokens <= node.max_total_tokens
 
     # ---------------------------------------------------------------- work
 

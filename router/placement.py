@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def nodes(self) -> tuple[NodeRef, ...]:
-        """Each once: a mixed node may be both."""
+        """Each once: one node may be both."""
         return tuple(dict.fromkeys((self.prefill, self.decode)))
 
 
@@ -165,6 +165,21 @@ class Placement:
         """Where a branch moves to, of nodes that can take it over; `avoided` ones only if no other can be."""
         preferred = [candidate for candidate in decodes if candidate.node not in avoided] or decodes
         return self._decode.choose(preferred).node if preferred else None
+
+    def choose_alone(
+        self,
+        decodes: Sequence[Candidate],
+        *,
+        excluded: Collection[NodeRef] = (),
+        avoided: Collection[NodeRef] = (),
+    ) -> Pair | None:
+        """A decode node that computes the prompt itself, as a pair of one; else as `choose`."""
+        allowed = [candidate for candidate in decodes if candidate.node not in excluded]
+        preferred = [candidate for candidate in allowed if candidate.node not in avoided]
+        if not allowed:
+            return None
+        node = self._decode.choose(preferred or allowed).node
+        return Pair(node, node)
 
     def _pair(self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], kept: NodeRef | None) -> Pair | None:
         reachable = {candidate.fingerprint for candidate in decodes}

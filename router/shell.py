@@ -20,6 +20,7 @@ from router.events import (
     Aborted,
     Action,
     Count,
+    Degraded,
     Dial,
     Emitted,
     Event,
@@ -56,6 +57,7 @@ class RouterShell:
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._dialer = SessionDialer(me, self, timing)
+        self.is_draining = False
         self._answers: dict[str, Answer] = {}  # by request id
         self._events: deque[Event] = deque()
         self._is_woken = False
@@ -87,7 +89,15 @@ class RouterShell:
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
-        return self._core.missing()
+        return ["the router is shutting down"] if self.is_draining else self._core.missing()
+
+    def drain(self) -> None:
+        """Be ready no more; what is here goes on."""
+        self.is_draining = True
+
+    def degraded(self) -> list[str]:
+        """What requests are served without, as sentences."""
+        return self._core.degraded()
 
     def snapshot(self) -> Mapping[str, object]:
         """The core's state."""
@@ -170,6 +180,9 @@ class RouterShell:
                     self._end(request_id, action)
                 case Dial(entry):
                     self._dialer.dial(entry)
+                case Degraded(sentences):
+                    level = logging.WARNING if sentences else logging.INFO
+                    log_event(_LOG, level, "degraded" if sentences else "not_degraded", without="; ".join(sentences))
                 case HangUp(node):
                     log_event(_LOG, logging.INFO, "node_forgotten", node=node.name)
                     self._dialer.hang_up(node.name, node.incarnation)

@@ -8,11 +8,19 @@ time is over: it holds up nobody.
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
 blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
 less at once.
+
+How it gets there, by which dispatches are counted:
+
+    handoff         a prefill node computes the prompt, a decode node takes over
+    mixed           one node of role mixed does both
+    local_short     a decode node computes a prompt of a few tokens in a step that it makes anyway: sooner than any handoff
+    local_absent    a decode node computes any prompt, because there is no prefill node
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from proto.attempt_key import BranchKey
 from router.breaker import Breakers
@@ -20,8 +28,18 @@ from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
 from router.pace import QueuePace
-from router.placement import Pair, Placement
+from router.placement import Candidate, Pair, Placement
 from router.requests import LiveBranch
+
+KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
+
+
+class Placed(NamedTuple):
+    """Branches of one request that are dispatched together."""
+
+    group: Sequence[LiveBranch]
+    pair: Pair
+    kind: str  # of KINDS
 
 
 class WaitingBranches:
@@ -61,22 +79,23 @@ class WaitingBranches:
         while self._aside:
             self.put(self._branches[self._aside.popitem()[0]])
 
-    def take(self, now: float) -> tuple[list[LiveBranch], Pair] | None:
+    def take(self, now: float) -> Placed | None:
         """Take out the head and who goes with it, and say where; None if there is none or it finds no room."""
         longest = self._nodes.max_total_tokens
         while (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
             if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
-                pair = self._find_pair(branch, now)
-                if pair is None:
+                found = self._find_pair(branch, now)
+                if found is None:
                     self._pace.waits(now)
                     return None
+                pair, kind = found
                 num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
                 group = [branch, *self._mates(branch)][:num_fitting]
                 self._pace.dispatched(len(group), now)
                 for each in group:
                     self.discard(each.key)
-                return group, pair
+                return Placed(group, pair, kind)
             self._by_arrival.discard(branch.key)
             self._aside[branch.key] = None
         self._pace.is_empty()
@@ -93,17 +112,28 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, now: float) -> Pair | None:
-        broken = self._broken(branch, now)
-        last = branch.last_pair
-        prefills = self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills)
-        return self._placement.choose(
-            [each for each in prefills if each.node.name not in broken],
-            [each for each in self._nodes.decode_candidates(branch.total_tokens) if each.node.name not in broken],
+    def _find_pair(self, branch: LiveBranch, now: float) -> tuple[Pair, str] | None:
+        broken, last = self._broken(branch, now), branch.last_pair
+        total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
+        excluded, avoided = [node for node, until in branch.held_off.items() if until > now], branch.held_off
+        num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
+
+        def alone(decodes: Sequence[Candidate]) -> Pair | None:
+            return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
+
+        if pair := alone(self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, most)):
+            return pair, "local_short"
+        pair = self._placement.choose(
+            _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken),
+            _without(self._nodes.decode_candidates(total_tokens), broken),
             kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
-            excluded=[node for node, until in branch.held_off.items() if until > now],
-            avoided=branch.held_off,
+            excluded=excluded,
+            avoided=avoided,
         )
+        if pair is not None:
+            return pair, "mixed" if pair.prefill == pair.decode else "handoff"
+        pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
+        return None if pair is None else (pair, "local_absent")
 
     def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
         """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
@@ -111,3 +141,7 @@ class WaitingBranches:
         while broken and not self._nodes.can_serve(branch.total_tokens, broken):
             broken = broken[1:]
         return broken
+
+
+def _without(candidates: Sequence[Candidate], names: Collection[str]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.node.name not in names]

@@ -38,7 +38,7 @@ from tests.cores.nodes import BLOCK_SIZE, FINGERPRINT, MAX_MODEL_LEN, ROUTER, SE
 
 NUM_BLOCKS = 18
 NUM_SLOTS = 6
-ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
+ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "local": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 
 
 @dataclass
@@ -70,7 +70,7 @@ class MixedWorld:
     """Run it with `step` until nothing is open."""
 
     def __init__(self, seed: int, *names: str) -> None:
-        """Nodes by name: `<role>-<number>`."""
+        """Nodes by name: `<role>-<number>`; a "local" one decodes, and computes prompts where it is asked to."""
         self.random = random.Random(seed)
         self.now = 0.0
         self.happened: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class MixedWorld:
         self.calls: dict[int, Callable[[pb.ReserveReply | pb.RenewReply], None]] = {}
         self.on_the_way: list[Callable[[], None]] = []  # handoff calls and their answers, in no order
         self.hub = MemoryHub()
-        self.router = RouterCore(RouterCoreConfig(), Placement())
+        self.router = RouterCore(RouterCoreConfig(local_prefill_max_tokens=12), Placement())
         self.nodes = {name: self._make(name) for name in names}
         for name, node in self.nodes.items():
             entry = pb.NodeEntry(
@@ -90,6 +90,7 @@ class MixedWorld:
                 num_blocks=NUM_BLOCKS,
                 max_num_seqs=NUM_SLOTS,
                 max_model_len=MAX_MODEL_LEN,
+                local_prefill=name.startswith("local"),
             )
             self._tell_router(rev.NodeListed(entry))
             self._tell_router(rev.SessionUp(rev.NodeRef(name, node.identity.incarnation)))
@@ -104,7 +105,8 @@ class MixedWorld:
             return WorldNode(identity, node.core, node.pool, node.scheduler, node.runner, transport, inbox)
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         reserve = ReserveConfig("none")
-        config = SchedulerConfig(NUM_SLOTS, 12, MAX_MODEL_LEN, reserve=reserve, resumes_preempted=False)
+        sizes = (NUM_SLOTS, 12, MAX_MODEL_LEN, 5)
+        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False)
         scheduler = Scheduler(config, pool, SEED)
         memory = np.zeros((NUM_BLOCKS, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE)
@@ -217,6 +219,8 @@ class MixedWorld:
                     assert client.end is None and first_index == len(client.received), "a gap, a repeat, or too late"
                     client.received += token_ids
                     assert tuple(client.received) == client.expected[: len(client.received)], "a wrong token"
+                case rev.Count("dispatches", kind):
+                    self.happened[kind] += 1
                 case rev.Finished(request_id, _, _, choice):
                     assert self.clients[request_id, choice].end is None, "a second end"
                     self.clients[request_id, choice].end = action

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from router.events import Finished
+from router.waiting import KINDS
 from tests.cores.mixed_world import MixedWorld
 from tests.cores.nodes import MAX_MODEL_LEN, VOCAB_SIZE
 
@@ -47,6 +48,10 @@ def drive(world: MixedWorld, num_open: int) -> None:
         ("mixed-0", "prefill-0", "decode-0"),
         ("mixed-0", "prefill-0"),
         ("mixed-0", "decode-0"),
+        ("local-0",),
+        ("local-0", "local-1"),
+        ("prefill-0", "local-0", "local-1"),
+        ("mixed-0", "local-0", "decode-0"),
     ],
     ids=" ".join,
 )
@@ -56,6 +61,21 @@ def test_whoever_works_together_every_client_gets_its_tokens_and_nothing_is_left
     world = MixedWorld(fresh_seed, *names)
     drive(world, 12)
     assert world.happened["local"], world.happened
+    absent = {"local_absent"} if names[0] != "local-0" else {"handoff", "mixed"}  # there is, or is not, who prefills
+    assert not absent & {kind for kind in KINDS if world.happened[kind]}, world.happened
+
+
+@pytest.mark.covers("D11", "R22", "S10", "Q02")
+def test_decode_nodes_compute_prompts_short_ones_beside_handoffs_and_all_without_a_prefill_node() -> None:
+    """Over fixed seeds: what gives way goes on elsewhere, whichever way its prompt was computed."""
+    happened: Counter[str] = Counter()
+    for seed in range(4):
+        world = MixedWorld(seed, *(("prefill-0", "local-0", "local-1") if seed % 2 else ("local-0", "local-1")))
+        drive(world, 20)
+        happened += world.happened
+    assert all(happened[kind] for kind in ("handoff", "local_short", "local_absent", "ended:PREEMPTED")), happened
+    num_branches = happened["local_prefills"]
+    assert num_branches >= happened["local_short"] + happened["local_absent"] > happened["handoff"]
 
 
 @pytest.mark.covers("S10", "S01", "Q02")

@@ -21,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
 LAST_LINE: Final = "baton up: Ctrl-C stops everything"
+# Handoffs are what most tests are about, however short their prompts: flags of a test that is about the other way win over this.
+HANDOFFS_ONLY: Final = {"BATON_LOCAL_PREFILL_MAX_TOKENS": "0"}
 START_BOUND_S: Final = 100.0  # ten times what the design allows
 END_BOUND_S: Final = 20.0
 
@@ -104,7 +106,7 @@ def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subproc
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env=environment | {"TMPDIR": str(temporary)},
+        env=environment | HANDOFFS_ONLY | {"TMPDIR": str(temporary)},
     ) as launcher:
         try:
             yield launcher

@@ -50,6 +50,10 @@ class RoleByRole(Fleet):
 
 @contextmanager
 def started_role_by_role(model: Path, folder: Path, flags: Mapping[str, Sequence[str]]) -> Iterator[RoleByRole]:
-    """A ready cluster of the processes that `flags` names, `router` among them; all are killed at the end."""
-    with RoleByRole.started(model, folder, flags) as cluster:
+    """A ready cluster of the processes that `flags` names, `router` among them; all are killed at the end.
+
+    Handoffs are what most tests are about, however short their prompts: flags of a test that is about the other way win.
+    """
+    handoffs_only = ("--local-prefill-max-tokens", "0", *flags["router"])
+    with RoleByRole.started(model, folder, {**flags, "router": handoffs_only}) as cluster:
         yield cluster

@@ -65,7 +65,7 @@ def assert_they_were_measured(cluster: Cluster, model: Path) -> None:
         assert router[f"{name}_count"] == num_all
     assert router["time_per_output_token_seconds_count"] == num_whole
     assert 0 < router["time_to_first_token_seconds_sum"] < router["request_seconds_sum"]
-    assert router["queue_seconds_count"] == router["dispatches_total"] >= num_all
+    assert router["queue_seconds_count"] == router["dispatches_total{handoff}"] >= num_all
     assert router["queued_requests"] == router["live_requests"] == 0
     assert sender["attempts_ended_total{committed}"] == receiver["attempts_ended_total{finished}"] == num_whole
     assert sender["transfer_seconds_count"] == num_whole <= sender["reserve_seconds_count"]

@@ -10,6 +10,7 @@ from tests.mutants.mutant import Mutant
 _CORE: Final = ("tests/cores/test_mixed_core.py",)
 _WORLD: Final = ("tests/cores/test_mixed_world.py",)
 _LOCAL: Final = ("tests/cores/test_local_prefill.py",)
+_LOCAL_ROUTER: Final = ("tests/router/test_core_local.py",)
 _LIVES: Final = (
     "tests/cores/test_random_lives.py::"
     "test_a_node_that_prefills_for_itself_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events",
@@ -45,9 +46,18 @@ MUTANTS: Final = (
         "mixed-cancel-reaches-one-core",
         "Cancel and a lost router reach the decode core of a mixed node only.",
         "mixed_node/core.py",
-        "            case ev.FromRouter() | ev.RouterLost():\n                for part in self._parts:\n"
+        "            case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():\n                for part in self._parts:\n"
         "                    part.take(event, now)\n",
-        "            case ev.FromRouter() | ev.RouterLost():\n                self._decode.take(event, now)\n",
+        "            case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():\n"
+        "                self._decode.take(event, now)\n",
+        _CORE,
+    ),
+    Mutant(
+        "mixed-ends-with-its-first-core",
+        "A mixed node has drained when one of its cores has, and ends with what the other still hands over.",
+        "mixed_node/core.py",
+        "if num_drained and not self._num_draining:",
+        "if num_drained:",
         _CORE,
     ),
     Mutant(
@@ -132,6 +142,78 @@ MUTANTS: Final = (
         ("tests/engine_pure/test_scheduler.py",),
     ),
     Mutant(
+        "busy-prefill-nodes-spill-over",
+        "Prompts that find every prefill node full are computed by decode nodes.",
+        "router/nodes.py",
+        "return node.prefills_locally and not any(",
+        "return node.prefills_locally or not any(",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "broken-prefill-node-is-absent",
+        "A prefill node whose stream breaks for a moment counts as gone, and its queue comes over the decode nodes.",
+        "router/nodes.py",
+        "            and other.is_expected\n",
+        "            and other.can_take_work\n",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "stranded-by-any-model",
+        "A prefill node of another model keeps decode nodes from computing prompts.",
+        "router/nodes.py",
+        "            and other.fingerprint == node.fingerprint\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "left-alone-is-waited-for",
+        "While the only prefill node is left alone because it fails everything, it is tried rather than done without.",
+        "router/nodes.py",
+        "            and other.ref.name not in without\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-prompts-without-bound",
+        "Of short prompts a decode node gets any number at once.",
+        "router/nodes.py",
+        "            and node.prefill_tokens + num_tokens <= max_tokens\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-prompts-overtake-leases",
+        "A short prompt goes to a decode node where a Reserve waits for room.",
+        "router/nodes.py",
+        "            and not node.load.waiting\n",
+        "",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "short-counts-one-choice",
+        "A prompt of many choices is short if one of them is.",
+        "router/waiting.py",
+        "branch.num_tokens * (1 + len(self._mates(branch)))",
+        "branch.num_tokens",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
+        "alone-where-it-was-refused",
+        "A decode node that is to compute a prompt itself is asked again at once after it refused.",
+        "router/placement.py",
+        "allowed = [candidate for candidate in decodes if candidate.node not in excluded]",
+        "allowed = [*decodes]",
+        ("tests/router/test_placement.py",),
+    ),
+    Mutant(
+        "degraded-is-not-told",
+        "The router says when decode nodes begin to compute prompts, and never that it is over.",
+        "router/nodes.py",
+        "if self._is_degraded != bool(self.degraded()):",
+        "if not self._is_degraded and self.degraded():",
+        _LOCAL_ROUTER,
+    ),
+    Mutant(
         "begun-by-the-length-of-the-queue",
         "A prefill core asks for leases when the common queue is shorter than its own, which others lengthen.",
         "prefill_node/core.py",
@@ -158,7 +240,7 @@ MUTANTS: Final = (
     Mutant(
         "mixed-cannot-be-half-a-pair",
         "A mixed node takes prompts of its own only.",
-        "router/nodes.py",
+        "router/node_state.py",
         "DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})",
         "DECODING: Final = frozenset({pb.ROLE_DECODE})",
         _ROUTER,

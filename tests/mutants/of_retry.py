@@ -136,7 +136,7 @@ MUTANTS: Final = (
     Mutant(
         "drained-onto-the-draining",
         "A node that is about to end is given what another one hands over.",
-        "router/nodes.py",
+        "router/node_state.py",
         "self.is_listed and self.session is Session.UP and not self.entry.draining",
         "self.is_listed and self.session is Session.UP",
         (*_MOVES, *_RETRY),
@@ -196,5 +196,13 @@ MUTANTS: Final = (
         "while broken and not self._nodes.can_serve(branch.total_tokens, broken):",
         "while broken:",
         _BREAKER,
+    ),
+    Mutant(
+        "drained-counts-as-lost",
+        "What was on its way to a node that has ended as it said it would pays a retry, and a few of them end the request.",
+        "router/nodes.py",
+        "        if node.entry.draining:\n            change.drained.add(node.ref)\n",
+        "        if node.entry.draining and node.session is Session.LOST:\n            change.drained.add(node.ref)\n",
+        ("tests/router/test_core_draining.py",),
     ),
 )

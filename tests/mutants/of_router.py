@@ -123,8 +123,8 @@ MUTANTS: Final = (
         "retry-forgets-the-tokens",
         "A retry starts without the tokens that the client has already.",
         "router/requests.py",
-        "seed=each.seed, generated_token_ids=each.log.token_ids",
-        "seed=each.seed, generated_token_ids=each.request.generated_token_ids",
+        "generated_token_ids=each.log.token_ids[: -1 if each.is_complete else None]",
+        "generated_token_ids=each.request.generated_token_ids",
         _RETRY,
     ),
     Mutant(

@@ -11,6 +11,7 @@ from router.entrance import RouterCoreConfig
 from router.events import (
     Aborted,
     Action,
+    Degraded,
     Dial,
     Emitted,
     Event,
@@ -32,7 +33,7 @@ from router.events import (
 from router.placement import Placement
 
 GOES_ON = pb.FINISH_UNSPECIFIED
-ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "m": pb.ROLE_MIXED}
+ROLES = {"p": pb.ROLE_PREFILL, "d": pb.ROLE_DECODE, "l": pb.ROLE_DECODE, "m": pb.ROLE_MIXED}
 
 
 def node_entry(
@@ -44,6 +45,7 @@ def node_entry(
     weights: str = "w",
     max_model_len: int = 256,
     address: str = "",
+    local_prefill: bool = False,
 ) -> pb.NodeEntry:
     """A registry entry."""
     return pb.NodeEntry(
@@ -54,6 +56,7 @@ def node_entry(
         num_blocks=16,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        local_prefill=local_prefill,
     )
 
 
@@ -84,12 +87,14 @@ class CoreWorld:
         self.aborted: set[str] = set()
         self.dialed: list[str] = []
         self.hung_up: list[NodeRef] = []
+        self.degraded: list[bool] = []  # each change
         self.counts: list[tuple[str, str]] = []
         self.observed: list[tuple[str, float]] = []
 
     @classmethod
     def with_nodes(cls, *names: str, **config: Any) -> CoreWorld:
-        """Names that begin with p are prefill nodes, with d decode nodes, with m mixed ones; all up."""
+        """Names that begin with p are prefill nodes, with d decode nodes, with l such that may compute prompts, with m mixed ones;
+        all up."""
         world = cls(**config)
         world.join_all(*names)
         return world
@@ -103,7 +108,7 @@ class CoreWorld:
     def join_all(self, *names: str, incarnation: int = 1) -> None:
         """Nodes as in `with_nodes`."""
         for name in names:
-            self.join(node_entry(name, ROLES[name[0]], incarnation=incarnation))
+            self.join(node_entry(name, ROLES[name[0]], incarnation=incarnation, local_prefill=name[0] == "l"))
 
     def join(self, entry: pb.NodeEntry) -> None:
         """List the node and open its session."""
@@ -167,10 +172,10 @@ class CoreWorld:
         from_receiver: bool | None = None,
         **scores: Any,
     ) -> None:
-        """A batch of a node; decode nodes (named d…) speak as receivers unless told otherwise."""
+        """A batch of a node; decode nodes (named d…, l…) speak as receivers unless told otherwise."""
         key = pb.AttemptKey(request_id=request_id, choice=choice, attempt=attempt)
         tokens = pb.BranchTokens(key=key, first_index=first_index, token_ids=token_ids, finish=finish, **scores)
-        is_receiver = name.startswith("d") if from_receiver is None else from_receiver
+        is_receiver = name[0] in "dl" if from_receiver is None else from_receiver
         batch = pb.TokenBatch(branches=[tokens], from_receiver=is_receiver)
         self.feed(FromNode(ref(name), pb.NodeMessage(tokens=batch)))
 
@@ -271,6 +276,8 @@ class CoreWorld:
                     self.dialed.append(entry.node.name)
                 case HangUp(node):
                     self.hung_up.append(node)
+                case Degraded(sentences):
+                    self.degraded.append(bool(sentences))
                 case _:
                     self.counts.append((action.name, action.label))
         return actions

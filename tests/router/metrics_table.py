@@ -20,7 +20,8 @@ def used_metrics() -> list[Metric]:
     """Every metric of a router, each with a value at least, so that its labels show."""
 
     def snapshot() -> dict[str, Any]:
-        return {"queued": 0, "requests": {}, "nodes": {"d@1": _NODE}, "circuits": {"d": "closed"}}
+        circuits = {"d": "closed"}
+        return {"queued": 0, "requests": {}, "nodes": {"d@1": _NODE}, "circuits": circuits, "degraded": []}
 
     metrics = RouterMetrics(snapshot)
     for name in CORE_COUNTERS:

@@ -300,7 +300,7 @@ def test_a_refused_handoff_is_tried_again_and_the_client_sees_one_answer(model: 
 def test_the_operators_endpoints_answer(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         assert (await router.client.get("/health")).json() == {"status": "ok"}
-        assert (await router.client.get("/ready")).json() == {"ready": True, "missing": []}
+        assert (await router.client.get("/ready")).json() == {"ready": True, "missing": [], "degraded": []}
         (listed,) = (await router.client.get("/v1/models")).json()["data"]
         assert (await router.client.get(f"/v1/models/{MODEL_NAME}")).json() == listed and listed["id"] == MODEL_NAME
         for other in ("other", "or/other", ""):

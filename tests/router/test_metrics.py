@@ -60,7 +60,7 @@ def test_requests_choices_tokens_and_times_are_measured(model: Path) -> None:
         assert now["tokens_total completion"] == len(b"hey") + len(b"hello")
         assert now["request_seconds_count"] == 2
         assert now["time_to_first_token_seconds_count"] == 1
-        assert (now["queue_seconds_count"], now["dispatches_total"]) == (3, 2)  # both choices in one
+        assert (now["queue_seconds_count"], now["dispatches_total handoff"]) == (3, 2)  # both choices in one
         assert now["time_per_output_token_seconds_count"] == 2
         assert 0 < now["time_per_output_token_seconds_sum"] < now["request_seconds_sum"] < 10
         assert 0 < now["time_to_first_token_seconds_sum"] < now["request_seconds_sum"]
@@ -81,6 +81,6 @@ def test_retries_are_counted_by_cause(model: Path) -> None:
         await router.post(n=2)
         now = await measured(router)
         assert now["retries_total CHECKSUM"] == now["pd_errors_total CHECKSUM"] == 2
-        assert (now["queue_seconds_count"], now["dispatches_total"]) == (4, 3)  # the second ones go alone
+        assert (now["queue_seconds_count"], now["dispatches_total handoff"]) == (4, 3)  # the second ones go alone
 
     play(model, scenario, script)

@@ -56,6 +56,19 @@ def test_choose_is_total_and_keeps_to_its_rules(
         assert pair.prefill == kept
 
 
+@pytest.mark.covers("R01", "R22")
+@given(candidates, few_nodes, few_nodes, st.sampled_from(sorted(POLICIES)))
+def test_a_pair_of_one_keeps_to_the_same_rules(
+    decodes: list[Candidate], excluded: list[NodeRef], avoided: list[NodeRef], policy: str
+) -> None:
+    allowed = [candidate.node for candidate in decodes if candidate.node not in excluded]
+    pair = Placement(policy, policy).choose_alone(decodes, excluded=excluded, avoided=avoided)
+    assert (pair is None) == (not allowed)
+    if pair is not None:
+        assert pair.prefill == pair.decode
+        assert pair.decode in ([node for node in allowed if node not in avoided] or allowed)
+
+
 @pytest.mark.covers("R01")
 def test_a_node_that_does_both_decodes_what_it_prefills_as_long_as_it_may() -> None:
     mixed, other = candidate("m", 2.0), candidate("d")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from router.waiting import KINDS
 from runtime.config import knob, load
 from tests.sim.outcome import Outcome, run_scenario
 from tests.sim.scenario import draw_scenario
@@ -76,7 +77,7 @@ def _run_many(console: Console, config: SimConfig) -> int:
                 break
     for seed in sorted(failures)[: config.max_failures]:
         _report(console, seed, config.shrink)
-    told = ("client:finished", "client:aborted", "sessions lost", "dispatches:", "plans")
+    told = ("client:finished", "client:aborted", "sessions lost", *(f"dispatches:{kind}" for kind in KINDS), "plans")
     console.print(
         f"{num_done} seeds, {len(failures)} failed; " + ", ".join(f"{counters[name]} {name}" for name in told)
     )

@@ -43,11 +43,25 @@ class Trials:
     failed: dict[int, str] = field(default_factory=dict)  # attempt -> why, where that costs a retry
     preempted: set[int] = field(default_factory=set)
     lost: dict[NodeRef, None] = field(default_factory=dict)  # nodes that died while it was on them
+    moves: dict[int, NodeRef] = field(
+        default_factory=dict
+    )  # attempt -> the node that it may begin at, without a dispatch
+    num_moved: int = 0
 
     def dispatched(self, attempt: int, pair: tuple[NodeRef, NodeRef]) -> None:
         """Another attempt."""
         self.attempt, self.pair = attempt, pair
         self.num_attempts += 1
+
+    def may_move(self, attempt: int, target: NodeRef) -> None:
+        """The holder was told of a target."""
+        self.moves[attempt] = target
+
+    def heard_receiver(self, attempt: int) -> None:
+        """Tokens of an attempt: of a new one, where it has moved."""
+        if attempt > self.attempt and (target := self.moves.get(attempt)) is not None:
+            self.attempt, self.pair = attempt, (target if self.pair is None else self.pair[0], target)
+            self.num_moved += 1
 
     def heard_error(self, error: pb.PDError) -> None:
         """A node says that an attempt is over."""
@@ -59,9 +73,15 @@ class Trials:
 
     def lost_node(self, node: NodeRef) -> None:
         """A node is gone."""
-        if self.pair is not None and node in self.pair:
+        target = self.moves.get(max(self.moves, default=-1))  # which may have it, and not have said so
+        if self.pair is not None and node in (*self.pair, target):
             self.lost[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
+
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether an attempt has ended with less than was computed."""
+        return bool(self.failed or self.preempted)
 
     def have_spent(self, retries: int) -> bool:
         """Whether so many retries cannot pay for all that has failed."""

@@ -140,7 +140,7 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
     for name, most in bounds.items():
         number = state.get(name, 0)
         assert isinstance(number, int) and number <= most, f"{node.label}: {number} {name}, {most} at most"
-    most_waiting = limits.max_attempts + (most_local + bounds["branches"] if is_mixed else 0)
+    most_waiting = limits.max_attempts + (most_local + bounds["branches"] if is_mixed or node.prefills_locally else 0)
     num_waiting = node.scheduler.num_waiting
     assert num_waiting <= most_waiting, f"{node.label}: {num_waiting} sequences wait, {most_waiting} at most"
     assert len(node.runner.unread) <= 2, f"{node.label}: {len(node.runner.unread)} steps are unread"

@@ -58,6 +58,7 @@ class Surroundings:
     moment: Callable[[str, str], None]  # what has just happened, and at which host: faults may wait for it
     look: Callable[[], None]  # at the links
     blames: Blames
+    computes: Callable[[AttemptKey, int], None]  # a node feeds the token at this position of this attempt's sequence
 
 
 class SimNode(Process):
@@ -89,7 +90,8 @@ class SimNode(Process):
         self.is_changed = True  # since the invariants of the core were looked at
         self._is_heard = True  # since the core was asked for its deadline
         self._core_deadline: float | None = None
-        self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
+        engine = (self.scheduler, self.pool, self.memory)
+        self.runner = SimRunner(self, engine, knobs, self.rng, self._step_done, around.computes)
         self.prefills_locally = self.role == pb.ROLE_MIXED or (self.role == pb.ROLE_DECODE and knobs.prefills_locally)
         itself = self.identity.to_proto() if self.prefills_locally else None
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)

@@ -43,6 +43,7 @@ class SimRouter(Process):
         self.config = RouterCoreConfig(
             max_queue=knobs.max_queue,
             max_inflight_prefills=knobs.max_inflight_prefills,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens,
             preempt_retry_count=knobs.retries,
             preempt_retry_exclude_decode=knobs.excludes_decode,
             max_nodes_lost=knobs.max_nodes_lost,
@@ -135,9 +136,7 @@ class SimRouter(Process):
     def _note(self, event: rev.Event) -> None:
         """The core is about to hear this."""
         if isinstance(event, rev.FromNode):
-            error = event.message.error if event.message.WhichOneof("kind") == "error" else None
-            if error is not None and (client := self.clients.get(error.key.request_id)) is not None:
-                self._note_error(client, error)
+            self._note_message(event.message)
             return
         self._look_for_pair()
         match event:
@@ -156,6 +155,14 @@ class SimRouter(Process):
             case rev.SessionLost(ref):
                 self._lost(ref)
         self._look_for_pair()
+
+    def _note_message(self, message: pb.NodeMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "error" and (client := self.clients.get(message.error.key.request_id)) is not None:
+            self._note_error(client, message.error)
+        for tokens in message.tokens.branches if kind == "tokens" and message.tokens.from_receiver else ():
+            if (client := self.clients.get(tokens.key.request_id)) is not None:
+                client.trials[tokens.key.choice].heard_receiver(tokens.key.attempt)
 
     def _look_for_pair(self) -> bool:
         """Whether there is a pair of nodes that are listed and not lost."""
@@ -306,6 +313,12 @@ class SimRouter(Process):
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
                 )
+        if message.WhichOneof("kind") == "move" and message.move.HasField("target"):
+            key, target = message.move.key, message.move.target.node
+            ref = rev.NodeRef(target.name, target.incarnation)
+            client = self.clients[key.request_id]
+            client.hosts[self._hosts[ref]] = None
+            client.trials[key.choice].may_move(message.move.next_attempt, ref)
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
@@ -338,5 +351,6 @@ class SimRouter(Process):
         trials = client.trials[choice]
         for code in set(trials.failed.values()) | ({"PREEMPTED"} if trials.preempted else set()):
             self.kernel.count(f"recovered from {code}")
+        self.kernel.count("moved", trials.num_moved)
         for node in trials.lost:
             self.kernel.count(f"outlived a {self._hosts[node].partition('-')[0]} node")

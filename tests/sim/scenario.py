@@ -119,6 +119,7 @@ class Knobs:
     reserve_policy: ReservePolicy = "ratio"
     reserves_for_running: bool = True  # --decode-reserve
     prefills_locally: bool = True  # --local-prefill
+    local_prefill_max_tokens: int = 0
     prompt_tokens_beside_decodes: int = 64  # --local-prefill-chunk
     reserve_wait_s: float = 5.0
     max_waiting_reserves: int = 64
@@ -207,6 +208,7 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
         reserves_for_running=rng.random() < 0.6,
         prefills_locally=rng.random() < 0.7,
+        local_prefill_max_tokens=rng.choice((0, 8, 200)),
         prompt_tokens_beside_decodes=rng.choice((1, 4, 64)),
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),

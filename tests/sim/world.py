@@ -19,6 +19,7 @@ from typing import Final
 
 from connector.fence import MAX_REST_S
 from connector.memory_transport import MemoryHub
+from proto.attempt_key import AttemptKey, BranchKey
 from router.entrance import RouterCoreConfig
 from tests.sim.calls import Calls
 from tests.sim.clients import Client, new_client, resubmission_of
@@ -55,8 +56,17 @@ class World:
         self.faults = Faults(self, scenario.faults)
         self.links = Links(self.kernel, self.network, self.hub, self.faults.struck)
         self._around = Surroundings(
-            self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look, self.faults
+            self.kernel,
+            self.hub,
+            self.calls,
+            scenario.knobs,
+            self._moment,
+            self.links.look,
+            self.faults,
+            self._computes,
         )
+        self._computed: dict[tuple[BranchKey, int], int] = {}  # by branch and position: in which attempt
+        self._asked: dict[str, Client] = {}  # by request
         self._num_to_come = len(scenario.clients)  # requests that nobody has asked for yet
         self.lives = Lives(scenario, self._around, self.network, self.links)
         self.lives.start_all()
@@ -65,6 +75,17 @@ class World:
 
     def _moment(self, what: str, host: str) -> None:
         self.faults.moment(what, host)
+
+    def _computes(self, key: AttemptKey, position: int) -> None:
+        """Nothing is computed again while nothing has failed: not because of a move, nor of a refusal."""
+        before = self._computed.setdefault((key.branch, position), key.attempt)
+        if before == key.attempt:
+            return
+        self._computed[key.branch, position] = key.attempt
+        client = self._asked[key.request_id]
+        assert client.is_over or client.trials[key.choice].may_compute_again, (
+            f"position {position} of {key.request_id}/{key.choice} is computed in attempts {before} and {key.attempt}"
+        )
 
     # ---------------------------------------------------------------- clients
 
@@ -89,6 +110,7 @@ class World:
             plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
         )
         client.on_end = self._resubmit
+        self._asked[plan.name] = client
         self.kernel.tell(router.label, "is asked", f"{plan.name}: {plan}")
         router.clients[plan.name] = client
         self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)

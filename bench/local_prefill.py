@@ -1,0 +1,280 @@
+"""`python -m bench.local_prefill`: up to which length a prompt is better computed by the decode node itself than handed over to it.
+
+    streams that decode on the node, all the time     probe: a prompt of so many tokens, by handoff or local, in turns
+        -> their gaps while the probe was there            -> its first token, its second one
+
+The first token is sooner by the handoff if the prefill node computes faster (nobody decodes there); the second one waits for the
+handoff. What decodes waits for a local prompt's chunks in its own steps; on few cores it waits for the prefill node's, too. Every
+figure is compared within its round, and a ratio is the median over rounds: other load on the machine favours nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster import ClusterProblem
+from bench.http_exchange import Server, exchange
+from bench.load import PATH
+from bench.machine import machine, utc_date
+from bench.progress import StepProgress
+from bench.two_ways import WAYS, TwoWays, started_two_ways
+from runtime.config import knob, load
+from runtime.process import fatal, write_atomically
+
+PROG: Final = "python -m bench.local_prefill"
+_PROBE_TOKENS: Final = 3  # that a probe says: the first is the prefill's, the second is behind the handoff
+_SETTLED_TOKENS: Final = 3  # of each stream, before the first probe
+_SETTLED_BOUND_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefillConfig:
+    """One run."""
+
+    model: Path = knob(
+        help="model directory; a random one will do: baton model make --like smollm2-135m", metavar="DIR"
+    )
+    lengths: str = knob("16,32,64,128,256,512,1024,2048", "tokens of the probes' prompts", metavar="N,…")
+    chunks: str = knob("64", "--local-prefill-chunk of the decode node: a cluster for each", metavar="N,…")
+    streams: int = knob(4, "that decode on the node while the probes come; 0: none", low=0, high=256)
+    rounds: int = knob(7, "probes of each length and way", low=1, high=10_000)
+    vocab_size: int = knob(256, "token ids are drawn below it", low=2, high=1 << 24)
+    seed: int = knob(0, "of the prompts", low=0, high=(1 << 63) - 1)
+    output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        numbers_of("--lengths", self.lengths)
+        numbers_of("--chunks", self.chunks)
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise ValueError(f"--output {self.output}: its folder does not exist")
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
+
+
+def numbers_of(flag: str, text: str) -> list[int]:
+    """The numbers of a list. ValueError: they are none."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
+        raise ValueError(f"{flag} {text}: must be whole numbers from 1 on with commas between")
+    return [int(part) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One request, and what those that decoded beside it saw. Seconds."""
+
+    ttft_s: float
+    second_token_s: float  # from the request's beginning
+    gaps_s: tuple[float, ...]  # between tokens of each stream, that touch the time until the probe's second token
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One length and chunk: medians over rounds, and ratios of local to handoff, medians over rounds too."""
+
+    chunk: int
+    prompt_tokens: int
+    ttft_s: dict[str, float]  # by way, as the next two
+    second_token_s: dict[str, float]
+    longest_gap_s: dict[str, float]
+    quiet_gap_s: float  # the streams' median gap when no probe was there
+    ttft_ratio: float
+    second_token_ratio: float
+    longest_gap_ratio: float
+    stall_ratio: float  # of what the streams waited beyond their quiet gaps, in sum
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
+    config = load(LocalPrefillConfig, PROG, "Compare handoffs with prompts that the decode node computes itself.", argv)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    try:
+        figures = _measure(config, console)
+    except ClusterProblem as problem:
+        fatal(f"{PROG}: {problem}")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
+        return 130
+    show(console, figures)
+    if config.output is not None:
+        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
+        write_atomically(config.output, {**facts, "figures": [asdict(each) for each in figures]})
+        console.print(f"written: {config.output}")
+    return 0
+
+
+def _measure(config: LocalPrefillConfig, console: Console) -> list[Figures]:
+    lengths, chunks = numbers_of("--lengths", config.lengths), numbers_of("--chunks", config.chunks)
+    max_model_len = max(lengths) + 16 * 1024  # a stream goes on for as long as a round of probes may take
+    block_size, num_seqs = 16, config.streams + 2
+    num_blocks = -(-(max_model_len + 2 * max(lengths) + 2048 * num_seqs) // block_size)
+    figures = []
+    with StepProgress(console, "probes", 2 * config.rounds * len(lengths) * len(chunks)) as progress:
+        for chunk in chunks:
+            sizes = {"block-size": block_size, "max-num-seqs": num_seqs, "num-blocks": num_blocks}
+            with started_two_ways(config.model, chunk, sizes) as cluster:
+                run = _Run(config, cluster, progress)
+                figures += uvloop.run(run.compare_all(chunk, lengths))
+                if cluster.num_local() != run.num_local:
+                    raise ClusterProblem(f"{cluster.num_local()} prompts were local, {run.num_local} were meant to be")
+    return figures
+
+
+class _Run:
+    """The requests to one cluster."""
+
+    def __init__(self, config: LocalPrefillConfig, cluster: TwoWays, progress: StepProgress) -> None:
+        self._config = config
+        self._model = config.model.absolute().name
+        self._servers = {way: Server.parse(url) for way, url in cluster.urls.items()}
+        self._progress = progress
+        self._random = random.Random(config.seed)
+        self._said = asyncio.Event()  # somebody got a token
+        self.num_local = 0  # probes
+
+    async def compare_all(self, chunk: int, lengths: Sequence[int]) -> list[Figures]:
+        """Each length in its turn."""
+        return [await self._compare(chunk, length) for length in lengths]
+
+    async def _compare(self, chunk: int, length: int) -> Figures:
+        """All rounds of one length."""
+        rounds: list[dict[str, Probe]] = []
+        quiet: list[float] = []
+        for number in range(-1, self._config.rounds):  # the first warms up: links are opened, pages touched
+            instants: list[list[float]] = [[] for _ in range(self._config.streams)]
+            streams = [asyncio.create_task(self._stream("handoff", 16, 1536, each)) for each in instants]
+            await self._settled(instants)
+            quiet += [b - a for each in instants for a, b in pairwise(each[_SETTLED_TOKENS - 1 :])]
+            windows = {}
+            for way in list(WAYS)[:: 1 if number % 2 else -1]:
+                windows[way] = await self._probe(way, length)
+                if number >= 0:
+                    self._progress.advance(f"{length} tokens, {way}, chunks of {chunk}")
+                await asyncio.sleep(0.1 if instants else 0)  # so that each stream's gap over the end is a whole one
+            for stream in streams:
+                if stream.done():
+                    raise ClusterProblem("a stream ended before the probes beside it")
+                stream.cancel()
+                with suppress(asyncio.CancelledError):
+                    await stream
+            if number >= 0:
+                rounds.append({way: _seen(window, instants) for way, window in windows.items()})
+        return _figures(chunk, length, rounds, quiet)
+
+    async def _settled(self, instants: Sequence[Sequence[float]]) -> None:
+        """Until every stream has said a few tokens, and for a while longer, which is the quiet that gaps are compared with."""
+        async with asyncio.timeout(_SETTLED_BOUND_S):
+            while any(len(each) < _SETTLED_TOKENS for each in instants):
+                self._said.clear()
+                await self._said.wait()
+        await asyncio.sleep(0.2 if instants else 0)
+
+    async def _probe(self, way: str, length: int) -> list[float]:
+        """The instants of its beginning and of each token."""
+        self.num_local += way == "local"
+        instants = [time.monotonic()]
+        last = await self._stream(way, length, _PROBE_TOKENS, instants)
+        if len(instants) <= _PROBE_TOKENS:
+            raise ClusterProblem(f"a probe of {length} tokens got {len(instants) - 1} of {_PROBE_TOKENS}: {last}")
+        return instants
+
+    async def _stream(self, way: str, num_prompt: int, max_tokens: int, instants: list[float]) -> str:
+        """One request; `instants` gets when each of its tokens came. The last words of its answer."""
+        server = self._servers[way]
+        fields = {
+            "model": self._model,
+            "prompt": [self._random.randrange(self._config.vocab_size) for _ in range(num_prompt)],
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+
+        last = b""
+
+        def take(data: bytes, now: float) -> None:
+            nonlocal last
+            last = data
+            instants.extend([now] * data.count(b'"completion_token_ids":['))
+            self._said.set()
+
+        await exchange(server, server.post(PATH, json.dumps(fields).encode()), take, lambda _at: None, None)
+        return last[-300:].decode("utf-8", "replace").strip()
+
+
+def _seen(probe: Sequence[float], streams: Sequence[Sequence[float]]) -> Probe:
+    began_at, first_at, second_at = probe[:3]
+    gaps = tuple(b - a for each in streams for a, b in pairwise(each) if b > began_at and a < second_at)
+    return Probe(first_at - began_at, second_at - began_at, gaps)
+
+
+def _figures(chunk: int, length: int, rounds: Sequence[dict[str, Probe]], quiet: Sequence[float]) -> Figures:
+    quiet_gap_s = statistics.median(quiet) if quiet else 0.0
+
+    def median(value: Callable[[Probe], float], way: str) -> float:
+        return statistics.median(value(each[way]) for each in rounds)
+
+    def ratio(value: Callable[[Probe], float]) -> float:
+        pairs = [(value(each["local"]), value(each["handoff"])) for each in rounds]
+        return statistics.median(local / handoff for local, handoff in pairs) if all(b for _, b in pairs) else 0.0
+
+    def longest(probe: Probe) -> float:
+        return max(probe.gaps_s, default=0.0)
+
+    def stalled(probe: Probe) -> float:
+        return sum(max(gap - quiet_gap_s, 0.0) for gap in probe.gaps_s)
+
+    return Figures(
+        chunk=chunk,
+        prompt_tokens=length,
+        ttft_s={way: median(lambda probe: probe.ttft_s, way) for way in WAYS},
+        second_token_s={way: median(lambda probe: probe.second_token_s, way) for way in WAYS},
+        longest_gap_s={way: median(longest, way) for way in WAYS},
+        quiet_gap_s=quiet_gap_s,
+        ttft_ratio=ratio(lambda probe: probe.ttft_s),
+        second_token_ratio=ratio(lambda probe: probe.second_token_s),
+        longest_gap_ratio=ratio(longest),
+        stall_ratio=ratio(stalled),
+    )
+
+
+def show(console: Console, figures: Sequence[Figures]) -> None:
+    """The table."""
+    table = Table(title="local ÷ handoff, and milliseconds of both")
+    for heading in ("chunk", "prompt", "first token", "second token", "longest gap", "stalled", "quiet gap"):
+        table.add_column(heading, justify="right")
+    for each in figures:
+        cells = [
+            f"{ratio:.2f}  ({by_way['local'] * 1000:.0f} ÷ {by_way['handoff'] * 1000:.0f})"
+            for ratio, by_way in (
+                (each.ttft_ratio, each.ttft_s),
+                (each.second_token_ratio, each.second_token_s),
+                (each.longest_gap_ratio, each.longest_gap_s),
+            )
+        ]
+        row = (str(each.chunk), str(each.prompt_tokens), *cells, f"{each.stall_ratio:.2f}")
+        table.add_row(*row, f"{each.quiet_gap_s * 1000:.0f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
