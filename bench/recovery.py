@@ -69,8 +69,9 @@ class Streams:
             "--dtype": dtype,
         }
         node = tuple(str(word) for pair in sizes.items() for word in pair)
-        # The nodes that die here die of us, not of a request.
-        return {name: ("--max-nodes-lost", "100") if name == "router" else node for name in NAMES}
+        # The nodes that die here die of us, not of a request; and the second prefill node's cache is to be what is cold.
+        router = ("--max-nodes-lost", "100", "--local-prefill-max-tokens", "0")
+        return {name: router if name == "router" else node for name in NAMES}
 
     @property
     def num_blocks(self) -> int:
