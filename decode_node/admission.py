@@ -129,6 +129,11 @@ def request_flaw(request: pb.ReserveRequest, block_size: int, limits: NodeLimits
     if request.max_total_tokens > limits.max_model_len:
         return f"max_total_tokens {request.max_total_tokens} exceeds max_model_len {limits.max_model_len}"
     num_full = request.num_tokens // block_size
-    if len(request.block_keys) != num_full or len(set(request.block_keys)) != num_full:
+    num_keys = len(request.block_keys)  # of a sequence that moves, those of the blocks that are known
+    if (
+        num_keys > num_full
+        or len(set(request.block_keys)) != num_keys
+        or (num_keys < num_full and request.more_choices)
+    ):
         return f"block_keys are not one each for the {num_full} full blocks of num_tokens {request.num_tokens}"
     return None

@@ -32,6 +32,7 @@ from proto.attempt_key import AttemptKey
 OPEN: Final = {ReceiverState.RESERVED, ReceiverState.FILLED}
 _MAX_CALLS: Final = 4  # that wait for one attempt: a sender asks once, and may repeat itself
 _Refusal = tuple[pb.ErrorCode.ValueType, str]
+_DRAINING: Final[_Refusal] = (pb.DRAINING, "the node is to end")
 
 
 class Door:
@@ -56,6 +57,7 @@ class Door:
         self._leases = leases
         self._draw = draw
         self.line = WaitingReserves(limits.max_waiting_reserves)
+        self.is_draining = False  # nothing new comes in
         self.is_held_up = False  # the node's own queue waits for room, and goes first
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn, or when their order matters
 
@@ -78,6 +80,8 @@ class Door:
         elif not any(map(self._fence.admits, keys)):
             self.out.append(ev.Count("stale_refused"))
             self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor"))
+        elif self.is_draining:
+            self._refuse([call_id], keys[0], _DRAINING)
         elif len(keys) > self._scheduler.num_slots:
             self._refuse(
                 [call_id], keys[0], (pb.BUSY, f"{len(keys)} branches, there are {self._scheduler.num_slots} slots")
@@ -124,6 +128,13 @@ class Door:
         """Its time is over."""
         self.line.take(waiting)
         self._give_up(waiting, (pb.NO_BLOCKS, "no room was found in the time that it would wait"), now)
+
+    def drain(self, now: float) -> None:
+        """Nothing new comes in from now on, and nobody waits in vain."""
+        self.is_draining = True
+        for waiting in self.line:
+            self.line.take(waiting)
+            self._give_up(waiting, _DRAINING, now)
 
     def close(self, waiting: WaitingReserve, key: AttemptKey, now: float) -> None:
         """This branch is not wanted any more; without any the attempt's calls are answered."""

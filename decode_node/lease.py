@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from connector.handoff import ReceiverState
 from decode_node.admission import LeasedBlocks
+from decode_node.running_branch import RunningBranch
 from engine.sequence import SequenceSpec
 from node.events import RouterId
 from node.identity import NodeLimits
@@ -25,7 +26,7 @@ class Lease:
     keys: tuple[AttemptKey, ...]  # of the branches that it was asked for; the first is what the handoff goes by
     router: RouterId
     blocks: LeasedBlocks
-    num_tokens: int
+    num_tokens: int  # whose KV there is room for; of a sequence that moves, the most
     max_total_tokens: int  # that growth is promised for
     block_keys: tuple[bytes, ...]
     life_s: float
@@ -109,6 +110,16 @@ def lease_of(
     )
 
 
+def blocks_still_missing(lease: Lease, commit: pb.Commit, block_size: int) -> set[int]:
+    """Of the blocks that have not landed those that the committed tokens lie in.
+
+    One that moves goes on decoding while it is written: nobody knows before how many tokens it will have.
+    """
+    num_tokens = len(commit.prompt_token_ids) + len(commit.branches[0].branch.generated_token_ids) - 1
+    is_shorter = num_tokens < lease.num_tokens
+    return {index for index in lease.missing if not is_shorter or index * block_size < num_tokens}
+
+
 def starting_branches(lease: Lease) -> dict[int, tuple[pb.StartedBranch, SequenceSpec]]:
     """The committed branches that are still wanted here, by their position in the lease, each with the engine's view of it."""
     position_of = {key.choice: position for position, key in enumerate(lease.keys)}
@@ -119,6 +130,23 @@ def starting_branches(lease: Lease) -> dict[int, tuple[pb.StartedBranch, Sequenc
         if lease.keys[position] in lease.open:
             starting[position] = (started, _spec_of(lease, prompt, started.branch, lease.keys[position]))
     return starting
+
+
+def started_branch(
+    key: AttemptKey, router: RouterId, deadline: float, commit: pb.Commit, started: pb.StartedBranch
+) -> RunningBranch:
+    """What runs from now on, as its sender has told it."""
+    return RunningBranch(
+        key=key,
+        router=router,
+        deadline=deadline,
+        prompt_token_ids=tuple(commit.prompt_token_ids),
+        sampling=commit.sampling,
+        seed=started.branch.seed,
+        token_ids=list(started.branch.generated_token_ids),
+        first_index=commit.first_index,
+        logprobs=list(started.logprobs),
+    )
 
 
 def commit_answer(commit: pb.Commit, error: pb.PDError | None) -> pb.DataMessage:
@@ -161,7 +189,7 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
         if (flaw := _branch_flaw(commit, started, lease, limits)) is not None:
             return flaw
     tokens = (*commit.prompt_token_ids, *commit.branches[0].branch.generated_token_ids)
-    if block_keys(key_seed, tokens[:-1], block_size) != list(lease.block_keys):
+    if block_keys(key_seed, tokens[:-1], block_size)[: len(lease.block_keys)] != list(lease.block_keys):
         return "token ids that do not have the block keys that were reserved for"
     return None
 
@@ -169,8 +197,10 @@ def commit_flaw(commit: pb.Commit, lease: Lease, key_seed: bytes, block_size: in
 def _branch_flaw(commit: pb.Commit, started: pb.StartedBranch, lease: Lease, limits: NodeLimits) -> str | None:
     generated = started.branch.generated_token_ids
     num_tokens = len(commit.prompt_token_ids) + len(generated)
-    if num_tokens != lease.num_tokens + 1:
-        return f"{num_tokens} token ids, not the {lease.num_tokens + 1} that were reserved for"
+    # Several branches have their last blocks where the lease's number of tokens says.
+    most, is_alone = lease.num_tokens + 1, len(lease.keys) == 1
+    if num_tokens > most or (num_tokens < most and not is_alone):
+        return f"{num_tokens} token ids, not the {most} that were reserved for"
     if not 1 <= len(generated) < commit.sampling.max_tokens:
         return f"{len(generated)} completion tokens of max_tokens {commit.sampling.max_tokens}"
     if len(commit.branches) > 1 and len(generated) > 1:

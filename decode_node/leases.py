@@ -46,6 +46,15 @@ class Leases:
         """All that are not over and that this router's attempts asked for."""
         return list({each.lease_id: each for each in self._holders.values() if each.router == router}.values())
 
+    def not_over(self) -> list[Lease]:
+        """All that may still become sequences."""
+        return list({each.lease_id: each for each in self._holders.values()}.values())
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are leased, or quarantined, for any."""
+        return any(lease.state is not ReceiverState.RELEASED for lease in self._by_id.values())
+
     def close(self, lease: Lease, key: AttemptKey) -> None:
         """The branch is not, or no longer, the lease's business."""
         lease.open.discard(key)

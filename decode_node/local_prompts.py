@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.fence import FenceFloor
-from decode_node.running import RunningBranch, RunningBranches
+from decode_node.running import RunningBranches
+from decode_node.running_branch import RunningBranch
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceSpec
@@ -45,7 +46,14 @@ class LocalPrompts:
         self._key_seed = key_seed
         self._fence = fence
         self._running = running
+        self._is_draining = False
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn
+
+    def drain(self, now: float) -> None:
+        """Take nothing new, and give back what was not begun."""
+        self._is_draining = True
+        for branch in [each for each in self._running if self._scheduler.is_waiting(each.key)]:
+            self._running.give_up(branch, pb.DRAINING, "the node is to end, and has not begun with it", now)
 
     def start(
         self, router: ev.RouterId, dispatch: pb.Dispatch, is_leased: Callable[[AttemptKey], bool], now: float
@@ -61,6 +69,9 @@ class LocalPrompts:
         if len(fresh) < len(seeds):
             self.out.append(ev.Count("stale_refused"))
         generated = tuple(dispatch.branches[0].generated_token_ids)  # one that has any comes alone
+        if self._is_draining:
+            self.out += refusal(pb.DRAINING, "the node is to end", fresh, router, self._identity.name, generated)
+            return ()
         if (lack := self._lack(fresh)) is not None:
             self.out += refusal(pb.BUSY, lack, fresh, router, self._identity.name, generated)
             return ()
@@ -69,7 +80,18 @@ class LocalPrompts:
         deadline = now + dispatch.ms_left / 1000
         for key in fresh:
             self._fence.begin(key, deadline)
-            self._running.begin(RunningBranch(key, router, deadline, [*generated], is_local=True))
+            branch = RunningBranch(
+                key=key,
+                router=router,
+                deadline=deadline,
+                prompt_token_ids=tuple(dispatch.prompt_token_ids),
+                sampling=dispatch.sampling,
+                seed=seeds[key],
+                token_ids=[*generated],
+                first_index=len(generated),
+                is_local=True,
+            )
+            self._running.begin(branch)
             spec = SequenceSpec(
                 sequence_id=key,
                 token_ids=token_ids,

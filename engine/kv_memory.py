@@ -4,9 +4,9 @@
     tensor   torch [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]      (2: keys, values), on the device
 
 A block, all layers, K and V, is one contiguous span: a handoff moves a block with one copy. On a CPU both are one piece of memory.
-A device has its own, and then it is the runner that copies blocks between the two sides: what a chunk computed to the host, for
-senders to read, before its result is told; what arrived from a peer to the device, before the first row that may see it. Not
-here: who owns which block; where the bytes come from (engine/shared_bytes.py).
+A device has its own, and then it is the runner that copies blocks between the two sides: what a chunk computed, and what is about
+to move on, to the host, for senders to read, before the step's result is told; what arrived from a peer to the device, before the
+first row that may see it. Not here: who owns which block; where the bytes come from (engine/shared_bytes.py).
 """
 
 from __future__ import annotations

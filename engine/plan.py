@@ -157,6 +157,9 @@ class Plan:
     # Blocks whose KV came over the wire and that no earlier plan told of: a runner whose device has memory of its own copies
     # them there before the rows run.
     arrived_block_ids: tuple[int, ...] = ()
+    # Blocks that a transfer is to read, all that they hold computed by earlier steps: such a runner copies them to where
+    # transfers read, before it tells this step's result. A step may have nothing else.
+    leaving_block_ids: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -5,12 +5,17 @@ The rules are told in engine/scheduler.py, which reads the results. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Run
+
 import numpy as np
 
 from engine.plan import Decodes, Plan, PrefillChunk, SlotMark, SlotStart
 from engine.population import Population
 from engine.room import Room
 from engine.sequence import NEVER, Phase, Sequence
+
+# Whose blocks a plan puts where links read: its slot and generation, which a resumed one changes, and how many leading ones.
+Shown = Run[tuple[Sequence, tuple[int, int], int]]
 
 
 class Planner:
@@ -27,24 +32,34 @@ class Planner:
         self._next_step_id = 0
         self._starts: list[SlotStart] = []  # of the plan being made
         self._to_mark: list[Sequence] = []  # in it
+        self._pausing: list[Sequence] = []  # to be marked in the next one
+        self.shown: Shown = ()  # what the last plan puts where links read: whose, and how many leading blocks it makes
         self.is_short = False  # somebody who runs found no blocks in the last plan
         self.num_preempted = 0  # so far
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to do."""
         self.is_short = False
-        self._starts, self._to_mark = [], []
+        self._starts, self._to_mark = [], [each for each in self._pausing if self._is_preempting(each)]
+        self._pausing = []
         decodes = self._plan_decodes()
         budget_tokens = self._max_batched_tokens - len(decodes)
         chunks = self._plan_chunks(min(budget_tokens, self._max_beside_decodes) if decodes else budget_tokens)
-        if not (decodes or chunks or self._to_mark):
+        leaving = self._show()
+        if not (decodes or chunks or self._to_mark or leaving):
             return None
         marks = tuple(map(self._mark, self._to_mark))
         if decodes or chunks:
             self._room.reserve.stepped()
         self._next_step_id += 1
         arrived = self._room.take_arrived()
-        return Plan(self._next_step_id - 1, tuple(self._starts), decodes, tuple(chunks), marks, arrived)
+        return Plan(self._next_step_id - 1, tuple(self._starts), decodes, tuple(chunks), marks, arrived, leaving)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Plan nothing of a sequence that decodes any more but a mark."""
+        self._population.mark(sequence)
+        sequence.is_pausing = True
+        self._pausing.append(sequence)
 
     # Rows that run
 
@@ -141,6 +156,28 @@ class Planner:
         sequence = population.occupy(waiting, block_ids, num_promised, len(block_ids) * self._room.block_size)
         population.prefilling = sequence
         return sequence
+
+    # Sequences that move
+
+    def _is_preempting(self, sequence: Sequence) -> bool:
+        """Whether it still has its slot, and was not ended since it was to be marked."""
+        is_owner = self._slots.owners[sequence.slot] is sequence
+        return is_owner and bool(self._slots.phases[sequence.slot] == Phase.PREEMPTING)
+
+    def _show(self) -> tuple[int, ...]:
+        """Blocks for links to read: those that are final, and all of who is paused, or marked in the plan being made."""
+        shown: list[tuple[Sequence, tuple[int, int], int]] = []
+        leaving: list[int] = []
+        for sequence_id, sequence in self._population.read.items():
+            num_blocks = len(sequence.block_ids)
+            if sequence_id not in self._population.paused and not any(each is sequence for each in self._to_mark):
+                num_blocks = int(self._slots.num_computed[sequence.slot]) // self._room.block_size
+            if num_blocks > sequence.num_shown:
+                leaving += sequence.block_ids[sequence.num_shown : num_blocks]
+                sequence.num_shown = num_blocks
+                shown.append((sequence, sequence.owner, num_blocks))
+        self.shown = shown
+        return tuple(leaving)
 
     # Rows that give way
 

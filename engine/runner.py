@@ -98,6 +98,8 @@ class TorchRunner:
         """See Launcher. Raises PlanError if it does not fit the slots."""
         if plan.arrived_block_ids:
             self._kv.to_device(plan.arrived_block_ids)
+        if plan.leaving_block_ids and self._kv.is_mirrored:
+            self._kv.to_host(plan.leaving_block_ids, self._kv.gather(plan.leaving_block_ids).cpu())
         for start in plan.starts:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)

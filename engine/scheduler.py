@@ -14,17 +14,19 @@ Steps overlap: plan() is called again before complete() brought the last results
 step the next token is unknown, yet its next row can be planned, because the runner keeps each slot's last token. A sequence
 therefore never runs past `max_new_tokens`, but a stop token is discovered one or two rows late; the surplus rows write into
 the sequence's own blocks, and their results are ignored. Nor is the length of a sequence known that has to give way: its slot is
-marked, the runner answers the mark in order, and only then is the sequence queued again, first in line, or ended.
+marked, the runner answers the mark in order, and only then is the sequence queued again, first in line, kept for another node,
+or ended. A sequence that moves is stopped in the same way; it may be resumed where it was.
 
 Who owns a sequence's blocks and slot, and until when:
 
     waiting      nothing
     admitted     slot; matched and allocated blocks, one reference each; promises, where room.py gives any
     preempting   the same, until the mark is answered
+    paused       blocks and promises; a reserved slot, unless it gave way
     finished     the same without promises, until the results of the last step launched with it (its mark's, if it was giving
                  way) were read: until then that step may still write into them
     then         the slot is free for the next generation; the blocks' references are dropped, or, where the sequence lends
-                 (a sender still reads them), kept until release()
+                 (a link still reads them), kept until release()
 
 A full block is offered to the prefix cache when the step that completed it was read, never before: what the cache hands out
 is final. Surplus rows write behind everything published.
@@ -35,25 +37,14 @@ from __future__ import annotations
 from collections import abc, deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from engine.block_pool import BlockPool
-from engine.plan import (
-    BROKEN_ROW,
-    PREEMPTED_TOKEN_ID,
-    DecodeRow,
-    Decodes,
-    Plan,
-    PrefillChunk,
-    SlotMark,
-    SlotResult,
-    StepResult,
-)
-from engine.planning import Planner
+from engine.plan import Plan, StepResult
+from engine.planning import Planner, Shown
 from engine.population import Population, Waiting
+from engine.reading import Reader
 from engine.reserve import ReserveConfig
 from engine.room import Room
-from engine.sequence import NEVER, Phase, Progress, Sequence, SequenceSpec
+from engine.sequence import Phase, Progress, Sequence, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +60,9 @@ class SchedulerConfig:
     cache_generated: bool = True  # whether blocks with completion tokens are offered to the prefix cache
     reserve: ReserveConfig = field(default_factory=ReserveConfig)
     resumes_preempted: bool = True  # here, first in line; else a preempted sequence ends with Progress "preempted"
+    keeps_preempted: bool = (
+        False  # then it is PAUSED with its blocks, for another node to take; else they are free at once
+    )
 
     def __post_init__(self) -> None:
         if self.num_slots < 1:
@@ -92,8 +86,13 @@ class Scheduler:
         self._all = Population(pool, config.num_slots, key_seed)
         budgets = (config.max_batched_tokens, config.max_prompt_tokens_beside_decodes)
         self._planner = Planner(self._all, self._room, *budgets)
-        self._unread: deque[Plan] = deque()
-        self._last_read_step_id = NEVER
+        self._reader = Reader(
+            self._all,
+            self._room,
+            resumes_preempted=config.resumes_preempted,
+            keeps_preempted=config.keeps_preempted,
+        )
+        self._unread: deque[tuple[Plan, Shown]] = deque()
 
     # Sequences come and go
 
@@ -135,28 +134,35 @@ class Scheduler:
         """
         if self._all.waiting.pop(sequence_id, None) is not None:
             return True
+        if (paused := self._all.paused.get(sequence_id)) is not None:
+            self._all.drop(paused)
+            return True
         sequence = self._all.admitted.get(sequence_id)
         if sequence is None:
             return sequence_id in self._all.lent
-        if not self._is_finished(sequence):
+        if not self._reader.is_finished(sequence):
             self._all.finish(sequence)
-            if not self._has_unread_rows(sequence):
+            if not self._reader.has_unread_rows(sequence):
                 self._all.retire(sequence)
         return True
 
     def release(self, sequence_id: abc.Hashable) -> bool:
         """Nobody reads a lending sequence's blocks any more: drop them, once no unread step can write them either.
 
-        False if nobody knows it (one aborted while it waited lent nothing). ValueError: it does not lend, or still runs.
+        False if nobody knows it (one aborted while it waited lent nothing). ValueError: it does not lend, or still runs and
+        did not begin to with lend().
         """
         block_ids = self._all.lent.pop(sequence_id, None)
         if block_ids is not None:
             self._pool.free(block_ids)
             return True
+        if (moving := self._all.read.pop(sequence_id, None)) is not None:
+            moving.is_read = False
+            return True
         sequence = self._all.admitted.get(sequence_id)
         if sequence is None and sequence_id not in self._all.waiting:
             return False
-        if sequence is None or not sequence.is_lending or not self._is_finished(sequence):
+        if sequence is None or not sequence.is_lending or not self._reader.is_finished(sequence):
             raise ValueError(f"sequence {sequence_id} has nothing to release")
         sequence.is_lending = False
         return True
@@ -165,13 +171,73 @@ class Scheduler:
         """Whether the sequence is here, be it only until a step that was launched with it is read."""
         return self._all.knows(sequence_id)
 
+    def is_waiting(self, sequence_id: abc.Hashable) -> bool:
+        """Whether it holds nothing yet, or nothing any more."""
+        return sequence_id in self._all.waiting
+
     def block_ids(self, sequence_id: abc.Hashable) -> tuple[int, ...]:
         """The block table so far; until the blocks are dropped. KeyError: nobody knows the sequence."""
         if sequence_id in self._all.waiting:
             return ()
-        if sequence_id in self._all.lent:
-            return tuple(self._all.lent[sequence_id])
-        return tuple(self._all.admitted[sequence_id].block_ids)
+        if sequence_id in self._all.admitted or sequence_id in self._all.paused:  # it may have left others behind, lent
+            return tuple(self._held(sequence_id).block_ids)
+        return tuple(self._all.lent[sequence_id])
+
+    # A sequence moves to another node
+
+    def can_move(self, sequence_id: abc.Hashable) -> bool:
+        """Whether it has decoded, and holds blocks: it decodes, gives way, or is paused; and no link reads its blocks yet."""
+        if sequence_id in self._all.read or sequence_id in self._all.lent:
+            return False
+        sequence = self._all.admitted.get(sequence_id)
+        if sequence is None:
+            return sequence_id in self._all.paused
+        return self._all.slots.phase_of(sequence) in (Phase.RUNNING_DECODE, Phase.PREEMPTING)
+
+    def lend(self, sequence_id: abc.Hashable) -> None:
+        """A link is going to read a sequence that can_move(): what it has stays until release(), whatever becomes of it.
+
+        Its blocks become readable as they become final: num_readable().
+        """
+        sequence = self._held(sequence_id)
+        sequence.is_read, sequence.num_shown, sequence.num_readable = True, 0, 0
+        self._all.read[sequence_id] = sequence
+
+    def num_readable(self, sequence_id: abc.Hashable) -> int:
+        """How many leading blocks of a sequence that lend() named a link may read now; of a paused one in the end all."""
+        return self._held(sequence_id).num_readable
+
+    def num_planned(self, sequence_id: abc.Hashable) -> int:
+        """How many leading positions of an admitted or paused sequence are computed, or will be by steps that are launched."""
+        sequence = self._held(sequence_id)
+        if sequence_id in self._all.paused:
+            return len(sequence.token_ids) - 1
+        return int(self._all.slots.num_planned[sequence.slot])
+
+    def pause(self, sequence_id: abc.Hashable) -> bool:
+        """Stop a sequence that decodes, in order: it is marked in the next plan, and nothing of it follows.
+
+        Its Progress "paused" comes behind every token that it said; it keeps blocks, promises and a slot until resume() or
+        abort(). False, and nothing happens, if it does not decode: it waits, computes its prompt, ends, or gives way.
+        """
+        sequence = self._all.admitted.get(sequence_id)
+        if sequence is None or self._all.slots.phase_of(sequence) is not Phase.RUNNING_DECODE:
+            return False
+        self._planner.pause(sequence)
+        return True
+
+    def resume(self, sequence_id: abc.Hashable) -> None:
+        """A paused sequence decodes on where it was; one that gave way is first in line again. KeyError: none is paused.
+
+        ValueError: it gave way, and this node resumes nobody who did.
+        """
+        sequence = self._all.paused[sequence_id]
+        if sequence.keeps_slot:
+            self._all.unpark(sequence)
+        elif self._config.resumes_preempted:
+            self._all.requeue(sequence)
+        else:
+            raise ValueError(f"sequence {sequence_id} gave way, and does not go on here")
 
     # Room for sequences that come from elsewhere
 
@@ -203,6 +269,17 @@ class Scheduler:
         self._all.slots.unreserve(num_slots)
 
     # Numbers
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether anything is here, be it only blocks that a link reads, or a step that was launched."""
+        here = self._all
+        return bool(here.waiting or here.admitted or here.paused or here.lent or self._unread)
+
+    @property
+    def resumes_preempted(self) -> bool:
+        """Whether who gave way goes on here."""
+        return self._config.resumes_preempted
 
     @property
     def num_slots(self) -> int:
@@ -253,125 +330,25 @@ class Scheduler:
         """The next step; None if there is nothing to do before further results, sequences or room."""
         plan = self._planner.plan()
         if plan is not None:
-            self._unread.append(plan)
+            self._unread.append((plan, self._planner.shown))
         return plan
 
     def complete(self, result: StepResult) -> list[Progress]:
         """Read the results of the oldest unread step. ValueError: they are not that step's, row by row."""
-        if not self._unread or result.step_id != self._unread[0].step_id:
+        if not self._unread or result.step_id != self._unread[0][0].step_id:
             raise ValueError(f"results of step {result.step_id} out of order")
-        plan = self._unread[0]
-        num_decodes = len(plan.decodes)
-        others: tuple[PrefillChunk | SlotMark, ...] = (*plan.chunks, *plan.marks)
-        of_decodes, of_others = result.slots[:num_decodes], result.slots[num_decodes:].tolist()
-        if not np.array_equal(of_decodes, plan.decodes.slots) or of_others != [row.slot for row in others]:
-            raise ValueError(f"results of step {result.step_id} are not those of its rows and marks")
+        plan, shown = self._unread[0]
+        progress = self._reader.read(plan, result)
         self._unread.popleft()
-        self._last_read_step_id = plan.step_id
-        progress = self._read_decodes(plan.decodes, result)
-        for index, row in enumerate(others, num_decodes):
-            progress += self._read(row, result[index])
+        for sequence, owner, num_blocks in shown:
+            if sequence.owner == owner:  # else it was resumed, and goes on writing its last block
+                sequence.num_readable = num_blocks
         return progress
 
-    # Inside: reading
+    # Inside
 
-    def _read_decodes(self, decodes: Decodes, result: StepResult) -> list[Progress]:
-        """Most answers are one more token, and nothing else; those that are more, or may be the last, are read one by one."""
-        slots, rows, ends = self._all.slots, decodes.slots, decodes.positions + 1
-        num_decodes = len(rows)
-        token_ids = result.token_ids[:num_decodes]
-        is_plain = (
-            (token_ids >= 0)
-            & (result.generations[:num_decodes] == decodes.generations)
-            & (slots.generations[rows] == decodes.generations)
-            & (slots.phases[rows] != Phase.FINISHED)
-            & (ends != slots.ends[rows])
-        )
-        is_plain[[index for index in result.with_more if index < num_decodes]] = False
-        slots.num_computed[rows[is_plain]] = ends[is_plain]
-        progress: list[Progress] = []
-        fills_block = ends % self._pool.block_size == 0
-        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist(), fills_block.tolist())
-        for index, (slot, end, token_id, plain, fills) in enumerate(zip(*columns, strict=True)):
-            sequence = slots.owners[slot]
-            if sequence is None or not plain or token_id in sequence.spec.stop_token_ids:
-                progress += self._read(decodes[index], result[index])
-                continue
-            sequence.token_ids.append(token_id)
-            if fills:
-                self._room.publish(sequence, end)
-            progress.append(Progress(sequence.spec.sequence_id, end, token_id, None))
-        return progress
-
-    def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
-        """What one row or mark gave."""
-        sequence = self._all.slots[row.slot]
-        # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
-        assert sequence.generation == row.generation
-        progress: list[Progress] = []
-        if isinstance(row, SlotMark):
-            progress = self._leave(sequence, answer)
-        elif answer.token_id == PREEMPTED_TOKEN_ID:
-            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
-        elif answer.generation == sequence.generation:
-            if not self._is_finished(sequence):
-                progress = [self._advance(sequence, row, answer)]
-            elif isinstance(row, PrefillChunk) and not sequence.is_broken:
-                self._keep_computed(sequence, row, answer)
-        if self._is_finished(sequence) and not self._has_unread_rows(sequence):
-            self._all.retire(sequence)
-        return progress
-
-    def _is_finished(self, sequence: Sequence) -> bool:
-        return bool(self._all.slots.phases[sequence.slot] == Phase.FINISHED)
-
-    def _has_unread_rows(self, sequence: Sequence) -> bool:
-        """Whether a step that was launched with it has not been read."""
-        return bool(self._all.slots.last_step_ids[sequence.slot] > self._last_read_step_id)
-
-    def _advance(self, sequence: Sequence, row: DecodeRow | PrefillChunk, answer: SlotResult) -> Progress:
-        sequence_id, token_id = sequence.spec.sequence_id, answer.token_id
-        match row:
-            case DecodeRow():
-                num_computed, samples = row.position + 1, True
-            case PrefillChunk():
-                num_computed, samples = row.start + len(row.token_ids), row.samples
-        self._all.slots.num_computed[row.slot] = num_computed
-        if token_id == BROKEN_ROW:
-            sequence.is_broken = True
-            self._all.finish(sequence)
-            return Progress(sequence_id, num_computed, None, "broken")
-        if samples != (token_id >= 0):
-            kind = "samples" if samples else "does not sample"
-            raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
-        self._room.publish(sequence, num_computed)
-        if not samples:
-            return Progress(sequence_id, num_computed, None, None, None, answer.prompt_logprobs)
-        sequence.token_ids.append(token_id)
-        finish = sequence.finish_reason()
-        if finish is not None:
-            self._all.finish(sequence)
-        told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
-        return Progress(sequence_id, num_computed, token_id, finish, *told)
-
-    def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
-        """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
-        if answer.token_id != BROKEN_ROW:
-            self._room.publish(sequence, row.start + len(row.token_ids))
-
-    def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:
-        """The runner is done with a marked slot: all that its owner generated has been read before this."""
-        if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):
-            raise ValueError(f"slot {answer.slot} answered {answer.token_id} to its mark")
-        if self._is_finished(sequence):  # meanwhile, or aborted
-            return []
-        if self._config.resumes_preempted:
-            self._all.requeue(sequence)
-            return []
-        self._all.retire(sequence)
-        return [
-            Progress(sequence.spec.sequence_id, int(self._all.slots.num_computed[sequence.slot]), None, "preempted")
-        ]
+    def _held(self, sequence_id: abc.Hashable) -> Sequence:
+        return self._all.paused.get(sequence_id) or self._all.admitted[sequence_id]
 
     def _check(self, spec: SequenceSpec) -> None:
         if self.knows(spec.sequence_id):

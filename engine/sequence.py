@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
-from proto.block_key import block_keys, next_key
+from proto.block_key import next_key
 
 NEVER = -1  # step id of a sequence that no step was launched with
 
@@ -30,6 +30,7 @@ class Phase(IntEnum):
     RUNNING_PREFILL = auto()
     RUNNING_DECODE = auto()  # every token known at the start is planned; each further row feeds a sampled one
     PREEMPTING = auto()  # its slot is marked: no further row, and its length is final when the mark is answered
+    PAUSED = auto()  # the mark was answered; its blocks are kept, until it is resumed or dropped
     FINISHED = auto()  # no further row; slot and blocks go when the last step launched with it was read
 
 
@@ -79,7 +80,7 @@ class Progress:
     sequence_id: Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
-    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken", "preempted": no token; None: it goes on
+    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken", "preempted", "paused": no token; None: it goes on
     finish: str | None
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
@@ -101,7 +102,18 @@ class Sequence:
     arrival: int = 0  # who came later is younger; a preempted sequence keeps its own
     num_published: int = 0  # leading full blocks that were offered to the prefix cache
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
+    # While it moves: a link reads its blocks, so that they stay, whatever becomes of it, until release().
+    is_read: bool = False
+    num_shown: int = 0  # leading blocks that plans had put where links read (Plan.leaving_block_ids)
+    num_readable: int = 0  # the same, by all steps that were read
+    is_pausing: bool = False  # its mark is one of pause(), not of giving way
+    keeps_slot: bool = False  # PAUSED by pause(): a slot is reserved for it
     is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """Slot and generation: never the same again."""
+        return self.slot, self.generation
 
     @property
     def num_sampled(self) -> int:
@@ -141,15 +153,18 @@ class Sequence:
         start = self.num_published * block_size
         return next_key(self.last_key, self.token_ids[start : start + block_size])
 
-    def resumed(self, key_seed: bytes, block_size: int) -> SequenceSpec:
-        """What is asked for once more: to go on behind all tokens known. Its first token, and its prompt's logprobs, are told."""
+    def resumed(self, of_blocks: tuple[bytes, ...]) -> SequenceSpec:
+        """What is asked for once more: to go on behind all tokens known. Its first token, and its prompt's logprobs, are told.
+
+        `of_blocks`: keys of leading full blocks of them.
+        """
         return replace(
             self.spec,
             token_ids=tuple(self.token_ids),
             num_generated=self.num_generated,
             sampling=replace(self.spec.sampling, prompt_logprobs=False) if self.num_sampled else self.spec.sampling,
             max_new_tokens=self.num_remaining,
-            block_keys=tuple(block_keys(key_seed, self.token_ids, block_size)),
+            block_keys=of_blocks,
             branch_seeds=() if self.num_sampled else self.spec.branch_seeds,
         )
 

@@ -1,8 +1,8 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to another node, and what its receiver says                        -> prefill core
-    Dispatch to itself, Reserve, Renew, Release, writes, Commit                 -> decode core
-    Cancel, router lost, drain                                                  -> both
+    Dispatch to another node, and what its receiver says                                 -> prefill core
+    Dispatch to itself, Reserve, Renew, Release, writes, Commit, moves and their answers -> decode core
+    Cancel, router lost, drain                                                           -> both
     StepDone -> completed once; each core reads what its own sequences said
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
@@ -31,6 +31,9 @@ class LeasingPart(ev.PartOfCore, Protocol):
 
     def holds(self, key: AttemptKey) -> bool:
         """Whether this attempt has a lease here, or waits for one."""
+
+    def sends(self, event: ev.Event) -> bool:
+        """Whether it is the answer to a handoff of a sequence that moves."""
 
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no lease is to be given now."""
@@ -70,7 +73,7 @@ class MixedCore:
                 for part in self._parts:
                     part.take(event, now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
-                self._prefill.take(event, now)
+                (self._decode if self._decode.sends(event) else self._prefill).take(event, now)
             case _:
                 self._decode.take(event, now)
         return self._finish_turn(now)

@@ -59,10 +59,9 @@ def build_engine(
     resumes_preempted: bool = False,
     max_prompt_tokens_beside_decodes: int | None = None,
 ) -> NodeEngine:
-    """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else its attempt ends.
+    """Load and allocate everything. `resumes_preempted`: a preempted sequence goes on here; else it moves, or its attempt ends.
 
     `max_prompt_tokens_beside_decodes`: see SchedulerConfig.
-
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
     torch.set_num_threads(config.num_threads)
@@ -93,6 +92,7 @@ def build_engine(
             clip_max_new_tokens=config.clip_max_new_tokens,
         ),
         resumes_preempted=resumes_preempted,
+        keeps_preempted=config.preempt_move_ms > 0,
     )
     parts = CoreParts(
         identity=identity,
@@ -103,6 +103,7 @@ def build_engine(
             reserve_wait_s=config.reserve_wait_s,
             max_waiting_reserves=config.max_waiting_reserves,
             reserves_for_running=config.decode_reserve == "on",
+            preempt_move_s=config.preempt_move_ms / 1000,
         ),
         scheduler=Scheduler(scheduler_config, pool, key_seed),
         pool=pool,

@@ -124,6 +124,14 @@ class NodeConfig:
         high=1 << 20,
     )
 
+    preempt_move_ms: int = knob(
+        250,
+        "milliseconds that a decode node keeps what gave way for want of blocks, so that it goes, KV and all, to another node "
+        "with room instead of being computed again; older sequences wait so long for its blocks at most; 0: not at all",
+        low=0,
+        high=60_000,
+    )
+
     transport: Literal["auto", "shm", "zmq"] = knob(
         "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
     )

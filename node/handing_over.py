@@ -106,7 +106,7 @@ class Handovers:
         self._limits = limits
         self._fingerprint = fingerprint
         self._block_size = block_size
-        self._out = out
+        self.out = self._out = out
         self._links = Links(tag)
         self._asked: dict[AttemptKey, Handover] = {}  # Reserve sent, answer not here; may outlive the owner's interest
         self._held: dict[AttemptKey, Handover] = {}  # with a lease, until the blocks may be dropped

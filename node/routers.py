@@ -14,7 +14,7 @@ from node.events import Event, FromRouter, RouterId, RouterLost
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
-from node.validate import MAX_CHOICE, Bounds, cancel_problem, dispatch_problem
+from node.validate import MAX_CHOICE, Bounds, cancel_problem, dispatch_problem, move_problem
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from runtime.logs import log_event
@@ -57,6 +57,8 @@ class Routers:
                     return
             case "cancel":
                 problem = cancel_problem(message.cancel)
+            case "move":
+                problem = move_problem(message.move, self._bounds)
             case None:
                 problem = "kind: none that this version knows"
         if problem is None:

@@ -68,6 +68,15 @@ def cancel_problem(cancel: pb.Cancel) -> str | None:
     return _key_problem(cancel.key)
 
 
+def move_problem(move: pb.Move, bounds: Bounds) -> str | None:
+    """Why no sequence of this node could go there."""
+    if bounds.role not in DECODING:
+        return f"move: the role of this node is {pb.Role.Name(bounds.role)}, only nodes that decode have what moves"
+    if move.HasField("target") and move.next_attempt <= move.key.attempt:
+        return f"next_attempt: {move.next_attempt} is not above attempt {move.key.attempt}"
+    return _key_problem(move.key) or (_target_problem(move.target) if move.HasField("target") else None)
+
+
 def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
     """Why no lease could ever be made of this request. The incarnation that it is meant for is the service's check."""
     if bounds.role not in DECODING:

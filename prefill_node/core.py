@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import cast
 
 from connector.handoff import SenderAction, SenderEvent, SenderState
@@ -58,6 +59,9 @@ class PrefillCore:
         self._tasks = Tasks(limits.max_attempts, limits.max_fences)
         self._not_started: dict[AttemptKey, None] = {}  # the scheduler's waiting queue, in its order
         self._timers: Timers[AttemptKey] = Timers()  # deadlines
+        self._drain_deadline = inf
+        self._is_over = False  # that deadline has passed
+        self._has_said_drained = False
         self._out: list[ev.Action] = []
         self._handovers = Handovers(identity, limits, fingerprint, pool.block_size, self._out)
 
@@ -79,6 +83,8 @@ class PrefillCore:
                     self._cancel(task, tuple(task.open), now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
                 self._do(self._handovers.take(event, now), now)
+            case ev.DrainAsked(deadline):
+                self._drain(deadline, now)
             case ev.StepDone(result):
                 self.read(self._scheduler.complete(result), now)
             case _:
@@ -96,10 +102,19 @@ class PrefillCore:
         for key in self._timers.pop_due(now):
             self._too_late(self._tasks[key], now)
         self._do(self._handovers.expire(now), now)
+        if now >= self._drain_deadline and not self._is_over:
+            self._is_over = True
+            self._give_back([task for task in self._tasks if task.handover.state not in GIVEN_UP], now)
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = (self._timers.next(), self._handovers.next_deadline(), self._tasks.fence.next_expiry())
+        until = None if self._is_over or self._drain_deadline == inf else self._drain_deadline
+        times = (
+            until,
+            self._timers.next(),
+            self._handovers.next_deadline(),
+            self._tasks.fence.next_expiry(),
+        )
         return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
@@ -133,6 +148,9 @@ class PrefillCore:
     def _dispatch(self, work: Work, now: float) -> None:
         if self._handovers.is_asked(work.key) or self._scheduler.knows(work.key) or self._tasks.is_stale(work):
             self._out.append(ev.Count("stale_refused"))
+            return
+        if self._drain_deadline < inf:
+            self._refuse(work, pb.DRAINING, "the node is to end")
             return
         if (lack := self._tasks.lack(work)) is not None:
             self._refuse(work, pb.BUSY, lack)
@@ -226,9 +244,26 @@ class PrefillCore:
             del self._not_started[key]
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
+        is_empty = not (len(self._tasks) or self._handovers.num_asked)
+        if self._drain_deadline < inf and is_empty and not self._has_said_drained:
+            self._has_said_drained = True
+            self._out.append(ev.Drained())
         out = [*self._out]
         self._out.clear()
         return out
+
+    # ------------------------------------------------------------ the node is to end
+
+    def _drain(self, deadline: float, now: float) -> None:
+        """Take nothing new, give back what is not begun; the rest goes on until it is taken or refused, or the deadline (H15)."""
+        self._drain_deadline = min(deadline, self._drain_deadline)
+        self._give_back([self._tasks[key] for key in self._not_started], now)
+
+    def _give_back(self, tasks: Iterable[PrefillTask], now: float) -> None:
+        for task in tasks:
+            if task.handover.state is not SenderState.COMMITTING:  # after Commit the receiver says what becomes of it
+                self._report(task, self._handovers.error(pb.DRAINING, "the node is to end"))
+            self._step(task, SenderEvent.CANCEL, now)
 
     # ------------------------------------------------------------ the handoff
 

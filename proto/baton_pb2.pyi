@@ -1055,7 +1055,7 @@ class ReserveRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
-    """prompt + generated before this attempt: their KV will be written"""
+    """prompt + generated: their KV will be written; of a sequence that moves, and decodes on meanwhile, the most"""
     max_total_tokens: _builtins.int
     """prompt + max_tokens: how far the sequence may grow"""
     ms_left: _builtins.int
@@ -1071,7 +1071,7 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def block_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of the full blocks of these tokens"""
+        """of the full blocks of these tokens, as far as they are known"""
 
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
@@ -1411,7 +1411,7 @@ class Commit(_message.Message):
     lease_id: _builtins.int
     secret: _builtins.bytes
     first_index: _builtins.int
-    """index of the attempt's first token in the completion"""
+    """index of the attempt's first token in the completion; of a Move that of the holder's own attempt"""
     ms_left: _builtins.int
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...

@@ -48,6 +48,9 @@ class Decode:
     policy: ReservePolicy = "full"
     max_waiting_reserves: int = 64
     reserves_for_running: bool = True
+    identity: NodeIdentity = DECODE
+    preempt_move_s: float = 0.0
+    resumes: bool = False
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: DecodeCore = field(init=False)
@@ -55,7 +58,14 @@ class Decode:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         reserve = ReserveConfig(self.policy)
-        config = SchedulerConfig(self.num_slots, 32, MAX_MODEL_LEN, reserve=reserve, resumes_preempted=False)
+        config = SchedulerConfig(
+            self.num_slots,
+            32,
+            MAX_MODEL_LEN,
+            reserve=reserve,
+            resumes_preempted=self.resumes,
+            keeps_preempted=self.preempt_move_s > 0,
+        )
         self.scheduler = Scheduler(config, self.pool, SEED)
         serial = count(1)
         limits = NodeLimits(
@@ -63,9 +73,10 @@ class Decode:
             vocab_size=VOCAB_SIZE,
             max_waiting_reserves=self.max_waiting_reserves,
             reserves_for_running=self.reserves_for_running,
+            preempt_move_s=self.preempt_move_s,
         )
         self.core = DecodeCore(
-            DECODE, limits, self.scheduler, self.pool, FINGERPRINT, SEED, lambda: (next(serial), bytes(16))
+            self.identity, limits, self.scheduler, self.pool, FINGERPRINT, SEED, lambda: (next(serial), bytes(16))
         )
 
     def reserve(self, key: AttemptKey, prompt: list[int], max_tokens: int, now: float = 0.0) -> pb.ReserveReply:

@@ -146,7 +146,9 @@ def test_a_checksum_that_does_not_match_ends_the_lease_and_its_commit_hears_why(
 
 
 @pytest.mark.covers("H05")
-@pytest.mark.parametrize("field", ["secret", "attempt", "prompt", "length", "token", "max_tokens"])
+@pytest.mark.parametrize(
+    "field", ["secret", "attempt", "prompt", "length", "length below the keys", "token", "max_tokens"]
+)
 def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None:
     decode = Decode()
     lease = decode.reserve(KEY, PROMPT, 4).lease
@@ -160,7 +162,9 @@ def test_a_commit_that_does_not_fit_its_lease_starts_nothing(field: str) -> None
         case "prompt":
             prompt = [8, *PROMPT[1:]]
         case "length":
-            prompt = PROMPT[:-1]
+            prompt = [*PROMPT, 8]
+        case "length below the keys":
+            prompt = PROMPT[: len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE - 1]
         case "token":
             token = VOCAB_SIZE
         case "max_tokens":
@@ -234,7 +238,7 @@ def test_kv_that_gives_no_numbers_ends_its_own_branch_with_one_error() -> None:
 
 
 @pytest.mark.covers("H05")
-@pytest.mark.parametrize("keys", ["repeated", "too many", "too few"])
+@pytest.mark.parametrize("keys", ["repeated", "too many", "too few for several"])
 def test_a_reserve_with_other_keys_than_its_full_blocks_is_refused(keys: str) -> None:
     decode = Decode()
     request = reserve_request(KEY, PROMPT + PROMPT, 4)
@@ -243,8 +247,9 @@ def test_a_reserve_with_other_keys_than_its_full_blocks_is_refused(keys: str) ->
             request.block_keys[1] = request.block_keys[0]
         case "too many":
             request.num_tokens = 3
-        case "too few":
-            del request.block_keys[0]
+        case "too few for several":  # one that moves comes alone, and may not know all of them
+            del request.block_keys[-1]
+            request.more_choices.append(1)
     assert decode.ask(request).error.code == pb.INCOMPATIBLE
 
 

@@ -204,6 +204,9 @@ class DrainingPart:
     def hold_back(self, is_held_up: bool) -> None:
         pass
 
+    def sends(self, event: ev.Event) -> bool:
+        return False
+
     def load(self) -> pb.LoadReport:
         return pb.LoadReport()
 

@@ -21,13 +21,14 @@ KEY_SEED = seed_key(b"checked node")
 Owner = tuple[int, int]  # slot, generation
 P = Phase
 NEXT_PHASES = {  # as far as two looks apart can tell
-    P.WAITING: set(P) - {P.PREEMPTING},
+    P.WAITING: set(P) - {P.PREEMPTING, P.PAUSED},
     P.RUNNING_PREFILL: {P.RUNNING_PREFILL, P.RUNNING_DECODE, P.FINISHED},
     P.RUNNING_DECODE: {P.RUNNING_DECODE, P.FINISHED},
-    P.PREEMPTING: {P.PREEMPTING, P.WAITING, P.FINISHED},
+    P.PREEMPTING: {P.PREEMPTING, P.WAITING, P.PAUSED, P.FINISHED},
+    P.PAUSED: {P.PAUSED, P.RUNNING_DECODE, P.WAITING, P.FINISHED},
     P.FINISHED: {P.FINISHED},
 }
-BACK = {(P.RUNNING_DECODE, P.PREEMPTING)}  # under pressure
+BACK = {(P.RUNNING_DECODE, P.PREEMPTING)}  # under pressure, or where it is asked for
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Sizes:
     max_beside_decodes: int | None = None
     policy: ReservePolicy = "full"
     resumes: bool = True
+    keeps: bool = False
 
 
 def make_spec(
@@ -93,6 +95,7 @@ class CheckedNode:
             cache_generated=sizes.cache_generated,
             reserve=ReserveConfig(sizes.policy),
             resumes_preempted=sizes.resumes,
+            keeps_preempted=sizes.keeps,
         )
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.runner = FakeRunner(self.memory, sizes.block_size, sizes.vocab_size, sizes.num_slots)
@@ -101,6 +104,8 @@ class CheckedNode:
         self.token_ids: dict[Hashable, list[int]] = {}  # new ones
         self.finished: dict[Hashable, str] = {}
         self.aborted: set[Hashable] = set()
+        self.paused: dict[Hashable, str] = {}  # why: "paused", or "preempted" and kept
+        self.asked_to_pause: set[Hashable] = set()
         self.phases: dict[Hashable, Phase] = {}
         self.tables: dict[Owner, list[int]] = {}
         self.generations: dict[int, int] = {}
@@ -127,8 +132,24 @@ class CheckedNode:
 
     def abort(self, sequence_id: Hashable) -> None:
         assert self.scheduler.abort(sequence_id)
+        self.paused.pop(sequence_id, None)
         if sequence_id not in self.finished:
             self.aborted.add(sequence_id)
+
+    def pause(self, sequence_id: Hashable) -> bool:
+        """Whether it will be; its Progress comes."""
+        is_decoding = self.phases.get(sequence_id) is Phase.RUNNING_DECODE
+        assert self.scheduler.pause(sequence_id) == is_decoding
+        if is_decoding:
+            self.asked_to_pause.add(sequence_id)
+        self.check()
+        return is_decoding
+
+    def resume(self, sequence_id: Hashable) -> None:
+        """Go on, with the tokens that it would have had anyhow."""
+        self.scheduler.resume(sequence_id)
+        del self.paused[sequence_id]
+        self.check()
 
     def plan(self) -> Plan | None:
         """The next plan, checked."""
@@ -172,7 +193,9 @@ class CheckedNode:
         assert isinstance(phases, dict)
         for sequence_id, phase in phases.items():
             before = self.phases.get(sequence_id, Phase.WAITING)
-            assert phase in NEXT_PHASES[before] or (self.sizes.policy != "full" and (before, phase) in BACK)
+            may_go_back = self.sizes.policy != "full" or sequence_id in self.asked_to_pause
+            assert phase in NEXT_PHASES[before] or (may_go_back and (before, phase) in BACK)
+            assert (phase is Phase.PAUSED) == (sequence_id in self.paused)
             self.phases[sequence_id] = phase
 
     def blocks_in_flight(self, but: Owner | None = None) -> set[int]:
@@ -193,7 +216,8 @@ class CheckedNode:
         return is_pool_idle and self.scheduler.num_free_slots == self.sizes.num_slots
 
     def _check_plan(self, plan: Plan) -> None:
-        assert 0 < plan.num_tokens <= self.sizes.max_batched_tokens or (plan.marks and plan.num_tokens == 0)
+        has_more = bool(plan.marks or plan.leaving_block_ids)
+        assert 0 < plan.num_tokens <= self.sizes.max_batched_tokens or (has_more and plan.num_tokens == 0)
         owners = [(row.slot, row.generation) for row in (*rows_of(plan), *plan.marks)]
         assert len({slot for slot, _ in owners}) == len(owners)
         assert not self.marked & {*owners}, "nothing follows a mark"
@@ -221,13 +245,18 @@ class CheckedNode:
         assert sequence_id not in self.finished and sequence_id not in self.aborted
         if item.token_id is not None:
             self.token_ids[sequence_id].append(item.token_id)
-        if item.finish is not None:
+        is_kept = item.finish == "paused" or (item.finish == "preempted" and self.scheduler.knows(sequence_id))
+        if is_kept:
+            self._check_paused(sequence_id, item)
+        elif item.finish is not None:
             self.finished[sequence_id] = item.finish
         spec = self.specs[sequence_id]
         right = right_answer(spec, self.sizes.vocab_size)
         got = self.token_ids[sequence_id]
         assert got == right[: len(got)]
-        if item.finish == "preempted":
+        if is_kept:
+            assert len(got) < len(right)
+        elif item.finish == "preempted":
             assert not self.sizes.resumes and len(got) < len(right)
         elif item.finish is not None:
             assert got == right
@@ -236,6 +265,17 @@ class CheckedNode:
             known = [*spec.token_ids, *got]
             table = self.scheduler.block_ids(sequence_id)
             assert self.tokens_in(table, item.num_computed) == known[: item.num_computed]
+
+    def _check_paused(self, sequence_id: Hashable, item: Progress) -> None:
+        """All that it said was told before, and all KV of it but the last token's is in its blocks."""
+        assert item.finish is not None and item.token_id is None
+        assert (item.finish == "paused") == (sequence_id in self.asked_to_pause)
+        self.asked_to_pause.discard(sequence_id)
+        self.paused[sequence_id] = item.finish
+        known = [*self.specs[sequence_id].token_ids, *self.token_ids[sequence_id]]
+        assert item.num_computed == len(known) - 1 == self.scheduler.num_planned(sequence_id)
+        table = self.scheduler.block_ids(sequence_id)
+        assert self.tokens_in(table, item.num_computed) == known[:-1]
 
 
 def rows_of(plan: Plan) -> tuple[DecodeRow | PrefillChunk, ...]:

@@ -27,6 +27,10 @@ EVENTS = {
     "hand_over": 4,
     "lease": 1,
     "end_lease": 2,
+    "pause": 2,
+    "resume": 6,
+    "lend": 2,
+    "end_lend": 1,
 }
 POLICIES: tuple[ReservePolicy, ...] = ("full", "ratio", "fixed", "none")
 MAX_UNREAD = 3
@@ -50,12 +54,14 @@ class Life:
             max_beside_decodes=self.random.choice((None, None, 1, 3)),
             policy=self.random.choice(POLICIES),
             resumes=self.random.random() < 0.7,
+            keeps=self.random.random() < 0.5,
         )
         self.node = CheckedNode(self.sizes)
         self.happened: Counter[str] = Counter()
         self.unreleased: set[Hashable] = set()  # lending sequences
         self.to_hand_over: set[Hashable] = set()
         self.leases: list[list[int]] = []  # of blocks that nobody will ever commit
+        self.moving: dict[Hashable, dict[int, list[int]]] = {}  # whose blocks a link reads: what it found in them
 
     def live(self) -> None:
         for _ in range(NUM_EVENTS):
@@ -66,6 +72,7 @@ class Life:
         self.happened[event] += getattr(self, event)()
         self.node.check()
         self.check_lent()
+        self.check_moving()
 
     # Events: each says whether it could happen
 
@@ -182,6 +189,40 @@ class Life:
         self.unreleased.remove(sender_id)
         return True
 
+    def pause(self) -> bool:
+        decoding = [n for n in self.alive() if self.node.phases.get(n) is Phase.RUNNING_DECODE]
+        return bool(decoding) and self.node.pause(self.random.choice(decoding))
+
+    def resume(self) -> bool:
+        """A move came to nothing."""
+        can_resume = [n for n, why in self.node.paused.items() if why == "paused" or self.sizes.resumes]
+        if not can_resume:
+            return False
+        self.node.resume(self.random.choice(can_resume))
+        return True
+
+    def lend(self) -> bool:
+        """A link is going to read what a sequence has, which runs or is paused."""
+        phases = (Phase.RUNNING_DECODE, Phase.PREEMPTING, Phase.PAUSED)
+        free = [n for n in self.alive() if n not in self.moving and n not in self.unreleased]
+        assert all(self.node.scheduler.can_move(n) == (self.node.phases.get(n) in phases) for n in free)
+        free = [n for n in free if self.node.scheduler.can_move(n)]
+        if not free:
+            return False
+        sequence_id = self.random.choice(free)
+        self.node.scheduler.lend(sequence_id)
+        self.moving[sequence_id] = {}
+        return True
+
+    def end_lend(self) -> bool:
+        """The link has read everything, or is gone."""
+        if not self.moving:
+            return False
+        sequence_id = self.random.choice(list(self.moving))
+        del self.moving[sequence_id]
+        self.node.scheduler.release(sequence_id)
+        return True
+
     # What it looks at
 
     def draw_seed(self) -> int | None:
@@ -207,15 +248,43 @@ class Life:
                 token_ids = self.node.specs[sequence_id].token_ids
                 assert self.node.tokens_in(block_ids, len(token_ids)) == list(token_ids)
 
+    def check_moving(self) -> None:
+        """What a link may read is final, and stays in use until it was released, whatever became of the sequence."""
+        states = self.node.pool.snapshot()["states"]
+        assert isinstance(states, tuple)
+        for sequence_id, read in self.moving.items():
+            if sequence_id in self.alive() and self.node.phases[sequence_id] is not Phase.WAITING:
+                table, size = self.node.scheduler.block_ids(sequence_id), self.sizes.block_size
+                known = [*self.node.specs[sequence_id].token_ids, *self.node.token_ids[sequence_id]]
+                num_readable = self.node.scheduler.num_readable(sequence_id)
+                num_full = min(num_readable, (len(known) - 1) // size)
+                is_paused = sequence_id in self.node.paused
+                assert num_full == num_readable or is_paused
+                assert self.node.tokens_in(table[:num_full], num_full * size) == known[: num_full * size]
+                read |= {block_id: known[at * size : (at + 1) * size] for at, block_id in enumerate(table[:num_full])}
+                self.happened["read while it runs"] += num_full > 0 and not is_paused
+                self.happened["read while it is paused"] += num_readable > num_full
+            for block_id, token_ids in read.items():
+                assert states[block_id] is BlockState.USED, "a link reads a block that is not in use"
+                assert self.node.tokens_in([block_id], self.sizes.block_size) == token_ids
+
     def end(self) -> None:
         """Nothing new comes; everything that was accepted ends."""
+        for sequence_id in self.moving:
+            self.node.scheduler.release(sequence_id)
+        self.moving.clear()
         for block_ids in self.leases:
             self.node.pool.release_lease(block_ids)
         while self.alive():
             for sequence_id in self.ended_lenders():  # may be what the head of the queue waits for
                 self.node.scheduler.release(sequence_id)
                 self.unreleased.remove(sequence_id)
-            assert self.node.plan() is not None or self.node.unread, "something is alive, but nothing can be done"
+            while self.resume():
+                pass
+            for sequence_id in list(self.node.paused):  # it gave way on a node that resumes nobody
+                self.node.abort(sequence_id)
+            is_at_work = self.node.plan() is not None or self.node.unread or not self.alive()
+            assert is_at_work, "something is alive, but nothing can be done"
             while self.node.unread:
                 self.node.complete()
         self.node.run_to_the_end()
@@ -260,9 +329,10 @@ def test_in_any_order_of_events_the_scheduler_does_what_the_checked_node_allows(
 
 def test_everything_does_happen() -> None:
     happened: Counter[str] = Counter()
-    for seed in range(5):
+    for seed in range(12):
         life = Life(Random(seed))
         life.live()
         happened += life.happened
         happened["preempted"] += life.node.scheduler.num_preempted
-    assert set(happened) == {*EVENTS, "preempted"}
+    assert set(happened) == {*EVENTS, "preempted", "read while it runs", "read while it is paused"}
+    assert all(happened.values())

@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 _POOL: Final = ("tests/engine_pure/test_block_pool.py",)
 _CACHE: Final = ("tests/engine_pure/test_prefix_cache.py",)
 _SCHEDULER: Final = ("tests/engine_pure/test_scheduler.py", "tests/engine_pure/test_scheduler_handovers.py")
+_PAUSING: Final = ("tests/engine_pure/test_pausing.py",)
 _RANDOM: Final = ("tests/engine_pure/test_scheduler_random.py",)
 
 MUTANTS: Final = (
@@ -89,22 +90,22 @@ MUTANTS: Final = (
         "freed-before-the-last-step-was-read",
         "An aborted sequence's blocks are free while a launched step still writes into them.",
         "engine/scheduler.py",
-        "            if not self._has_unread_rows(sequence):\n                self._all.retire(sequence)\n",
+        "            if not self._reader.has_unread_rows(sequence):\n                self._all.retire(sequence)\n",
         "            self._all.retire(sequence)\n",
         _RANDOM,
     ),
     Mutant(
         "retired-a-step-early",
         "A finished sequence's blocks are free when the step that finished it was read, though a later one has a row of it.",
-        "engine/scheduler.py",
-        "if self._is_finished(sequence) and not self._has_unread_rows(sequence):",
-        "if self._is_finished(sequence):",
+        "engine/reading.py",
+        "if self.is_finished(sequence) and not self.has_unread_rows(sequence):",
+        "if self.is_finished(sequence):",
         _RANDOM,
     ),
     Mutant(
         "generation-not-checked",
         "A slot's next owner is given its last owner's token.",
-        "engine/scheduler.py",
+        "engine/reading.py",
         "if answer.generation == sequence.generation:",
         "if answer.generation <= sequence.generation:",
         _SCHEDULER,
@@ -112,7 +113,7 @@ MUTANTS: Final = (
     Mutant(
         "generation-of-decodes-not-checked",
         "A decode row's answer to its slot's last owner is read as the next owner's.",
-        "engine/scheduler.py",
+        "engine/reading.py",
         "            & (result.generations[:num_decodes] == decodes.generations)\n",
         "",
         _SCHEDULER,
@@ -136,7 +137,7 @@ MUTANTS: Final = (
     Mutant(
         "published-before-read",
         "A block is offered to the prefix cache a step early, with a last token whose KV is not there yet.",
-        "engine/scheduler.py",
+        "engine/reading.py",
         "            if fills:\n                self._room.publish(sequence, end)\n",
         "            self._room.publish(sequence, end + 1)\n",
         _RANDOM,
@@ -177,8 +178,8 @@ MUTANTS: Final = (
         "lent-blocks-freed-at-the-end",
         "A prefill's blocks are free when its computing ends, while the link still reads them.",
         "engine/population.py",
-        "        if sequence.is_lending:\n            self.lent",
-        "        if not sequence.is_lending and sequence.spec.lends:\n            self.lent",
+        "        if sequence.is_lending or sequence.is_read:\n",
+        "        if sequence.is_read or (not sequence.is_lending and sequence.spec.lends):\n",
         _RANDOM,
     ),
     Mutant(
@@ -195,6 +196,63 @@ MUTANTS: Final = (
         "engine/planning.py",
         "self._max_batched_tokens - len(decodes)",
         "self._max_batched_tokens",
+        _RANDOM,
+    ),
+    Mutant(
+        "moving-blocks-freed-while-read",
+        "A sequence that is cancelled while it moves frees the blocks that the link still reads.",
+        "engine/population.py",
+        "if sequence.is_lending or sequence.is_read:",
+        "if sequence.is_lending:",
+        _RANDOM,
+    ),
+    Mutant(
+        "readable-before-the-step-is-read",
+        "Blocks of a moving sequence may be sent when the plan that puts them where links read is made, not when it has run.",
+        "engine/planning.py",
+        "                shown.append((sequence, sequence.owner, num_blocks))\n",
+        "                shown.append((sequence, sequence.owner, num_blocks))\n"
+        "                sequence.num_readable = num_blocks\n",
+        _PAUSING,
+    ),
+    Mutant(
+        "last-block-sent-while-it-grows",
+        "Of a sequence that decodes on the block that it writes is offered to the link.",
+        "engine/planning.py",
+        "int(self._slots.num_computed[sequence.slot]) // self._room.block_size",
+        "-(-int(self._slots.num_computed[sequence.slot]) // self._room.block_size)",
+        _RANDOM,
+    ),
+    Mutant(
+        "resumed-with-a-final-last-block",
+        "A resumed sequence's last block counts as sent for good, though it goes on writing it.",
+        "engine/population.py",
+        "        sequence.num_readable = min(sequence.num_readable, num_final)\n",
+        "",
+        _RANDOM,
+    ),
+    Mutant(
+        "paused-without-a-slot",
+        "A paused sequence gives its slot away, and cannot go on when its move is refused.",
+        "engine/population.py",
+        "sequence.keeps_slot = keeps_slot and self.slots.reserve(1)",
+        "sequence.keeps_slot = keeps_slot",
+        _RANDOM,
+    ),
+    Mutant(
+        "paused-blocks-do-not-come",
+        "What is paused does not count as coming: the same need preempts twice.",
+        "engine/population.py",
+        "        yield from self.paused.values()\n",
+        "        yield from ()\n",
+        _PAUSING,
+    ),
+    Mutant(
+        "mark-of-an-ended-sequence",
+        "A sequence that was to be paused and is aborted before the next plan is marked all the same.",
+        "engine/planning.py",
+        "[each for each in self._pausing if self._is_preempting(each)]",
+        "[*self._pausing]",
         _RANDOM,
     ),
 )

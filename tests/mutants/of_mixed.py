@@ -63,9 +63,9 @@ MUTANTS: Final = (
     Mutant(
         "local-cancel-goes-on-computing",
         "A cancelled attempt is forgotten, and computed to its end all the same.",
-        "decode_node/running.py",
-        "        self._scheduler.abort(branch.key)\n",
-        "",
+        "decode_node/mover.py",
+        "        else:\n            self._scheduler.abort(key)\n\n    # ---",
+        "\n    # ---",
         _LIVES,
     ),
     Mutant(
@@ -89,8 +89,8 @@ MUTANTS: Final = (
         "A decode core takes a chunk of a prompt, or of a sequence that is computed again, for its end.",
         "decode_node/running.py",
         "            elif item.finish is not None:  # else it was a chunk, of a new prompt or of one that gave way\n"
-        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '            else:\n                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish or "broken"], now)\n',
+        "                stopped.append((branch, item.finish))\n",
+        '            else:\n                stopped.append((branch, item.finish or "broken"))\n',
         _LIVES,
     ),
     Mutant(
@@ -121,8 +121,8 @@ MUTANTS: Final = (
         "local-forgets-earlier-tokens",
         "What gives way goes back with the tokens of its last attempt only.",
         "decode_node/local_prompts.py",
-        "RunningBranch(key, router, deadline, [*generated], is_local=True)",
-        "RunningBranch(key, router, deadline, [], is_local=True)",
+        "                token_ids=[*generated],\n",
+        "                token_ids=[],\n",
         _LIVES,
     ),
     Mutant(

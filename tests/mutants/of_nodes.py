@@ -33,7 +33,7 @@ MUTANTS: Final = (
     Mutant(
         "write-does-not-renew",
         "An arriving write does not prolong its lease, so a slow transfer loses it.",
-        "decode_node/core.py",
+        "decode_node/receiving.py",
         "lease.missing.difference_update(indices)\n        self._prolong(lease, now)\n",
         "lease.missing.difference_update(indices)\n",
         _DECODE,
@@ -41,7 +41,7 @@ MUTANTS: Final = (
     Mutant(
         "renewed-without-secret",
         "Anybody can renew a lease, whatever secret they show.",
-        "decode_node/core.py",
+        "decode_node/receiving.py",
         "if lease is None or lease.secret != request.secret or",
         "if lease is None or",
         _DECODE,
@@ -49,7 +49,7 @@ MUTANTS: Final = (
     Mutant(
         "slots-of-branches-leak",
         "An expired lease of several branches gives back one slot only.",
-        "decode_node/core.py",
+        "decode_node/receiving.py",
         "self._scheduler.unreserve_slots(len(lease.keys))\n                self._remember_refusal",
         "self._scheduler.unreserve_slots(1)\n                self._remember_refusal",
         _LEASES,
@@ -121,9 +121,9 @@ MUTANTS: Final = (
     Mutant(
         "release-ends-a-committed-lease",
         "A late Release ends a lease that was committed, and the node dies of an event that cannot be.",
-        "decode_node/core.py",
-        "if lease is not None and lease.state in OPEN:  # only",
-        "if lease is not None:  # only",
+        "decode_node/receiving.py",
+        '        if lease.state in OPEN:\n            lease.outcome = "released"',
+        '        if True:\n            lease.outcome = "released"',
         _LEASES,
     ),
     Mutant(
@@ -153,7 +153,7 @@ MUTANTS: Final = (
     Mutant(
         "commit-of-another-attempt",
         "A Commit of an older attempt is applied to the newer attempt's lease.",
-        "decode_node/core.py",
+        "decode_node/receiving.py",
         " or lease.key != attempt_key(commit.key):",
         ":",
         _DECODE,
@@ -161,16 +161,16 @@ MUTANTS: Final = (
     Mutant(
         "receiver-skips-first-token",
         "The receiver does not repeat the sender's token, so a lost one leaves a gap.",
-        "decode_node/core.py",
-        "batches.add(lease.router, key, commit.first_index, token_ids[commit.first_index :])",
-        "batches.add(lease.router, key, commit.first_index + 1, token_ids[commit.first_index + 1 :])",
+        "decode_node/receiving.py",
+        "batches.add(lease.router, key, commit.first_index, branch.token_ids[commit.first_index :])",
+        "batches.add(lease.router, key, commit.first_index + 1, branch.token_ids[commit.first_index + 1 :])",
         _DECODE,
     ),
     Mutant(
         "lease-timer-needs-traffic",
         "The decode core asks for no wake-up, so leases expire only when new work comes.",
         "decode_node/core.py",
-        "            self._timers.next(),\n",
+        "            self._receiving.next_deadline(),\n",
         "",
         _DECODE,
     ),

@@ -88,7 +88,7 @@ MUTANTS: Final = (
     Mutant(
         "no-token-is-a-mark",
         "The scheduler takes any answer to a mark for the signal.",
-        "engine/scheduler.py",
+        "engine/reading.py",
         "if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):",
         "if answer.generation != sequence.generation:",
         _PRESSURE,
@@ -96,7 +96,7 @@ MUTANTS: Final = (
     Mutant(
         "mark-of-a-row-taken",
         "A row that answers the signal without having been marked passes for a token.",
-        "engine/scheduler.py",
+        "engine/reading.py",
         "        elif answer.token_id == PREEMPTED_TOKEN_ID:\n"
         '            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")\n',
         "",
@@ -105,8 +105,8 @@ MUTANTS: Final = (
     Mutant(
         "aborted-victim-requeued",
         "A sequence that is aborted while it gives way comes back.",
-        "engine/scheduler.py",
-        "        if self._is_finished(sequence):  # meanwhile, or aborted\n            return []\n",
+        "engine/reading.py",
+        "        if self.is_finished(sequence):  # meanwhile, or aborted\n            return []\n",
         "",
         _PRESSURE,
     ),
@@ -194,8 +194,8 @@ MUTANTS: Final = (
         "preempted-in-silence",
         "A decode node drops a preempted branch without a word to its router.",
         "decode_node/running.py",
-        "                self._give_up(branch, *ENDS_WITHOUT_TOKEN[item.finish], now)\n",
-        '                self._forget(branch, "cancelled", now)\n',
+        '                    self._report(branch, *ENDS_WITHOUT_TOKEN["preempted"], is_sent=False)\n',
+        "",
         _DOOR,
     ),
     Mutant(

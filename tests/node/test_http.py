@@ -96,6 +96,7 @@ def test_state_shows_blocks_queues_bytes_and_who_it_is() -> None:
         "running_prefill": 0,
         "running_decode": 2,
         "preempting": 1,
+        "paused": 0,
         "finished": 0,
     }
     assert (state["scheduler"]["preemptions"], state["scheduler"]["reserve"]) == (11, 0.5)

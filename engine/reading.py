@@ -1,0 +1,151 @@
+"""What the results of a step mean: tokens, ends, marks answered. The rules are told in engine/scheduler.py. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from engine.plan import (
+    BROKEN_ROW,
+    PREEMPTED_TOKEN_ID,
+    DecodeRow,
+    Decodes,
+    Plan,
+    PrefillChunk,
+    SlotMark,
+    SlotResult,
+    StepResult,
+)
+from engine.population import Population
+from engine.room import Room
+from engine.sequence import NEVER, Phase, Progress, Sequence
+
+PREEMPTED: Final = "preempted"
+PAUSED: Final = "paused"
+
+
+class Reader:
+    """Reads one step after the other, in the order of their plans."""
+
+    def __init__(self, population: Population, room: Room, *, resumes_preempted: bool, keeps_preempted: bool) -> None:
+        self._all = population
+        self._room = room
+        self._resumes_preempted = resumes_preempted
+        self._keeps_preempted = keeps_preempted
+        self._last_read_step_id = NEVER
+
+    def read(self, plan: Plan, result: StepResult) -> list[Progress]:
+        """What the step gave. ValueError: the results are not those of its rows and marks."""
+        num_decodes = len(plan.decodes)
+        others: tuple[PrefillChunk | SlotMark, ...] = (*plan.chunks, *plan.marks)
+        of_decodes, of_others = result.slots[:num_decodes], result.slots[num_decodes:].tolist()
+        if not np.array_equal(of_decodes, plan.decodes.slots) or of_others != [row.slot for row in others]:
+            raise ValueError(f"results of step {result.step_id} are not those of its rows and marks")
+        self._last_read_step_id = plan.step_id
+        progress = self._read_decodes(plan.decodes, result)
+        for index, row in enumerate(others, num_decodes):
+            progress += self._read(row, result[index])
+        return progress
+
+    def is_finished(self, sequence: Sequence) -> bool:
+        """Whether no row of it is planned any more, nor will be."""
+        return bool(self._all.slots.phases[sequence.slot] == Phase.FINISHED)
+
+    def has_unread_rows(self, sequence: Sequence) -> bool:
+        """Whether a step that was launched with it has not been read."""
+        return bool(self._all.slots.last_step_ids[sequence.slot] > self._last_read_step_id)
+
+    def _read_decodes(self, decodes: Decodes, result: StepResult) -> list[Progress]:
+        """Most answers are one more token, and nothing else; those that are more, or may be the last, are read one by one."""
+        slots, rows, ends = self._all.slots, decodes.slots, decodes.positions + 1
+        num_decodes = len(rows)
+        token_ids = result.token_ids[:num_decodes]
+        is_plain = (
+            (token_ids >= 0)
+            & (result.generations[:num_decodes] == decodes.generations)
+            & (slots.generations[rows] == decodes.generations)
+            & (slots.phases[rows] != Phase.FINISHED)
+            & (ends != slots.ends[rows])
+        )
+        is_plain[[index for index in result.with_more if index < num_decodes]] = False
+        slots.num_computed[rows[is_plain]] = ends[is_plain]
+        progress: list[Progress] = []
+        fills_block = ends % self._room.block_size == 0
+        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist(), fills_block.tolist())
+        for index, (slot, end, token_id, plain, fills) in enumerate(zip(*columns, strict=True)):
+            sequence = slots.owners[slot]
+            if sequence is None or not plain or token_id in sequence.spec.stop_token_ids:
+                progress += self._read(decodes[index], result[index])
+                continue
+            sequence.token_ids.append(token_id)
+            if fills:
+                self._room.publish(sequence, end)
+            progress.append(Progress(sequence.spec.sequence_id, end, token_id, None))
+        return progress
+
+    def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
+        """What one row or mark gave."""
+        sequence = self._all.slots[row.slot]
+        # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
+        assert sequence.generation == row.generation
+        progress: list[Progress] = []
+        if isinstance(row, SlotMark):
+            progress = self._leave(sequence, answer)
+        elif answer.token_id == PREEMPTED_TOKEN_ID:
+            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
+        elif answer.generation == sequence.generation:
+            if not self.is_finished(sequence):
+                progress = [self._advance(sequence, row, answer)]
+            elif isinstance(row, PrefillChunk) and not sequence.is_broken:
+                self._keep_computed(sequence, row, answer)
+        if self.is_finished(sequence) and not self.has_unread_rows(sequence):
+            self._all.retire(sequence)
+        return progress
+
+    def _advance(self, sequence: Sequence, row: DecodeRow | PrefillChunk, answer: SlotResult) -> Progress:
+        sequence_id, token_id = sequence.spec.sequence_id, answer.token_id
+        match row:
+            case DecodeRow():
+                num_computed, samples = row.position + 1, True
+            case PrefillChunk():
+                num_computed, samples = row.start + len(row.token_ids), row.samples
+        self._all.slots.num_computed[row.slot] = num_computed
+        if token_id == BROKEN_ROW:
+            sequence.is_broken = True
+            self._all.finish(sequence)
+            return Progress(sequence_id, num_computed, None, "broken")
+        if samples != (token_id >= 0):
+            kind = "samples" if samples else "does not sample"
+            raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
+        self._room.publish(sequence, num_computed)
+        if not samples:
+            return Progress(sequence_id, num_computed, None, None, None, answer.prompt_logprobs)
+        sequence.token_ids.append(token_id)
+        finish = sequence.finish_reason()
+        if finish is not None:
+            self._all.finish(sequence)
+        told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
+        return Progress(sequence_id, num_computed, token_id, finish, *told)
+
+    def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
+        """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
+        if answer.token_id != BROKEN_ROW:
+            self._room.publish(sequence, row.start + len(row.token_ids))
+
+    def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:
+        """The runner is done with a marked slot: all that its owner generated has been read before this."""
+        if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):
+            raise ValueError(f"slot {answer.slot} answered {answer.token_id} to its mark")
+        if self.is_finished(sequence):  # meanwhile, or aborted
+            return []
+        is_paused = sequence.is_pausing
+        if not is_paused and self._resumes_preempted and not sequence.is_read:
+            self._all.requeue(sequence)
+            return []
+        num_computed = int(self._all.slots.num_computed[sequence.slot])
+        if is_paused or self._keeps_preempted or sequence.is_read:
+            self._all.park(sequence, keeps_slot=is_paused)
+        else:
+            self._all.retire(sequence)
+        return [Progress(sequence.spec.sequence_id, num_computed, None, PAUSED if is_paused else PREEMPTED)]
