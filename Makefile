@@ -104,7 +104,7 @@ mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of 
 	@$(BIN)/python -m tests.mutants $(ONLY)
 
 coverage-table: $(STAMP) $(KERNELS) $(REDIS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
-	@$(BIN)/python -m pytest --coverage-table=docs/coverage.md
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
 	rm -rf .venv run models build kernels/cpu/built kernels/numba_built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

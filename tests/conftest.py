@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.coverage_table import CoverageTable
+from tests.coverage_table import COVERS, CoverageTable
 
 RUN_SEED: Final = pytest.StashKey[int]()
 
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         given = told["run_seed"]
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
     table: Path | None = config.getoption("--coverage-table")
-    if table is not None:
+    if table is not None and told is None:
         config.pluginmanager.register(CoverageTable(table))
 
 
@@ -58,8 +58,9 @@ def fresh_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say with each failure how to draw the same again."""
+    """Say with each failure how to draw the same again, and with each report which rows it is about."""
     report = yield
+    report.user_properties += [(COVERS, row) for mark in item.iter_markers(COVERS) for row in mark.args]
     if report.failed and "fresh_seed" in getattr(item, "fixturenames", ()):
         report.sections.append(("seed", f"to draw the same again: --seed {item.config.stash[RUN_SEED]}"))
     return report

@@ -13,6 +13,7 @@ from typing import Final
 import pytest
 
 CHECKLIST: Final = Path(__file__).resolve().parent.parent / "docs" / "checklist.md"
+COVERS: Final = "covers"  # the mark, and the name under which reports bring its rows from process to process
 ROW: Final = re.compile(r"^\| ([A-Z]\d\d) \| (.*) \|$", re.MULTILINE)
 HEADER: Final = """\
 # Which tests prove which row
@@ -37,15 +38,11 @@ class CoverageTable:
         self._tests_of_row: dict[str, set[str]] = defaultdict(set)
         self._outcomes: dict[str, list[str]] = defaultdict(list)  # of a test function, one per case
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note which rows each test covers."""
-        for item in items:
-            for mark in item.iter_markers("covers"):
-                for row in mark.args:
-                    self._tests_of_row[row].add(_function_of(item.nodeid))
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a case ended: its call, or what kept it from being called."""
+        """Note which rows a case covers, and how it ended: its call, or what kept it from being called."""
+        for name, row in report.user_properties:
+            if name == COVERS:
+                self._tests_of_row[str(row)].add(_function_of(report.nodeid))
         if report.when == "call" or report.outcome != "passed":
             self._outcomes[_function_of(report.nodeid)].append(report.outcome)
 
