@@ -12,6 +12,8 @@ TEST_FLAGS ?=
 SEEDS   ?= 1000
 SEED    ?=
 SIM_FLAGS ?=
+SOAK_S  ?= 1800
+CHAOS_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -70,7 +72,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
-	@$(BIN)/python -m pytest $(TEST_FLAGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -94,8 +96,9 @@ docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew,
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
 
-soak: $(STAMP) ## the same, from 10000 seeds that nobody has seen; fails if one does
+soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
 	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
+	@$(BIN)/python -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(BIN)/python -m tests.mutants $(ONLY)

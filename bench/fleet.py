@@ -177,11 +177,11 @@ class Fleet:
     def metric(self, name: str, label: str = "", router: str | None = None) -> float:
         """The sum of a metric of a router (the first) over all its samples; with `label`, over those that carry it."""
         text = self.http.get(f"{self.url_of(router or self.routers[0])}/metrics").text
-        return sum(
-            float(value)
-            for each, labels, value in _SAMPLE.findall(text)
-            if each == f"baton_router_{name}" and label in labels
-        )
+        return _sum(text, f"baton_router_{name}", label)
+
+    def node_metric(self, node: str, name: str, label: str = "") -> float:
+        """Likewise of a node."""
+        return _sum(self.http.get(f"http://{self._ready[node]['http']}/metrics").text, f"baton_node_{name}", label)
 
     def state(self, node: str) -> dict[str, Any]:
         """A node's /state."""
@@ -238,3 +238,9 @@ class Fleet:
         if code is not None:
             raise ClusterProblem(f"{name} ended with {code}: {self.log_text(name)[-2000:]}")
         return self._ready_file(name).exists()
+
+
+def _sum(text: str, name: str, label: str) -> float:
+    """Of a metric's samples that carry the label, in Prometheus' text format."""
+    found = [value for each, labels, value in _SAMPLE.findall(text) if each == name and label in labels]
+    return sum(map(float, found))

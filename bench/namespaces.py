@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -23,6 +24,7 @@ from typing import Final
 
 _CLONE_NEWNET: Final = 0x40000000  # linux/sched.h
 _OWN: Final = Path("/proc/thread-self/ns/net")
+_JOIN_BOUND_S: Final = 10.0
 _PROBE_S: Final = 0.2  # a connection between two namespaces takes well below a millisecond
 
 
@@ -69,9 +71,17 @@ class Network:
         _ip(f"link set {self._cable(name)} down")
 
     def plug(self, name: str) -> None:
-        """Put it back."""
+        """Put it back; returns when it carries."""
         self._unplugged.remove(name)
         _ip(f"link set {self._cable(name)} up")
+        self.wait_until_joined(name)
+
+    def wait_until_joined(self, name: str) -> None:
+        """The kernel takes up to a second until a new cable carries. Raises OSError."""
+        until = time.monotonic() + _JOIN_BOUND_S
+        while not _answers(self.address(name)):
+            if time.monotonic() > until:
+                raise OSError(f"the cable to {name} carries nothing")
 
     def mend(self) -> None:
         """Undo every cut and unplugging that stands."""
@@ -82,15 +92,8 @@ class Network:
 
     def reaches(self, one: str, other: str) -> bool:
         """Whether a TCP connection from one party to another's host gets any answer; no answer costs 0.2 s."""
-        with self.entered(one), socket.socket() as probe:
-            probe.settimeout(_PROBE_S)
-            try:
-                probe.connect((self.address(other), 9))  # nobody listens there: a host that is reached refuses
-            except ConnectionRefusedError:
-                return True
-            except OSError:  # silence, or the middle's word
-                return False
-        return True
+        with self.entered(one):
+            return _answers(self.address(other))
 
     def _rules(self, one: str, other: str) -> list[str]:
         pairs = ((one, other), (other, one))
@@ -114,7 +117,10 @@ def network(names: Sequence[str]) -> Iterator[Network]:
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1", encoding="ascii")
         for number, party in enumerate(parties, 1):
             _join(number, party, middle)
-        yield Network(names, middle, parties)
+        joined = Network(names, middle, parties)
+        for name in names:
+            joined.wait_until_joined(name)
+        yield joined
     finally:
         _set_namespace(descriptors[0])
         for descriptor in descriptors:
@@ -135,6 +141,19 @@ def why_not() -> str | None:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces do not work here ({error})"
     return None
+
+
+def _answers(address: str) -> bool:
+    """Whether a host lets a connection of the calling thread come about, or refuses it."""
+    with socket.socket() as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect((address, 9))  # nobody listens there: a host that is reached refuses
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # silence, or the word of somebody on the way
+            return False
+    return True
 
 
 def _join(number: int, party: int, middle: int) -> None:

@@ -1,6 +1,6 @@
-"""`baton up`: a router and its nodes on this machine, each a process of its own, until a signal.
+"""`baton up`: routers and their nodes on this machine, each a process of its own, until a signal.
 
-    router --(ready file: registry address)--> nodes --(ready files)--> /ready --> cluster.json, a curl line
+    routers --(ready files: registry addresses)--> nodes --(ready files)--> /ready --> cluster.json, a curl line
 
 Everything that was started ends with this process: on a signal each child is asked, then killed; if this process itself is
 killed, the kernel kills the children (deploy/child_process.py). Restarts nothing. Not here: anything that serves.
@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from rich.console import Console
 from deploy.child_process import ChildProcess
 from deploy.up_config import UpConfig
 from runtime.config import child_environment, load, tables_in
-from runtime.process import EXIT_USAGE, die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
+from runtime.redis_address import EMBEDDED
 
 READY_POLL_S: Final = 0.05
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
@@ -78,8 +80,7 @@ class _Launcher:
 
     async def run(self) -> int:
         """Start, wait, stop; 0 after a signal, 1 or 2 if the cluster did not come up or nothing of it is left."""
-        stop = stop_on_signals()
-        stopped = asyncio.create_task(stop.wait())
+        stopped = first_signal()
         start = asyncio.create_task(self._start())
         try:
             waits: set[asyncio.Future[Any]] = {start, stopped, self._first_end}
@@ -104,23 +105,29 @@ class _Launcher:
     async def _start(self) -> None:
         """Everything up to the curl lines."""
         config = self._config
+        names = ["router", *(f"router-{index}" for index in range(1, config.routers))]
         with self._console.status("baton up: starting the router") as status:
             async with asyncio.timeout(config.start_timeout_s):
-                router_child = await self._start_child("router", self._router_command(), threads=1)
-                router = await self._ready(router_child)
+                children = [
+                    await self._start_child(name, self._router_command(index), threads=1)
+                    for index, name in enumerate(names)
+                ]
+                routers = await asyncio.gather(*(self._ready(child) for child in children))
                 status.update("baton up: the nodes load the model")
-                nodes = await self._start_nodes(router["registry"])
+                nodes = await self._start_nodes(",".join(router["registry"] for router in routers))
                 status.update("baton up: waiting for /ready")
-                model_id = await self._wait_until_ready(router["url"])
+                model_ids = await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
+        told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         cluster = {
-            "router": {"url": router["url"], "pid": router["pid"]},
+            "router": told[0],
+            "routers": told,
             "nodes": [{key: node[key] for key in ("node_id", "role", "pid", "http", "grpc")} for node in nodes],
         }
         write_atomically(config.run_dir / "cluster.json", cluster)
-        self._say_how_to_use(router["url"], model_id)
+        self._say_how_to_use([router["url"] for router in routers], model_ids[0])
 
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
-        """Start all nodes at once; what each of them wrote into its ready file."""
+        """Start all nodes at once; what each of them wrote into its ready file. `registry`: of each router, where embedded."""
         config = self._config
         names = [f"{role}-{index}" for role, number in config.nodes.items() for index in range(number)]
         threads = config.threads or max(len(os.sched_getaffinity(0)) // len(names), 1)
@@ -155,14 +162,14 @@ class _Launcher:
         return 1
 
     async def _stop(self) -> None:
-        """End every child: the router first, or its clients would hear of lost nodes instead of a shutdown."""
-        timeout_s = self._config.stop_timeout_s
-        stops = [asyncio.create_task(child.stop(timeout_s)) for child in self._children[:1]]
+        """End every child: the routers first, or their clients would hear of lost nodes instead of a shutdown."""
+        timeout_s, num_routers = self._config.stop_timeout_s, self._config.routers
+        stops = [asyncio.create_task(child.stop(timeout_s)) for child in self._children[:num_routers]]
         if stops:
             await asyncio.wait(stops, timeout=ROUTER_LEAD_S)
-        await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[1:]))
+        await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[num_routers:]))
 
-    async def _watch(self, stopped: asyncio.Task[bool]) -> int:
+    async def _watch(self, stopped: asyncio.Future[signal.Signals]) -> int:
         """Report each child that ends, until a signal comes or none is left."""
         while self._ends and not stopped.done():
             waits: set[asyncio.Future[Any]] = {stopped, *self._ends}
@@ -175,7 +182,10 @@ class _Launcher:
         return 1
 
     async def _start_child(self, name: str, command: Sequence[str], threads: int) -> ChildProcess:
-        child = await ChildProcess.start(name, command, self._config.run_dir, child_environment(threads))
+        # By variable: a password in a command line is everybody's to see.
+        environment = child_environment(threads) | {"BATON_REGISTRY": self._config.registry}
+        environment["BATON_REGISTRY_NAMESPACE"] = self._config.registry_namespace or ""
+        child = await ChildProcess.start(name, command, self._config.run_dir, environment)
         self._children.append(child)
         task = asyncio.create_task(child.ended())
         task.add_done_callback(lambda _: self._note_end(child))
@@ -186,9 +196,10 @@ class _Launcher:
         if not self._first_end.done():
             self._first_end.set_result(child)
 
-    def _router_command(self) -> list[str]:
+    def _router_command(self, index: int) -> list[str]:
         config = self._config
-        command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(config.port)]
+        port = config.port and config.port + index
+        command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
         if config.local_prefill_max_tokens is not None:
             command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
         return [*command, "--registry-port", "0", *self._shared_file()]
@@ -196,7 +207,9 @@ class _Launcher:
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:
         config = self._config
         command = ["deploy.node_process", name.split("-")[0], "--model", str(config.model), "--node-id", name]
-        command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0", "--router", registry]
+        command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
+        if config.registry == EMBEDDED:
+            command += ["--router", registry]
         for field in HANDED_ON:
             value = getattr(config, field)
             if value is not None:
@@ -210,7 +223,7 @@ class _Launcher:
             return []
         return ["--config", str(path)]
 
-    def _say_how_to_use(self, url: str, model_id: str) -> None:
+    def _say_how_to_use(self, urls: list[str], model_id: str) -> None:
         config, say = self._config, self._console.print
         body = {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
         took_s = time.monotonic() - self._started_at
@@ -220,8 +233,10 @@ class _Launcher:
             say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
         for each in (body, body | {"stream": True}):
             say(
-                f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(each))}"
+                f"  curl -N {urls[0]}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(each))}"
             )
+        if len(urls) > 1:
+            say(f"baton up: the other routers: {' '.join(urls[1:])}")
         say("baton up: Ctrl-C stops everything")
 
 

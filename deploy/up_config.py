@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.config import knob
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 
 def _of_nodes(help: str, low: float | None = 1, **details: Any) -> Any:
@@ -22,8 +23,17 @@ class UpConfig:
     prefill: int = knob(1, "number of prefill nodes; 0 only with mixed ones", low=0, high=64)
     decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
     mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
-    host: str = knob("127.0.0.1", "address of the router's HTTP server; nodes stay on loopback", metavar="ADDRESS")
-    port: int = knob(8000, "port of the router's HTTP server; 0 takes a free one", low=0, high=65535)
+    routers: int = knob(1, "number of routers over the same nodes; each takes the next port", low=1, high=64)
+    registry: str = knob(
+        EMBEDDED,
+        "where nodes announce themselves; embedded: in each router; or a Redis, redis://HOST:PORT/DB (rediss: over TLS)",
+        metavar="URL",
+    )
+    registry_namespace: str | None = knob(
+        None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
+    host: str = knob("127.0.0.1", "address of the routers' HTTP servers; nodes stay on loopback", metavar="ADDRESS")
+    port: int = knob(8000, "port of the first router's HTTP server; 0 takes free ones", low=0, high=65535)
     run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
     parent_pid: int = knob(0, "die, and all processes with it, when the process with this id dies; 0: never", low=0)
     start_timeout_s: float = knob(120.0, "seconds until /ready before giving up: a large model loads slowly", low=1)
@@ -58,6 +68,12 @@ class UpConfig:
         return {role: number for role, number in numbers.items() if number}
 
     def __post_init__(self) -> None:
+        if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if self.port and self.port + self.routers > 1 << 16:
+            raise ValueError(
+                f"--port {self.port}: there are not {self.routers} ports from there on, one for each router"
+            )
         for role, number in (("prefill", self.prefill), ("decode", self.decode)):
             if not number and not self.mixed:
                 raise ValueError(f"--{role} 0: nobody would {role}; at least 1 is needed, or --mixed 1")

@@ -33,7 +33,14 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 1_000),  # which is also how long one connect may take
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.enable_retries", 0),  # the core decides what is tried again
+    # A Reserve may wait for seconds at a full node. That a partition has swallowed it is found as soon as a session would find it.
+    ("grpc.keepalive_time_ms", 400),
+    ("grpc.http2.ping_timeout_ms", 1_500),  # keepalive_timeout_ms alone is not heeded: it would take a minute
+    ("grpc.http2.max_pings_without_data", 0),
 )
+# What a node's server must allow, or it closes connections for too many pings.
+SERVER_OPTIONS: Final = (("grpc.http2.min_ping_interval_without_data_ms", 100),)
+CONNECT_TIMEOUT_S: Final = 2.0
 
 
 class HandoffClient:
@@ -62,6 +69,11 @@ class HandoffClient:
         """Give an attempt's lease back, best effort; nothing follows."""
         self._track(self._release(action))
 
+    @property
+    def num_under_way(self) -> int:
+        """Calls that have not ended."""
+        return len(self._tasks)
+
     async def close(self) -> None:
         """Cancel what is under way and close the channels."""
         for task in self._tasks:
@@ -77,8 +89,11 @@ class HandoffClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _reserve(self, action: SendReserve) -> None:
-        call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s, wait_for_ready=True)
-        self._post(ReserveAnswered(action.key, await _answer("reserve", action.address, call)))
+        reply: pb.ReserveReply | None = None
+        if await self._is_connected(action.address, min(CONNECT_TIMEOUT_S, action.timeout_s)):
+            call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s)
+            reply = await _answer("reserve", action.address, call)
+        self._post(ReserveAnswered(action.key, reply))
 
     async def _renew(self, action: SendRenew) -> None:
         call = self._stub(action.address).Renew(action.request, timeout=action.timeout_s, wait_for_ready=True)
@@ -100,14 +115,26 @@ class HandoffClient:
                 return
             await asyncio.sleep(pause_s)
 
+    async def _is_connected(self, address: str, timeout_s: float) -> bool:
+        """Whether there is a connection, or one comes about in time: a port that refuses may be a node that restarts."""
+        try:
+            await asyncio.wait_for(self._channel(address).channel_ready(), timeout_s)
+        except TimeoutError:
+            LOG.info("event=no_answer call=connect peer=%s", address)
+            return False
+        return True
+
     def _stub(self, address: str) -> pb_grpc.NodeAsyncStub:
+        return pb_grpc.NodeStub(self._channel(address))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.pop(address, None) or grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._channels[address] = channel
         if len(self._channels) > MAX_CHANNELS:
             oldest = next(iter(self._channels))
             # Grace: its calls under way have time limits of their own.
             self._track(self._channels.pop(oldest).close(grace=60.0))
-        return pb_grpc.NodeStub(channel)
+        return channel
 
 
 async def _answer(what: str, address: str, call: Awaitable[Reply]) -> Reply | None:

@@ -42,6 +42,10 @@ class RouterConfig:
     max_queue: int = knob(
         1024, "requests (each choice of n is one) that wait for room; one more is answered 429", low=1, high=1 << 20
     )
+    refuse_late: Literal["on", "off"] = knob(
+        "on",
+        "answer 503 at once to who would still wait for room at its deadline, by how fast the queue has moved lately",
+    )
     max_inflight_prefills: int = knob(
         32, "requests in prefill per prefill node; more would only wait there instead of here", low=1, high=4096
     )
@@ -58,6 +62,9 @@ class RouterConfig:
     )
     max_nodes_lost: int = knob(
         2, "nodes that may die while a choice is on them before it fails: it may be what kills them", low=1, high=100
+    )
+    max_moves: int = knob(
+        8, "times that a choice may go from decode node to decode node, KV and all, before it stays", low=0, high=1000
     )
     no_nodes_grace_s: float = knob(
         10.0,
@@ -93,6 +100,13 @@ class RouterConfig:
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
     session_grace_s: float = knob(2.0, "seconds without a node's stream until its work is lost", low=0.1, high=3600)
+    drain_timeout_s: float = knob(
+        25.0,
+        "seconds that SIGTERM leaves what was accepted to finish; 0: none; less than what the process gets before it is "
+        "killed, which is 30 on Kubernetes",
+        low=0,
+        high=86_400,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ A role's last node may be gone for a moment only: somebody restarts it. For a gr
 in and wait; then they, and all that has given its client nothing yet, are turned away until a pair is back. What has begun
 waits on, to its deadline.
 
-Not here: what is wrong with a request by itself (openai_types.py, intake.py).
+Not here: what is wrong with a request by itself (openai_types.py, intake.py); how long it would wait (pace.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class RouterCoreConfig:
     preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
     preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
     max_nodes_lost: int = 2  # a branch that was on so many when they died fails
+    max_moves: int = 8  # of a branch, from decode node to decode node
     no_nodes_grace_s: float = 10.0  # how long a last pair of nodes may be gone before requests are turned away
     local_prefill_max_tokens: int = 0  # that a decode node computes of short prompts at once, instead of a handoff
     breaker_failures: int = 5  # requests in a row that a node fails before it is left alone
@@ -37,7 +38,12 @@ class RouterCoreConfig:
     max_refusal_wait_s: float = 2.0  # whatever it says: the branch holds up those behind it meanwhile
     min_backoff_s: float = 0.1  # before the second attempt in a row that follows a failure; the first follows at once
     max_backoff_s: float = 5.0
-    retry_after_s: float = 1.0  # what a client turned away is told
+    move_retry_s: float = (
+        0.5  # when a holder may ask for a target again, and before which a target that it failed at is not named
+    )
+    refuses_late: bool = True  # who would still be waiting at its deadline is turned away at once
+    retry_after_s: float = 1.0  # what a client turned away is told, at least
+    max_retry_after_s: float = 60.0  # and at most
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
@@ -73,8 +79,8 @@ class Entrance:
         message = f"No nodes to serve the request: {', '.join(self._nodes.missing())}."
         return Failed(request_id, 503, "NO_NODES", message, self._config.retry_after_s)
 
-    def find_refusal(self, request: GenerationRequest, num_queued: int, now: float) -> Failed | None:
-        """Why the request is turned away at once, if it is."""
+    def find_refusal(self, request: GenerationRequest, num_queued: int, wait_s: float, now: float) -> Failed | None:
+        """Why the request, which would find so many in the queue and wait so long, is turned away at once, if it is."""
         longest = self._nodes.longest_known
         total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         if num_queued >= self._config.max_queue:
@@ -87,4 +93,12 @@ class Entrance:
             return Failed(request.request_id, 400, "context_length_exceeded", message, None)
         if request.deadline <= now:
             return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
+        if self._config.refuses_late and now + wait_s > request.deadline:
+            return self._late(request.request_id, wait_s, request.deadline - now)
         return None
+
+    def _late(self, request_id: str, wait_s: float, left_s: float) -> Failed:
+        """The answer to who would wait in vain. If nobody else comes, the queue is short enough once it may come back."""
+        message = f"The wait for room would be {wait_s:.1f} s, and the request's deadline is in {left_s:.1f} s."
+        retry_after_s = min(max(wait_s - left_s, self._config.retry_after_s), self._config.max_retry_after_s)
+        return Failed(request_id, 503, "LATE", message, retry_after_s)

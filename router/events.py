@@ -212,7 +212,7 @@ class Failed:
 
     request_id: str
     status: int  # of the HTTP answer, if none was begun
-    code: str  # a PD Error code's name, or "OVERLOADED", "NO_NODES"
+    code: str  # a PD Error code's name, or "OVERLOADED", "LATE", "NO_NODES"
     message: str
     retry_after_s: float | None
 

@@ -8,7 +8,7 @@ Every branch has one timer, the nearest of its deadline and what its phase waits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -16,9 +16,12 @@ from router import events as ev
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
-from router.nodes import NodeTable, Session
-from router.requests import AwaitingPrompt, LiveBranch, Phase
+from router.node_state import Session
+from router.nodes import NodeTable
+from router.phases import AwaitingPrompt, MoveUnknown, Moving, Phase, nodes_of
+from router.requests import KnownEnd, LiveBranch
 from router.retry import STATUS
+from router.token_log import Appended
 from router.waiting import WaitingBranches
 
 
@@ -109,25 +112,53 @@ class LiveRequests:
         """Nothing of the branch runs any more, or it is fenced."""
         if branch.pair is not None:
             self._nodes.vacate(branch.key, branch.pair)
-            for ref in branch.pair.nodes:
-                self._breakers.left(ref.name, branch.key, now)
+        if isinstance(branch.phase, Moving | MoveUnknown):
+            self._nodes.vacate_decode(branch.key, branch.phase.target.node)
+        for ref in nodes_of(branch.phase):
+            self._breakers.left(ref.name, branch.key, now)
         self.may_place = True
+
+    # ---------------------------------------------------------------- tokens
+
+    def take_tokens(
+        self,
+        branch: LiveBranch,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[pb.TokenLogprobs],
+        now: float,
+    ) -> bool:
+        """Take tokens into the log and emit the new ones; False if they ended the request instead."""
+        result = branch.log.append(first_index, token_ids)
+        if not isinstance(result, Appended):
+            self.fail(branch, pb.INTERNAL, f"PD Error: {result}", now)
+            return False
+        fresh = result.token_ids
+        if len(fresh) < len(token_ids):
+            self.count("repeated_batches")
+        if fresh:
+            scored = () if branch.request.sampling.num_logprobs is None else tuple(logprobs[-len(fresh) :])
+            request_id, choice = branch.key
+            self.actions.append(ev.Emitted(request_id, result.first_index, fresh, choice, scored))
+        return True
 
     # ---------------------------------------------------------------- ends
 
     def finish_when_scored(self, branch: LiveBranch, reason: str, now: float, num_tokens: int | None = None) -> None:
-        """Finish a branch that no node works on any more, now or when its prompt's logprobs are there."""
+        """Finish a branch that no node works on any more, now or when its prompt's logprobs are there; one that waits has another
+        attempt before it, which brings them."""
+        end = branch.known_end = branch.known_end or KnownEnd(reason, num_tokens)
         if not branch.awaits_prompt_logprobs:
-            self.finish(branch, reason, now, num_tokens)
+            self.finish(branch, end, now)
         elif branch.pair is not None:
             self.leave_nodes(branch, now)
-            until = now + self._config.prompt_logprobs_grace_s
-            self.enter(branch, AwaitingPrompt(branch.pair, until, reason, num_tokens), now)
+            self.enter(branch, AwaitingPrompt(branch.pair, now + self._config.prompt_logprobs_grace_s), now)
 
-    def finish(self, branch: LiveBranch, reason: str, now: float, num_tokens: int | None = None) -> None:
-        """A branch's one result; `num_tokens` of the log, or all."""
+    def finish(self, branch: LiveBranch, end: KnownEnd, now: float) -> None:
+        """A branch's one result."""
         request_id, choice = branch.key
-        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))
+        token_ids = branch.log.token_ids[: end.num_tokens]
+        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))
         self._forget(branch, now)
 
     def fail(
@@ -162,12 +193,14 @@ class LiveRequests:
     # ---------------------------------------------------------------- what is sent
 
     def cancel(self, branch: LiveBranch, now: float) -> None:
-        """Fence the newest attempt and all older ones at every node of it."""
-        if branch.pair is None:
-            return  # was done when the branch came back
-        cancel = pb.RouterMessage(cancel=pb.Cancel(key=branch.attempt_key.to_proto(), ms_left=branch.ms_left(now)))
-        for ref in branch.pair.nodes:
-            self.send(ref, cancel)
+        """Fence the newest attempt and all older ones wherever they are; of a branch that waits that has been done."""
+        for ref in nodes_of(branch.phase):
+            self.cancel_at(ref, branch, now)
+
+    def cancel_at(self, ref: ev.NodeRef, branch: LiveBranch, now: float) -> None:
+        """Fence the newest attempt and all older ones at this node."""
+        cancel = pb.Cancel(key=branch.fence.to_proto(), ms_left=branch.ms_left(now))
+        self.send(ref, pb.RouterMessage(cancel=cancel))
 
     def send(self, ref: ev.NodeRef, message: pb.RouterMessage) -> None:
         """Send to a node, unless it is lost."""

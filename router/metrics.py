@@ -21,6 +21,7 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
+    "moves": ("moves between decode nodes: begun, done, off (came to nothing), no_room (nobody could take it)", "what"),
     "circuits_opened": ("nodes left alone for a while because request after request failed there", None),
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),

@@ -1,4 +1,4 @@
-"""What the router knows of each node process: its registry entry, its session, and what of ours is on it.
+"""What the router knows of all node processes, and what of ours is on each (node_state.py).
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
 is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from proto import baton_pb2 as pb
@@ -27,81 +26,10 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
+from router.node_state import Node, Session
 from router.placement import Candidate, Pair
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
-PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
-DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})
-
-
-class Session(Enum):
-    """The state of the session with a node."""
-
-    DIALING = "dialing"  # never up yet
-    UP = "up"
-    BROKEN = "broken"  # may be resumed within its grace
-    LOST = "lost"  # what was there is gone; the dialer goes on trying while the node is listed
-
-
-@dataclass(slots=True)
-class Node:
-    """One node process."""
-
-    ref: NodeRef
-    entry: pb.NodeEntry
-    fingerprint: bytes
-    session: Session = Session.DIALING
-    is_listed: bool = True
-    load: pb.LoadReport = field(default_factory=pb.LoadReport)
-    prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
-    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
-    prefill_tokens: int = 0  # sum over `prefilling`
-    num_prefills: int = 0  # attempts in `prefilling`: those with tokens
-
-    @property
-    def can_take_work(self) -> bool:
-        """Listed, connected and not about to end; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP and not self.entry.draining
-
-    @property
-    def is_expected(self) -> bool:
-        """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
-
-    @property
-    def max_total_tokens(self) -> int:
-        """The longest sequence, prompt and completion, that the node can hold."""
-        return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
-
-    @property
-    def prefills(self) -> bool:
-        """Whether its role takes prompts."""
-        return self.entry.role in PREFILLING
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its role generates what others, or itself, have prefilled."""
-        return self.entry.role in DECODING
-
-    @property
-    def prefills_locally(self) -> bool:
-        """Whether it only decodes, but computes prompts that stay there where it is asked to."""
-        return self.entry.role == pb.ROLE_DECODE and self.entry.local_prefill
-
-    def prefill_candidate(self) -> Candidate:
-        """The node as placement sees it for a prompt; see there for what load means."""
-        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
-
-    def decode_candidate(self) -> Candidate:
-        """The node as placement sees it for what follows the prompt."""
-        taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
-        return Candidate(self.ref, self.fingerprint, (self._share_of_slots, taken / max(self.entry.num_blocks, 1)))
-
-    @property
-    def _share_of_slots(self) -> float:
-        """Of its sequences, how many decode or will: none on a prefill node."""
-        return len(self.branches) / max(self.entry.max_num_seqs, 1)
-
 
 NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
 
@@ -111,8 +39,9 @@ class NodeChange:
     """What an event about nodes brings about."""
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
-    orphans: dict[BranchKey, NodeRef] = field(default_factory=dict)  # -> the lost node that it was on
-    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
+    orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
+    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -195,10 +124,12 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.session in (Session.UP, Session.BROKEN):
+        if node.entry.draining:
+            change.drained.add(node.ref)
+        elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
-        change.orphans.update(dict.fromkeys([*node.prefilling, *node.branches], node.ref))
+        change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
         if not node.is_listed:
             self._remove(node, change)
 
@@ -313,6 +244,19 @@ class NodeTable:
             and self._is_stranded(node, without)
         ]
 
+    def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
+        """Nodes that could take a sequence of `num_tokens` over from another: those that decode, have its fingerprint and, as
+        far as they said last, the blocks."""
+        known = self._nodes.get(holder)
+        return [
+            each
+            for each in self.decode_candidates(total_tokens)
+            if each.node != holder
+            and known is not None
+            and each.fingerprint == known.fingerprint
+            and self._nodes[each.node].has_blocks_for(num_tokens)
+        ]
+
     def spare_candidates(
         self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
     ) -> list[Candidate]:
@@ -342,12 +286,11 @@ class NodeTable:
 
         `tokens_to_prefill`: 0 if another branch of the attempt brings them.
         """
-        prefill, decode = self._nodes[pair.prefill], self._nodes[pair.decode]
+        prefill = self._nodes[pair.prefill]
         prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
         prefill.num_prefills += tokens_to_prefill > 0
-        decode.branches.add(branch)
-        return pb.Target(node=decode.entry.node, grpc_address=decode.entry.grpc_address)
+        return self.occupy_decode(branch, pair.decode)
 
     def vacate_prefill(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on its prefill node; again is harmless, and so is a node that is gone."""
@@ -360,7 +303,17 @@ class NodeTable:
     def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""
         self.vacate_prefill(branch, pair)
-        node = self._nodes.get(pair.decode)
+        self.vacate_decode(branch, pair.decode)
+
+    def occupy_decode(self, branch: BranchKey, ref: NodeRef) -> pb.Target:
+        """Count a branch on a node that it is to move to; the node as the other one is told of it."""
+        node = self._nodes[ref]
+        node.branches.add(branch)
+        return pb.Target(node=node.entry.node, grpc_address=node.entry.grpc_address)
+
+    def vacate_decode(self, branch: BranchKey, ref: NodeRef) -> None:
+        """Count a branch no more on a node that decodes it, or was to; again is harmless, and so is a node that is gone."""
+        node = self._nodes.get(ref)
         if node is not None:
             node.branches.discard(branch)
 

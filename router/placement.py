@@ -161,6 +161,11 @@ class Placement:
         preferred = [candidate for candidate in decodes if candidate.node not in avoided]
         return self._pair(prefills, preferred, kept) or self._pair(prefills, decodes, kept)
 
+    def choose_target(self, decodes: Sequence[Candidate], avoided: Collection[NodeRef]) -> NodeRef | None:
+        """Where a branch moves to, of nodes that can take it over; `avoided` ones only if no other can be."""
+        preferred = [candidate for candidate in decodes if candidate.node not in avoided] or decodes
+        return self._decode.choose(preferred).node if preferred else None
+
     def choose_alone(
         self,
         decodes: Sequence[Candidate],

@@ -1,75 +1,30 @@
-"""A request while it lives in the router: its branches, their phases as types, and the message that starts an attempt.
+"""A request while it lives in the router: all that is kept of each branch, and the message that starts an attempt.
 
-    Waiting ──dispatch──> Prefilling ──receiver's first batch──> Decoding ──finish──> (forgotten)
-       ^                     │  │                                   ^  │                    ^
-       └──refused, retried───┘  └──commit unanswered──> CommitUnknown  └──> AwaitingPrompt ─┘
-
-A request has a branch per choice. Each is queued, retried, cancelled and finished by itself, under its own attempt numbers; only a
-first dispatch can be of several (waiting.py), and an error is the whole request's. Who of the two nodes is believed in which
-phase is the owner rule (ownership.py).
+A request has a branch per choice. Each is queued, retried, moved, cancelled and finished by itself, under its own attempt numbers;
+only a first dispatch can be of several (waiting.py), and an error is the whole request's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
 from router.events import GenerationRequest, NodeRef, Sampling
-from router.ownership import Owner
+from router.ownership import Side
+from router.phases import AwaitingPrompt, CommitUnknown, Move, MoveDoubted, MoveUnknown, Phase, Post, Waiting, posts_of
 from router.placement import Pair
 from router.retry import Tries
 from router.seeds import branch_seed
 from router.token_log import TokenLog
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """In the queue, on no node."""
+class KnownEnd(NamedTuple):
+    """How a branch has ended, while its prompt's logprobs are still to come."""
 
-    owner: ClassVar = Owner.NOBODY
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilling:
-    """Dispatched; the prefill node owns the attempt."""
-
-    owner: ClassVar = Owner.SENDER
-    pair: Pair
-
-
-@dataclass(frozen=True, slots=True)
-class CommitUnknown:
-    """The sender sent Commit and heard nothing; the receiver may own the attempt, or nobody does."""
-
-    owner: ClassVar = Owner.UNSURE
-    pair: Pair
-    until: float
-    error: pb.PDError
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """The receiver owns the attempt."""
-
-    owner: ClassVar = Owner.RECEIVER
-    pair: Pair
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitingPrompt:
-    """Complete, but for the prompt's logprobs: the receiver's last batch has overtaken the sender's first."""
-
-    owner: ClassVar = Owner.NOBODY
-    pair: Pair
-    until: float
     finish_reason: str
     num_tokens: int | None  # of the log that are the completion; None: all
-
-
-Phase = Waiting | Prefilling | CommitUnknown | Decoding | AwaitingPrompt
 
 
 class LiveBranch:
@@ -84,21 +39,50 @@ class LiveBranch:
         self.tries = tries
         self.phase: Phase = Waiting()
         self.waits_since = now
-        self.attempt = -1  # number of the newest attempt; before the first there is none
-        self.last_pair: Pair | None = None  # where that attempt ran
+        self.attempt = -1  # number of the attempt that counts; before the first there is none
+        self.newest_attempt = -1  # the highest number given out, be it for a move that has not happened
+        self.num_moves = 0  # that were begun
+        self.last_pair: Pair | None = None  # where the last attempt ran
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
         self.rests_until = 0.0  # nowhere before that
+        self.known_end: KnownEnd | None = None  # what it waits for is not tokens
         self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property
     def pair(self) -> Pair | None:
-        """The nodes that the newest attempt is on; None while the branch waits."""
+        """The nodes that the attempt that counts is on; None while the branch waits."""
         return None if isinstance(self.phase, Waiting) else self.phase.pair
 
     @property
-    def attempt_key(self) -> AttemptKey:
-        """The newest attempt's fence."""
-        return AttemptKey(*self.key, self.attempt)
+    def posts(self) -> tuple[Post | None, Post | None]:
+        """Sender and receiver of its handover, or of its last one."""
+        return posts_of(self.phase, self.attempt)
+
+    @property
+    def fence(self) -> AttemptKey:
+        """The newest attempt: with it end all."""
+        return AttemptKey(*self.key, self.newest_attempt)
+
+    def side_of(self, node: NodeRef, attempt: int, from_receiver: bool | None = None) -> Side | None:
+        """As which of the two a node speaks of an attempt, if it counts; `from_receiver` as its batch says, where it is one.
+
+        In a move both have had the KV handed to them; what the prefill node says then is late, and nobody's.
+        """
+        sender, receiver = self.posts
+        if isinstance(self.phase, Move):
+            is_receiver = (node, attempt) == receiver
+            is_known = from_receiver is not False and (is_receiver or (node, attempt) == sender)
+        else:
+            is_receiver = (node, attempt) == receiver if from_receiver is None else from_receiver
+            is_known = (node, attempt) == (receiver if is_receiver else sender)
+        return (Side.RECEIVER if is_receiver else Side.SENDER) if is_known else None
+
+    def side_at(self, node: NodeRef) -> Side | None:
+        """Which of the two a node is; a mixed node that is both is the receiver."""
+        sender, receiver = self.posts
+        if receiver is not None and receiver.node == node:
+            return Side.RECEIVER
+        return Side.SENDER if sender is not None and sender.node == node else None
 
     @property
     def num_tokens(self) -> int:
@@ -148,7 +132,7 @@ class LiveBranch:
         instants = [self.request.deadline]
         if isinstance(self.phase, Waiting):
             instants += [until for until in (self.rests_until, *self.held_off.values()) if until > now]
-        if isinstance(self.phase, CommitUnknown | AwaitingPrompt):
+        if isinstance(self.phase, CommitUnknown | MoveUnknown | MoveDoubted | AwaitingPrompt):
             instants.append(self.phase.until)
         return min(instants)
 
@@ -168,13 +152,21 @@ class LiveBranch:
 
 
 def dispatch_message(group: Sequence[LiveBranch], target: pb.Target, now: float) -> pb.Dispatch:
-    """The message that starts the newest attempt of these branches of one request, together."""
+    """The message that starts the newest attempt of these branches of one request, together.
+
+    Of a complete branch only the prompt's logprobs are wanted: its last token is generated again.
+    """
     head = group[0]
     return pb.Dispatch(
         request_id=head.key.request_id,
         attempt=head.attempt,
         branches=[
-            pb.Branch(choice=each.key.choice, seed=each.seed, generated_token_ids=each.log.token_ids) for each in group
+            pb.Branch(
+                choice=each.key.choice,
+                seed=each.seed,
+                generated_token_ids=each.log.token_ids[: -1 if each.is_complete else None],
+            )
+            for each in group
         ],
         prompt_token_ids=head.request.prompt_token_ids,
         sampling=_sampling_message(head.request.sampling, head.awaits_prompt_logprobs),

@@ -18,7 +18,7 @@ from typing import Final
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from router.events import NodeRef
-from router.placement import Draw, Pair
+from router.placement import Draw
 
 PREEMPTIONS_PER_RETRY: Final = 32
 _JITTER_STEPS: Final = 1024
@@ -43,9 +43,13 @@ COST: Final[Mapping[int, Cost]] = {
     pb.CHECKSUM: Cost.RETRY,
     pb.NODE_LOST: Cost.RETRY,
     pb.INTERNAL: Cost.RETRY,
+    pb.CANCELLED: Cost.RETRY,
 }
-# Of these the node that says so is to blame. A broken handoff is put down to the decode node, whoever noticed it.
-_OF_THE_SPEAKER: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.INTERNAL, pb.NODE_LOST})
+# Not to be retried, says who cancels; but that is the router, and what it has cancelled counts no more. So this node has lost its
+# session with the router, or was asked twice for one thing, and nobody meant the attempt.
+_WHATEVER_THEY_SAY: Final = frozenset({pb.CANCELLED})
+# Of these the node that is named is to blame. A broken handoff is put down to the receiver, whoever noticed it.
+_OF_THE_SPEAKER: Final = frozenset({pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.PREEMPTED, pb.INTERNAL, pb.NODE_LOST})
 
 # HTTP status of a request that ends with this code. What is not here is 500.
 STATUS: Final[Mapping[int, int]] = {
@@ -102,7 +106,7 @@ class Tries:
     def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
         """Decide, and pay. `is_at_decode`: the node to blame is the attempt's decode node."""
         cost = COST.get(error.code)
-        if not error.retryable or cost is None:
+        if cost is None or not (error.retryable or error.code in _WHATEVER_THEY_SAY):
             return Over.FINAL
         if error.code == pb.NODE_LOST and len(self.nodes_lost) >= self._config.max_nodes_lost:
             return Over.FINAL  # it may be what kills them
@@ -134,7 +138,6 @@ class Tries:
         return min(most_s, self._config.max_backoff_s) * (1 + draw.below(_JITTER_STEPS) / _JITTER_STEPS) / 2
 
 
-def culprit(error: pb.PDError, pair: Pair) -> NodeRef:
+def culprit(error: pb.PDError, sender: NodeRef, receiver: NodeRef) -> NodeRef:
     """Which of an attempt's nodes an error is put down to."""
-    is_prefills = error.code in _OF_THE_SPEAKER and error.node_id == pair.prefill.name
-    return pair.prefill if is_prefills else pair.decode
+    return sender if error.code in _OF_THE_SPEAKER and error.node_id == sender.name else receiver

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ def json_answer(content: Mapping[str, Any], status: int = 200, headers: Mapping[
 
 def error_answer(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     """The response that an ApiError stands for."""
-    retry = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    retry = {} if error.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     return json_answer(error.body(), error.status, {**(headers or {}), **retry})
 
 

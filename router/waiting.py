@@ -27,6 +27,7 @@ from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
+from router.pace import QueuePace
 from router.placement import Candidate, Pair, Placement
 from router.requests import LiveBranch
 
@@ -52,6 +53,7 @@ class WaitingBranches:
         self._branches: dict[BranchKey, LiveBranch] = {}
         self._by_arrival = KeyedHeap[BranchKey]()
         self._aside: dict[BranchKey, None] = {}
+        self._pace = QueuePace()
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -61,6 +63,8 @@ class WaitingBranches:
 
     def put(self, branch: LiveBranch) -> None:
         """Queue a branch at the place of its arrival."""
+        if branch.attempt >= 0 and branch.key not in self._branches:
+            self._pace.came_back()
         self._branches[branch.key] = branch
         self._by_arrival.put(branch.key, branch.arrival)
 
@@ -83,16 +87,23 @@ class WaitingBranches:
             if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
                 found = self._find_pair(branch, now)
                 if found is None:
+                    self._pace.waits(now)
                     return None
                 pair, kind = found
                 num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
                 group = [branch, *self._mates(branch)][:num_fitting]
+                self._pace.dispatched(len(group), now)
                 for each in group:
                     self.discard(each.key)
                 return Placed(group, pair, kind)
             self._by_arrival.discard(branch.key)
             self._aside[branch.key] = None
+        self._pace.is_empty()
         return None
+
+    def wait_s(self, now: float) -> float:
+        """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
+        return self._pace.wait_s(len(self._by_arrival), now)
 
     def _mates(self, head: LiveBranch) -> list[LiveBranch]:
         if not head.can_share:

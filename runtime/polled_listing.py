@@ -80,8 +80,8 @@ class PolledListing:
         return self._listing.entries()
 
     def _pass_time(self, now: float) -> None:
-        if self._read_at is None or now - self._read_at > GAP_S:
-            self._resumes_at = now + REJOIN_S
-        else:
+        if self._read_at is not None:
+            if now - self._read_at > GAP_S:
+                self._resumes_at = now + REJOIN_S
             self._passed_s += max(now - max(self._read_at, self._resumes_at), 0.0)
         self._read_at = now

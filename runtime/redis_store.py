@@ -48,12 +48,13 @@ class RedisStore:
 
     backoff_max_s = BACKOFF_MAX_S
 
-    def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
+    def __init__(self, url: str, namespace: str, ttl_s: float, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """`url` and `namespace` have no registry_problem (redis_address.py)."""
         self.name = shown(url)
         self._url = url
         self._keys = [f"baton:{{{namespace}}}:{key}" for key in _KEYS]  # in braces: one slot, should Redis be a cluster
         self._ttl_ms = round(ttl_s * 1000)
+        self._timeout_s = timeout_s
         self._client: Redis | None = None
 
     async def register(self, entry: pb.NodeEntry) -> str:
@@ -93,7 +94,7 @@ class RedisStore:
         client, self._client = self._client, None
         if client is not None:
             with suppress(RedisError, OSError):  # it is dropped, whatever it says to that
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with asyncio.timeout(self._timeout_s):
                     await client.aclose()
 
     async def _run(self, script: str, *arguments: str | int | bytes, is_reader: bool = False) -> object:
@@ -101,7 +102,7 @@ class RedisStore:
             self._client = _client(self._url)
         keys = self._keys if is_reader else self._keys[:_NUM_HOLDERS]
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 answer: object = await self._client.register_script(script)(keys, (self._ttl_ms, *arguments))
         except (RedisError, OSError, ValueError, LookupError, RecursionError) as error:
             # The last three: of a server that does not speak its protocol.
@@ -117,11 +118,15 @@ def _word_for(error: Exception) -> str:
 
 
 def _client(url: str) -> Redis:
-    """Connects when first used. Tries once: the caller knows when to try again."""
+    """Connects when first used. Tries once: the caller knows when to try again.
+
+    Its own timeouts are off, ours are around each call: with one it sends by asyncio.wait_for, which before Python 3.12 can lose
+    a cancellation (python/cpython#86296), and who is cancelled then runs on for ever.
+    """
     client: Redis = Redis.from_url(
         url,
-        socket_timeout=CALL_TIMEOUT_S,
-        socket_connect_timeout=CALL_TIMEOUT_S,
+        socket_timeout=None,
+        socket_connect_timeout=None,
         retry=Retry(NoBackoff(), 0),
         protocol=2,  # spoken by every version
     )

@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Generator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -35,10 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("no-shrink", settings.get_profile("baton"), phases=(Phase.explicit, Phase.generate))
     settings.load_profile("no-shrink" if config.getoption("--no-shrink") else "baton")
     given: int | None = config.getoption("--seed")
+    if (told := getattr(config, "workerinput", None)) is not None:  # one of several processes of a run
+        given = told["run_seed"]
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
     table: Path | None = config.getoption("--coverage-table")
     if table is not None:
         config.pluginmanager.register(CoverageTable(table))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of a run (pytest-xdist) draw from one seed."""
+    node.workerinput["run_seed"] = node.config.stash[RUN_SEED]
 
 
 @pytest.fixture

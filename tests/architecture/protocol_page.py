@@ -111,7 +111,7 @@ _PRICES: Final[Mapping[Cost | None, str]] = {
 def _errors() -> str:
     lines = [
         "",
-        "| code | retryable | what another attempt costs | HTTP status, if nothing was streamed |",
+        "| code | retryable, says the node | what another attempt costs | HTTP status, if nothing was streamed |",
         "|---|---|---|---|",
     ]
     for code in pb.ErrorCode.values():

@@ -37,13 +37,14 @@ class Cluster:
         content: dict[str, Any] = json.loads((run_dir / "cluster.json").read_text())
         self.url: str = content["router"]["url"]
         self.router_pid: int = content["router"]["pid"]
+        self.routers: list[dict[str, Any]] = content["routers"]
         self.nodes: list[dict[str, Any]] = content["nodes"]
         self._http = httpx.Client(timeout=60, trust_env=False)  # one for all looks at nodes: making one takes longer
 
     @property
     def pids(self) -> list[int]:
-        """The router's and all nodes' process ids."""
-        return [self.router_pid, *(node["pid"] for node in self.nodes)]
+        """All routers' and nodes' process ids."""
+        return [each["pid"] for each in (*self.routers, *self.nodes)]
 
     def nodes_of(self, role: str) -> list[dict[str, Any]]:
         """The cluster.json entries of one role."""

@@ -6,11 +6,19 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
-from tests.e2e.role_by_role import BOUND_S, RoleByRole
+from tests.e2e.role_by_role import BOUND_S
+
+
+class Serves(Protocol):
+    """What clients need to know of a router or a cluster."""
+
+    @property
+    def url(self) -> str:
+        """Of the API."""
 
 
 def body(rng: random.Random, prompt_len: int, max_tokens: int) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def body(rng: random.Random, prompt_len: int, max_tokens: int) -> dict[str, Any]
     }
 
 
-def ask(cluster: RoleByRole, fields: dict[str, Any]) -> httpx.Response:
+def ask(cluster: Serves, fields: dict[str, Any]) -> httpx.Response:
     """One plain request on a connection of its own; may run on any thread."""
     return httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120, trust_env=False)
 
@@ -41,7 +49,7 @@ def tokens_of(response: httpx.Response) -> list[int]:
 class Stream:
     """A streamed completion that a thread reads: the tokens taken so far, and what followed them."""
 
-    def __init__(self, cluster: RoleByRole, threads: ThreadPoolExecutor, fields: dict[str, Any]) -> None:
+    def __init__(self, cluster: Serves, threads: ThreadPoolExecutor, fields: dict[str, Any]) -> None:
         self.token_ids: list[int] = []
         self.request_id = ""
         self.last = ""  # the event that was taken last

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutants import (
+    of_answers,
     of_engine,
     of_handoff,
     of_mixed,
     of_moves,
     of_nodes,
     of_pressure,
+    of_registry,
+    of_retry,
     of_router,
     of_runner,
     of_session,
@@ -25,6 +28,9 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_engine.MUTANTS,
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
+    *of_answers.MUTANTS,
+    *of_registry.MUTANTS,
+    *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_session.MUTANTS,
 )

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from node import events as ev
+from node.ending import Ending
+from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.routers import Routers
@@ -18,6 +20,7 @@ from node.validate import Bounds
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.session import PROTOCOL, Peer, SessionTiming
+from tests.node.scripted_core import ScriptedCore
 
 INCARNATION = 77
 ROUTER = Peer("router", 3)
@@ -31,6 +34,7 @@ class GrpcNode:
     calls: PendingCalls
     counters: Counters
     routers: Routers
+    ending: Ending
     events: list[ev.Event] = field(default_factory=list)
 
 
@@ -71,10 +75,11 @@ async def serve_node(
     identity, counters, calls = NodeIdentity("n0", INCARNATION), Counters(), PendingCalls()
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
     routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
-    server = grpc.aio.server()
-    service = NodeService(identity, bounds, counters, post, routers.sessions, calls)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    ending = Ending(ScriptedCore(), default_timeout_s=25.0)
+    service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
-    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers)
+    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending)
     await server.start()
     stream = await _open_session(node.address)
     try:

@@ -16,6 +16,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.node.test_validate import good_reserve
+from tests.session.tcp_proxy import TcpProxy
 
 T = TypeVar("T")
 KEY = attempt_key(good_reserve().key)
@@ -85,6 +86,35 @@ def test_a_silent_and_a_dead_peer_delay_nobody_else_and_end_within_their_time() 
             assert await outcomes.next() == ev.ReserveAnswered(dead, None)
             assert await outcomes.next() == ev.ReserveAnswered(silent, None)
             assert len(silent_node.events) == 1
+
+    with_client(test)
+
+
+@pytest.mark.covers("C04", "P04")
+def test_a_peer_that_is_cut_off_is_found_within_seconds_and_one_that_lets_a_reserve_wait_is_not() -> None:
+    """Cut off before the first call connects, or while a call waits. Each call may take a minute."""
+
+    async def test(client: HandoffClient, outcomes: Outcomes) -> None:
+        def grant_late(node: GrpcNode, event: ev.Event) -> None:
+            asyncio.get_running_loop().call_later(3.0, grant, node, event)
+
+        async with (
+            serve_node(pb.ROLE_DECODE) as silent_node,
+            serve_node(pb.ROLE_DECODE, grant_late) as slow_node,
+            TcpProxy(int(silent_node.address.rpartition(":")[2])) as before,
+            TcpProxy(int(silent_node.address.rpartition(":")[2])) as meanwhile,
+        ):
+            before.black_hole()
+            cut_before, cut, slow = (AttemptKey(name, 0, 0) for name in ("before", "meanwhile", "slow"))
+            client.reserve(reserve(before.address, 60.0, cut_before))
+            client.reserve(reserve(meanwhile.address, 60.0, cut))
+            client.reserve(reserve(slow_node.address, 60.0, slow))
+            while not silent_node.events:  # noqa: ASYNC110 - the node has no hook for it
+                await asyncio.sleep(0.01)
+            meanwhile.black_hole()
+            replies = {each.key: each.reply for each in [await outcomes.next() for _ in range(3)]}
+            assert replies[cut_before] is None and replies[cut] is None
+            assert replies[slow] is not None
 
     with_client(test)
 

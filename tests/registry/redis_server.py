@@ -40,7 +40,9 @@ class RedisServer:
         assert PROGRAM is not None
         command = [PROGRAM, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
         with (self._folder / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen([*command, *self._flags], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*command, *(flag.format(port=self.port) for flag in self._flags)], stdout=log, stderr=log
+            )
         started_at = time.monotonic()
         while not self._is_answering():
             assert self._process.poll() is None, (self._folder / "redis.log").read_text()[-2000:]

@@ -16,9 +16,13 @@ from runtime.session import Peer
 from tests.registry.redis_server import RedisServer, started_redis
 from tests.registry.test_listing import entry
 
-TTL_S = 1000.0
-STEP_S = 400.0  # three of them are longer, and no test is
-NUM_CALLS = 900
+TTL_S = 100.0
+STEP_S = (
+    40.0  # three of them are longer, and no life of nodes is; all of them are shorter than Redis keeps what is silent
+)
+PATIENCE_S = 20.0  # on any machine
+NUM_LIVES = 12
+NUM_CALLS = 80  # in each
 NAMESPACE = "test"
 ENTRIES, SEEN, ADDRESSES, GONE = (f"baton:{{{NAMESPACE}}}:{key}" for key in ("entries", "seen", "addresses", "gone"))
 
@@ -37,7 +41,7 @@ def redis(server: RedisServer) -> RedisServer:
 
 def drawn_entry(rng: random.Random) -> pb.NodeEntry:
     """Of few names, processes and addresses, so that they meet."""
-    incarnation = rng.randrange(1, 4)
+    incarnation = rng.randrange(1, 8)
     drawn = entry(rng.choice(("a", "b {x}", "ü")), incarnation, port=5000 + 10 * rng.randrange(3))
     drawn.started_ms = rng.choice((0, 7, 1000 + incarnation, 1000 + incarnation, 1010 - incarnation))
     return drawn
@@ -51,17 +55,17 @@ def let_time_pass(redis: RedisServer, seconds: float) -> None:
 
 @pytest.mark.covers("R13", "R16", "C06")
 def test_redis_takes_and_refuses_as_the_list_does(redis: RedisServer, fresh_seed: int) -> None:
-    """Three lives of a few nodes that take each other's names and addresses, go, fall silent and come back."""
+    """Several lives of a few nodes that take each other's names and addresses, go, fall silent and come back."""
     rng = random.Random(fresh_seed)
     ends = set()
 
     async def scenario() -> None:
-        store = RedisStore(redis.url, NAMESPACE, TTL_S)
-        for _ in range(3):
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
+        for _ in range(NUM_LIVES):
             redis.client.flushall()
             listing, now = Listing(TTL_S), 0.0
-            for _ in range(NUM_CALLS // 3):
-                if rng.random() < 0.2:
+            for _ in range(NUM_CALLS):
+                if rng.random() < 0.3:
                     let_time_pass(redis, STEP_S)
                     now += STEP_S
                     while (deadline := listing.next_deadline()) is not None and deadline <= now:
@@ -88,10 +92,26 @@ def test_redis_takes_and_refuses_as_the_list_does(redis: RedisServer, fresh_seed
     assert ends == {"", "deregistered.", "listed."}, "it was taken, it was gone, it was older"
 
 
+@pytest.mark.covers("R13", "C06")
+def test_a_process_that_went_silent_does_not_come_back_once_another_has_its_name(redis: RedisServer) -> None:
+    async def scenario() -> None:
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
+        assert await store.register(entry()) == ""
+        let_time_pass(redis, TTL_S)
+        assert (await store.read()).rows == ()
+        assert await store.register(entry(incarnation=2)) == ""
+        let_time_pass(redis, TTL_S)
+        assert "was replaced" in await store.register(entry())
+        assert await store.register(entry(incarnation=2)) == "", "it was silent, and nobody followed"
+        await store.hang_up()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.covers("R13")
 def test_a_full_registry_refuses_a_newcomer_and_renews_who_is_there(redis: RedisServer) -> None:
     async def scenario() -> None:
-        store = RedisStore(redis.url, NAMESPACE, TTL_S)
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
         assert await store.register(entry()) == ""
         now_ms = int(redis.client.time()[0]) * 1000
         redis.client.zadd(SEEN, {f"node {i}": now_ms for i in range(MAX_ENTRIES - 1)})
@@ -108,7 +128,7 @@ def test_a_full_registry_refuses_a_newcomer_and_renews_who_is_there(redis: Redis
 @pytest.mark.covers("R13")
 def test_a_wrong_entry_is_refused_with_the_lists_sentence_and_writes_nothing(redis: RedisServer) -> None:
     async def scenario() -> None:
-        store = RedisStore(redis.url, NAMESPACE, TTL_S)
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
         assert await store.register(entry(num_blocks=0)) == "num_blocks is 0, it must be at least 1."
         await store.hang_up()
 
@@ -119,7 +139,7 @@ def test_a_wrong_entry_is_refused_with_the_lists_sentence_and_writes_nothing(red
 @pytest.mark.covers("R16")
 def test_two_clusters_share_a_redis_and_see_nothing_of_each_other(redis: RedisServer) -> None:
     async def scenario() -> None:
-        stores = [RedisStore(redis.url, name, TTL_S) for name in ("blue", "green")]
+        stores = [RedisStore(redis.url, name, TTL_S, PATIENCE_S) for name in ("blue", "green")]
         for store, blocks in zip(stores, (10, 20), strict=True):
             assert await store.register(entry(num_blocks=blocks)) == ""
         for store, blocks in zip(stores, (10, 20), strict=True):
@@ -135,7 +155,7 @@ def test_what_is_left_of_old_entries_and_garbage_is_forgotten(redis: RedisServer
     """Nothing grows for ever, and a cluster that is gone leaves nothing behind."""
 
     async def scenario() -> None:
-        store = RedisStore(redis.url, NAMESPACE, TTL_S)
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
         await store.register(entry("decode-1", port=6001))
         await store.deregister(Peer("decode-2", 2))
         now_ms = int(redis.client.time()[0]) * 1000
@@ -152,3 +172,25 @@ def test_what_is_left_of_old_entries_and_garbage_is_forgotten(redis: RedisServer
     assert redis.client.hkeys(ENTRIES) == [b"decode-0"]
     assert redis.client.zcard(GONE) == 0
     assert all(0 < redis.client.pttl(key) <= KEEP_MS for key in redis.client.scan_iter())
+
+
+@pytest.mark.covers("C08")
+def test_who_is_cancelled_in_a_call_ends_whenever_that_is(redis: RedisServer) -> None:
+    """A library that waits by asyncio.wait_for loses cancellations before Python 3.12 (python/cpython#86296)."""
+
+    async def call_again_and_again(store: RedisStore) -> None:
+        while True:
+            await store.read()
+
+    async def scenario() -> None:
+        for num_turns in range(100):
+            store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
+            task = asyncio.create_task(call_again_and_again(store))
+            for _ in range(num_turns % 50):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+            assert task.cancelled(), f"after {num_turns % 50} turns of the loop"
+            await store.hang_up()
+
+    asyncio.run(scenario())

@@ -193,6 +193,18 @@ class CoreWorld:
         )
         self.feed(FromNode(ref(name), pb.NodeMessage(error=error)))
 
+    def ask_to_move(self, name: str, request_id: str, attempt: int = 0, *, choice: int = 0) -> pb.Move | None:
+        """A node wants to hand a branch over; what it is told, if anything."""
+        key = pb.AttemptKey(request_id=request_id, choice=choice, attempt=attempt)
+        num_sent = len(self.sent)
+        wants_move = pb.WantsMove(key=key, reason=pb.MOVE_DRAINING)
+        self.feed(FromNode(ref(name), pb.NodeMessage(wants_move=wants_move)))
+        moves = [
+            message.move for node, message in self.sent[num_sent:] if message.HasField("move") and node == ref(name)
+        ]
+        assert len(moves) <= 1
+        return moves[0] if moves else None
+
     # ---------------------------------------------------------------- what came of it
 
     def dispatches(self, request_id: str) -> list[tuple[str, pb.Dispatch]]:

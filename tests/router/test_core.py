@@ -142,9 +142,7 @@ def test_a_process_that_moves_to_another_address_is_dialed_there_and_its_old_ses
 
 
 @pytest.mark.covers("R07")
-@pytest.mark.parametrize(
-    ("code", "status"), [(pb.INCOMPATIBLE, 502), (pb.DEADLINE, 504), (pb.INTERNAL, 500), (pb.CANCELLED, 500)]
-)
+@pytest.mark.parametrize(("code", "status"), [(pb.INCOMPATIBLE, 502), (pb.DEADLINE, 504), (pb.INTERNAL, 500)])
 def test_what_cannot_be_retried_fails_at_once(code: pb.ErrorCode.ValueType, status: int) -> None:
     world = CoreWorld.with_nodes("p1", "d1")
     world.submit("a")

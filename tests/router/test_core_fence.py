@@ -41,6 +41,7 @@ def test_a_node_that_is_not_the_attempts_is_not_believed(speaker: str) -> None:
     world.error_from(speaker, "a", pb.INTERNAL)
     assert not world.ends
     assert not world.tokens
+    assert len(world.dispatches("a")) == 1
 
 
 @pytest.mark.covers("R04")

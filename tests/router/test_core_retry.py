@@ -234,7 +234,7 @@ def test_exclusion_is_of_a_process_not_of_a_name() -> None:
 def test_without_exclusion_the_node_may_be_taken_again_at_once(code: pb.ErrorCode.ValueType) -> None:
     world = CoreWorld.with_nodes("p1", "d1", preempt_retry_exclude_decode=False)
     world.submit("a")
-    world.error_from("p1", "a", code, retry_after_ms=2000)
+    world.error_from("p1" if code == pb.CHECKSUM else "d1", "a", code, retry_after_ms=2000)
     assert len(world.dispatches("a")) == 2
 
 
@@ -297,6 +297,14 @@ def test_a_choice_that_is_given_up_takes_no_other_with_it() -> None:
     world.tokens_from("d1", "a", 1, [8], pb.FINISH_LENGTH)
     assert world.ends["a"] == Finished("a", "length", (7, 8), 0)
     world.assert_nothing_is_left()
+
+
+def test_an_attempt_that_nobody_meant_to_cancel_is_retried() -> None:
+    """A decode node that has lost its session refuses the sender, before the router knows of it."""
+    world = CoreWorld.with_nodes("p1", "d1", "d2")
+    world.submit("a")
+    world.error_from("p1", "a", pb.CANCELLED, retryable=False)
+    assert len(world.dispatches("a")) == 2
 
 
 @pytest.mark.covers("R07")

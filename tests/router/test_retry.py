@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from router.events import NodeRef
-from router.placement import Draw, Pair
+from router.placement import Draw
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
-FINAL = {pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE}
+FINAL = {pb.INCOMPATIBLE, pb.DEADLINE}
 
 
 def test_every_code_has_its_cost_or_is_final() -> None:
@@ -38,7 +38,7 @@ def test_budget_and_waits_are_as_a_plain_count_says(
     for code, is_retryable, retry_after_ms, is_at_decode in errors:
         error = pb.PDError(code=code, retryable=is_retryable, retry_after_ms=retry_after_ms)
         again = tries.after(error, is_at_decode, draw)
-        if code in FINAL or not is_retryable:
+        if code in FINAL or (not is_retryable and code != pb.CANCELLED):
             assert again is Over.FINAL
             continue
         price = {Cost.NOTHING: 0, Cost.PART: 1, Cost.RETRY: PREEMPTIONS_PER_RETRY}[COST[code]]
@@ -84,7 +84,7 @@ def test_who_failed_together_does_not_come_back_together() -> None:
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("speaker", ["p", "d", "stranger"])
 def test_whose_fault_it_is(code: pb.ErrorCode.ValueType, speaker: str) -> None:
-    pair = Pair(NodeRef("p", 1), NodeRef("d", 1))
-    of_the_speaker = code in (pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.INTERNAL, pb.NODE_LOST)
-    expected = pair.prefill if of_the_speaker and speaker == "p" else pair.decode
-    assert culprit(pb.PDError(code=code, node_id=speaker), pair) == expected
+    sender, receiver = NodeRef("p", 1), NodeRef("d", 1)
+    of_the_speaker = code in (pb.NO_BLOCKS, pb.BUSY, pb.DRAINING, pb.PREEMPTED, pb.INTERNAL, pb.NODE_LOST)
+    expected = sender if of_the_speaker and speaker == "p" else receiver
+    assert culprit(pb.PDError(code=code, node_id=speaker), sender, receiver) == expected

@@ -11,6 +11,7 @@ import pytest
 
 from proto import baton_pb2 as pb
 from router.choice_text import TextRules
+from router.events import RESCHEDULED
 from router.text import ModelText
 from tests.router.live_router import LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt
@@ -113,7 +114,10 @@ def joined(text: str) -> dict[str, Any]:
             whole = choices.setdefault(part["index"], {"text": "", "logprobs": None})
             assert whole.get("finish_reason") is None, "a chunk behind the end"
             for name, value in part.items():
-                if name in ("text", "completion_token_ids"):
+                if name == "completion_token_ids" and part["finish_reason"] == RESCHEDULED:
+                    assert (part.get("text"), value[-len(whole.get(name) or value) :]) == ("", whole.get(name) or value)
+                    whole[name] = value
+                elif name in ("text", "completion_token_ids"):
                     whole[name] = whole.get(name, type(value)()) + value
                 elif name == "logprobs" and value is not None:
                     known = whole["logprobs"] or {}

@@ -6,13 +6,15 @@ it: a stop string cuts it where it stands, and of several ends the first one cou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from engine.fake_runner import expected_logprobs, expected_tokens
 from engine.plan import SamplingParams
 from node.sampling import to_logprobs_message
 from router import events as rev
 from router.seeds import branch_seed
+from tests.sim.ends import Trials
 from tests.sim.scenario import VOCAB_SIZE, ClientPlan
 
 
@@ -42,7 +44,9 @@ class Client:
     end: str | None = None  # "finished", "aborted", "router lost", "refused", or an error code
     ended_at: float = 0.0
     error: str = ""
-    num_rescheduled: int = 0  # choices that were given up with what they had
+    trials: list[Trials] = field(default_factory=list)  # of each choice
+    had_no_pair: bool = False  # its router, when it failed
+    on_end: Callable[[Client], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -91,7 +95,6 @@ class Client:
         )
         choice.finish_reason = "stop" if choice.is_stopped else finished.finish_reason
         if choice.finish_reason == "pd_reschedule":  # all that there is; what there is was looked at when it came
-            self.num_rescheduled += 1
             self._close_when_all_have_ended(now)
             return
         tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason
@@ -104,8 +107,9 @@ class Client:
         self._close_when_all_have_ended(now)
 
     def _close_when_all_have_ended(self, now: float) -> None:
-        if all(each.finish_reason is not None for each in self.choices):
-            self.close("pd_reschedule" if self.num_rescheduled else "finished", now)
+        reasons = [each.finish_reason for each in self.choices]
+        if None not in reasons:
+            self.close("pd_reschedule" if "pd_reschedule" in reasons else "finished", now)
 
     def fail(self, failed: rev.Failed, now: float) -> None:
         """The request's error."""
@@ -116,6 +120,8 @@ class Client:
     def close(self, end: str, now: float) -> None:
         """Its one end."""
         self.end, self.ended_at = end, now
+        if self.on_end is not None:
+            self.on_end(self)
 
 
 def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at: float) -> Client:
@@ -133,8 +139,26 @@ def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at
         tokens = expected_tokens(plan.prompt, (), sampling, plan.max_tokens, VOCAB_SIZE)
         ends = [index for index, token_id in enumerate(tokens) if token_id in plan.stop_token_ids]
         expected = tuple(tokens[: ends[0] + 1] if ends else tokens)
-        choices.append(Choice(expected, "stop" if ends else "length", stops.get(number)))
-    return Client(plan, choices, router, now, deadline_at, {host: None})
+        choices.append(Choice(expected, "stop" if ends else "length", stops.get(number), [*plan.generated]))
+    trials = [Trials() for _ in choices]
+    return Client(plan, choices, router, now, deadline_at, {host: None}, trials=trials)
+
+
+def resubmission_of(client: Client, number: int, now: float) -> ClientPlan:
+    """What a client that knows of pd_reschedule asks for when a choice has ended so: the same, behind what it has."""
+    plan, choice = client.plan, client.choices[number]
+    return replace(
+        plan,
+        name=f"{plan.name}.{number}",
+        at=now,
+        seed=branch_seed(plan.seed, number),
+        generated=tuple(choice.received),
+        num_choices=1,
+        wants_prompt_logprobs=plan.wants_prompt_logprobs and not choice.is_prompt_scored,
+        timeout_s=600.0,
+        aborts_after_s=None,
+        stops=() if choice.stops_at is None else ((0, choice.stops_at),),
+    )
 
 
 def request_of(plan: ClientPlan, deadline: float) -> rev.GenerationRequest:
@@ -154,4 +178,5 @@ def request_of(plan: ClientPlan, deadline: float) -> rev.GenerationRequest:
         ),
         deadline=deadline,
         num_choices=plan.num_choices,
+        generated_token_ids=plan.generated,
     )

@@ -52,11 +52,6 @@ class NodeParts:
     core: NodeCore
 
 
-def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
-    """Whether a node of this role only decodes, and computes prompts where it is asked to."""
-    return role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
-
-
 def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
     """A node that has just started; lease ids and secrets are drawn from `rng`."""
     limits = NodeLimits(
@@ -74,9 +69,9 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.num_slots,
         knobs.max_batched_tokens,
         knobs.max_model_len,
-        knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
         resumes_preempted=role == pb.ROLE_MIXED,
+        max_prompt_tokens_beside_decodes=knobs.prompt_tokens_beside_decodes if role == pb.ROLE_DECODE else None,
     )
     scheduler = Scheduler(config, pool, KEY_SEED)
     memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""What each kind of fault does to the world, when it strikes, and which requests it excuses.
+"""What each kind of fault does to the world, when it strikes, and which failures it excuses.
 
-A request may fail only if something struck that it had to do with: one of its processes, or a way between two of them. This file
-knows for how long a fault is felt; `Blame` is that knowledge as a value.
+An attempt may fail, and a session be lost, only if something struck that it had to do with: one of its processes, or a way between
+two of them. This file knows for how long a fault is felt; `Blame` is that knowledge as a value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tests.sim.nodes import SimNode
 from tests.sim.scenario import Fault
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 _WAITS_FOR_MOMENT_S: Final = 2.0
 AFTERMATH_S: Final = 15.0  # a lease life, a session's grace, and some more
-# Error codes that no fault excuses: they say that somebody did not understand somebody.
-NEVER: Final = frozenset({"INCOMPATIBLE", "PREEMPTED", "context_length_exceeded"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class Faults:
         self.num_pending -= 1
         seconds = fault.seconds
         self.ends_at = max(self.ends_at, now + seconds)
-        hosts = frozenset((fault.who, fault.other) if fault.other else (fault.who,))
-        self.blame(Blame(hosts, now, now + seconds + AFTERMATH_S, fault.kind))
+        if fault.kind != "drain":  # which costs nobody anything, unless its time is over
+            self.struck(fault.kind, frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
         world.kernel.tell("FAULT", fault.kind, str(fault))
         if seconds:
             world.kernel.after(seconds, lambda: world.kernel.tell("FAULT", "over", str(fault)))
@@ -83,7 +82,11 @@ class Faults:
             case "crash" | "power off" | "stop":
                 process = network.find(who)
                 if process is not None:
-                    world.end(process, fault.kind, seconds, fault.number)
+                    world.lives.end(process, fault.kind, seconds, fault.number)
+            case "drain":
+                process = network.find(who)
+                if isinstance(process, SimNode):
+                    world.lives.drain(process, seconds)
             case "pause":
                 process = network.find(who)
                 if process is not None:
@@ -96,7 +99,7 @@ class Faults:
             case "slow":
                 network.slow(who, other, seconds)
             case "cut stream":
-                for stream in world.streams_between(who, other):
+                for stream in world.lives.streams_between(who, other):
                     stream.cut(fault.number in (0, 1), fault.number in (0, 2))
             case "lose calls":
                 world.calls.lose(who, other, seconds)
@@ -111,17 +114,24 @@ class Faults:
 
     # ---------------------------------------------------------------- excuses
 
-    def blame(self, blame: Blame) -> None:
-        """Something has struck."""
-        self._blames.append(blame)
+    def struck(self, kind: str, hosts: frozenset[str], seconds: float = 0.0) -> None:
+        """Something strikes now, for so long. What lies in wait strikes when it finds something to hurt."""
+        now = self._world.kernel.now
+        self._blames.append(Blame(hosts, now, now + seconds + AFTERMATH_S, kind))
 
-    def excuses(self, end: str, hosts: frozenset[str], begins: float, ends: float) -> bool:
-        """Whether something struck hosts that are all among these, and was felt between these instants.
+    def excuses(self, hosts: frozenset[str]) -> bool:
+        """Whether something is felt now that struck hosts that are all among these."""
+        now = self._world.kernel.now
+        return any(blame.hosts <= hosts and blame.begins <= now <= blame.ends for blame in self._blames)
 
-        A repetition excuses CANCELLED and nothing else does: a Reserve that was refused and comes again is below its fence.
-        """
+    def repeated(self, hosts: frozenset[str], begins: float, ends: float) -> bool:
+        """Whether calls between some of these hosts came twice between these instants."""
         return any(
-            blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
+            blame.kind == "repeat calls" and blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
             for blame in self._blames
-            if (blame.kind == "repeat calls") == (end == "CANCELLED")
         )
+
+    def felt_s(self, begins: float, ends: float) -> float:
+        """For how long faults are felt between these instants, one after the other."""
+        spans = [min(ends, blame.ends) - max(begins, blame.begins) for blame in self._blames]
+        return sum(span for span in spans if span > 0)

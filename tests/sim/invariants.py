@@ -48,7 +48,7 @@ def check_node(node: SimNode) -> None:
         check_what_is_touched(node, states)
         check_bounds(node, state)
         node.is_busy = any(state.get(name) for name in _WORK)
-    check_timer(node, node.core.next_deadline(), node.is_busy)
+    check_timer(node, node.core_deadline(), node.is_busy)
     check_sessions(node.label, node.listener.take_touched())
 
 
@@ -63,11 +63,10 @@ def check_pool(node: SimNode, state: Mapping[str, object]) -> tuple[tuple[BlockS
     assert 0 <= num_promised <= counts.free + counts.cached, f"{node.label}: promises without room, {counts}"
     leased = state.get("blocks_of_leases", 0)
     assert counts.leased + counts.quarantined == leased, f"{node.label}: {counts}, but leases have {leased} blocks"
-    for block_id, (block_state, num_references) in enumerate(zip(states, references, strict=True)):
-        is_used = block_state is BlockState.USED
-        assert is_used == (num_references > 0), (
-            f"{node.label}: {num_references} hold block {block_id}, {block_state.value}"
-        )
+    used, held = [state is BlockState.USED for state in states], [number > 0 for number in references]
+    if used != held:
+        block_id = next(each for each in range(len(states)) if used[each] != held[each])
+        raise AssertionError(f"{node.label}: {references[block_id]} hold block {block_id}, {states[block_id].value}")
     return states, references
 
 
@@ -165,7 +164,7 @@ def check_router(router: SimRouter) -> None:
         router.is_changed = False
         check_router_core(router, router.core)
     now = router.kernel.now
-    check_timer(router, router.core.next_deadline(), router.is_busy)
+    check_timer(router, router.core_deadline(), router.is_busy)
     for client in router.open_clients():
         is_due = now > max(client.deadline_at, router.paused_until) + _LATE_S
         assert not is_due, (
@@ -189,6 +188,7 @@ def check_router_core(router: SimRouter, core: RouterCore) -> None:
         assert not client.is_over or client.end in ("aborted", "router lost"), (
             f"{router.label} still has {request_id}, which has ended"
         )
+    count_circuits(router, state)
     nodes = state["nodes"]
     assert isinstance(nodes, dict)
     for name, held in nodes.items():
@@ -196,6 +196,17 @@ def check_router_core(router: SimRouter, core: RouterCore) -> None:
         assert held["prefilling"] <= num_branches and held["branches"] <= num_branches, (
             f"{router.label}: {name}: {held}"
         )
+
+
+def count_circuits(router: SimRouter, state: Mapping[str, object]) -> None:
+    """What circuit breaking does, for the tests that want to know."""
+    circuits = state["circuits"]
+    assert isinstance(circuits, dict)
+    for name, now in circuits.items():
+        if (before := router.circuits.get(name, "closed")) != now:
+            router.kernel.count(f"circuit {before} to {now}")
+            router.kernel.tell(router.label, "circuit", f"of {name} from {before} to {now}")
+    router.circuits = circuits
 
 
 def check_sessions(label: str, ends: Iterable[SessionEnd]) -> None:

@@ -6,6 +6,7 @@ is pending. Every write that lands is watched: the bytes of a block may change o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -23,8 +24,12 @@ DROPS_AFTER_S: Final = 2.0  # a receiver tears a one-sided link down whose sende
 class Links:
     """Every link between nodes."""
 
-    def __init__(self, kernel: Kernel, network: Network, hub: MemoryHub) -> None:
+    def __init__(
+        self, kernel: Kernel, network: Network, hub: MemoryHub, struck: Callable[[str, frozenset[str]], None]
+    ) -> None:
+        """`struck`: hears which armed fault has found something to hurt, between which hosts."""
         self._kernel = kernel
+        self._struck = struck
         self._network = network
         self._hub = hub
         self._nodes: dict[str, SimNode] = {}  # by transport address, dead ones too
@@ -131,4 +136,5 @@ class Links:
             if is_struck:
                 self._armed.remove(armed)
                 self._kernel.count(kind)
+                self._struck(kind, frozenset(hosts))
                 self._kernel.tell("NETWORK", kind, f"on the link from {sender} to {receiver}")

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -17,7 +18,7 @@ from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
 from decode_node.lease import keys_of
 from engine.block_pool import BlockState
-from engine.plan import StepResult
+from engine.plan import BROKEN_ROW, StepResult
 from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
 from node.identity import NodeIdentity
@@ -27,13 +28,23 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
-from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
+from tests.sim.engines import FINGERPRINT, build_parts, role_of
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
 from tests.sim.scenario import VOCAB_SIZE, Knobs
 from tests.sim.sessions import Listener
 from tests.sim.trace import describe_action, describe_event
+
+
+class Blames(Protocol):
+    """What is known of faults: faults.py."""
+
+    def excuses(self, hosts: frozenset[str]) -> bool:
+        """Whether a fault is felt that excuses what needs all of these hosts."""
+
+    def struck(self, kind: str, hosts: frozenset[str]) -> None:
+        """A fault has just hurt something of these hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,8 @@ class Surroundings:
     knobs: Knobs
     moment: Callable[[str, str], None]  # what has just happened, and at which host: faults may wait for it
     look: Callable[[], None]  # at the links
+    blames: Blames
+    computes: Callable[[AttemptKey, int], None]  # a node feeds the token at this position of this attempt's sequence
 
 
 class SimNode(Process):
@@ -67,14 +80,19 @@ class SimNode(Process):
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
         self.listener = Listener(self, Peer(*self._peer()), self, self.core.load, self._tell)
         self.is_registering = True
+        self.is_draining = False
+        self.has_drained = False
         self.leases: dict[int, tuple[int, ...]] = {}  # not yet quiet: block ids, -1 for what nobody writes
         self.num_held: dict[int, int] = {}  # of those, blocks that the node had already
         self.reading: dict[tuple[str, int], deque[int]] = {}  # blocks that a link will read, by link and lease
         self.num_slots = knobs.num_slots
         self.is_busy = False
         self.is_changed = True  # since the invariants of the core were looked at
-        self.runner = SimRunner(self, (self.scheduler, self.pool, self.memory), knobs, self.rng, self._step_done)
-        self.prefills_locally = prefills_locally(self.role, knobs)
+        self._is_heard = True  # since the core was asked for its deadline
+        self._core_deadline: float | None = None
+        engine = (self.scheduler, self.pool, self.memory)
+        self.runner = SimRunner(self, engine, knobs, self.rng, self._step_done, around.computes)
+        self.prefills_locally = self.role == pb.ROLE_MIXED or (self.role == pb.ROLE_DECODE and knobs.prefills_locally)
         itself = self.identity.to_proto() if self.prefills_locally else None
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
@@ -99,6 +117,7 @@ class SimNode(Process):
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,
             started_ms=self.started_ms,
+            draining=self.is_draining,
             local_prefill=self.prefills_locally,
         )
 
@@ -111,13 +130,20 @@ class SimNode(Process):
 
     def next_deadline(self) -> float | None:
         """Of the core and of every session."""
-        due = [at for at in (self.core.next_deadline(), self.listener.next_deadline()) if at is not None]
+        due = [at for at in (self.core_deadline(), self.listener.next_deadline()) if at is not None]
         return min(due, default=None)
 
+    def core_deadline(self) -> float | None:
+        """The core's, which only an event or a tick changes."""
+        if self._is_heard:
+            self._core_deadline, self._is_heard = self.core.next_deadline(), False
+        return self._core_deadline
+
     def on_alarm(self) -> None:
-        """Tick everything."""
+        """Tick what is due."""
         self.listener.tick()
-        self._tick()
+        if (due := self.core_deadline()) is not None and due <= self.clock():
+            self._tick()
 
     # ---------------------------------------------------------------- the loop
 
@@ -140,9 +166,10 @@ class SimNode(Process):
             self.post(event)
 
     def _tick(self) -> None:
-        now, due = self.clock(), self.core.next_deadline()
+        now, due = self.clock(), self.core_deadline()
         actions = self.core.tick(now)
         self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._is_heard = True
         self._perform(actions)
 
     def _turn(self) -> None:
@@ -155,7 +182,7 @@ class SimNode(Process):
         if isinstance(event, ev.StepDone):
             self.runner.read()
         self._note_fences(event)
-        self.is_changed = True
+        self.is_changed = self._is_heard = True
         self._perform(self.core.receive(event, self.clock()))
 
     def _note_fences(self, event: ev.Event) -> None:
@@ -191,6 +218,9 @@ class SimNode(Process):
                         self.kernel.count(name)
                 case ev.Ended(_, outcome):
                     self.kernel.count(f"ended:{outcome}")
+                case ev.Drained():
+                    assert self.is_draining and not self.has_drained, f"{self.label} has drained twice, or unasked"
+                    self.has_drained = True
                 case _:
                     touches_links = True
                     self._move_kv(action)
@@ -225,6 +255,8 @@ class SimNode(Process):
 
     def _step_done(self, result: StepResult) -> None:
         self._around.moment("step", self.host)
+        if BROKEN_ROW in result.token_ids:
+            self._around.blames.struck("broken row", frozenset((self.host,)))
         self.post(ev.StepDone(result))
 
     def block_states(self) -> tuple[BlockState, ...]:

@@ -121,8 +121,8 @@ def the_queue_has_no_end(patch: Patch) -> None:
     """A router takes requests in, however many wait."""
     right = Entrance.find_refusal
 
-    def find_refusal(self: Any, request: Any, num_queued: int, now: float) -> Any:
-        return right(self, request, 0, now)
+    def find_refusal(self: Any, request: Any, num_queued: int, wait_s: float, now: float) -> Any:
+        return right(self, request, 0, wait_s, now)
 
     patch.setattr(Entrance, "find_refusal", find_refusal)
 

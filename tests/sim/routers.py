@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from google.protobuf.message import Message
 
@@ -16,6 +17,7 @@ from router import events as rev
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.placement import Placement
+from router.retry import COST, Cost
 from runtime.listing import Change, Listed, Listing
 from runtime.registry_server import TTL_S
 from runtime.session import Peer
@@ -27,6 +29,8 @@ from tests.sim.sessions import Dialer
 from tests.sim.stream import Wire
 from tests.sim.trace import describe_to_node, describe_to_router
 
+_SLACK_S: Final = 1e-6
+
 
 class SimRouter(Process):
     """One process; a restarted router is another one, under another name."""
@@ -37,19 +41,29 @@ class SimRouter(Process):
         knobs = around.knobs
         rng = around.kernel.rng(f"router {self.label}")
         self.config = RouterCoreConfig(
-            knobs.max_queue,
-            knobs.max_inflight_prefills,
-            knobs.retries,
-            local_prefill_max_tokens=knobs.local_prefill_max_tokens or 0,
+            max_queue=knobs.max_queue,
+            max_inflight_prefills=knobs.max_inflight_prefills,
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens,
+            preempt_retry_count=knobs.retries,
+            preempt_retry_exclude_decode=knobs.excludes_decode,
+            max_nodes_lost=knobs.max_nodes_lost,
+            breaker_failures=knobs.breaker_failures,
+            seed=rng.getrandbits(63),
         )
         self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
         self.clients: dict[str, Client] = {}  # by request id
+        self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
+        self._listed: dict[rev.NodeRef, None] = {}  # nodes that do not drain
+        self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
+        self._pair_seen_at: float | None = None  # by its clock; None: never yet
         self._events: deque[rev.Event] = deque()
         self._is_woken = False
         self.is_changed = True  # since the invariants of the core were looked at
+        self._is_heard = True  # since the core was asked for its deadline
+        self._core_deadline: float | None = None
         self.is_busy = False
 
     def _tell(self, what: str, why: str) -> None:
@@ -61,14 +75,21 @@ class SimRouter(Process):
 
     def next_deadline(self) -> float | None:
         """Of the core, the listing and every session."""
-        parts = (self.core.next_deadline(), self.listing.next_deadline(), self.dialer.next_deadline())
+        parts = (self.core_deadline(), self.listing.next_deadline(), self.dialer.next_deadline())
         return min((at for at in parts if at is not None), default=None)
 
+    def core_deadline(self) -> float | None:
+        """The core's, which only an event or a tick changes."""
+        if self._is_heard:
+            self._core_deadline, self._is_heard = self.core.next_deadline(), False
+        return self._core_deadline
+
     def on_alarm(self) -> None:
-        """Tick everything."""
+        """Tick what is due."""
         self._report(self.listing.expire(self.clock()))
         self.dialer.tick()
-        self._tick()
+        if (due := self.core_deadline()) is not None and due <= self.clock():
+            self._tick()
 
     # ---------------------------------------------------------------- clients
 
@@ -99,14 +120,83 @@ class SimRouter(Process):
         self._feed(rev.SessionBroken(rev.NodeRef(*node)))
 
     def on_lost(self, node: Peer) -> None:
+        ref = rev.NodeRef(*node)
         self.kernel.count("sessions lost")
-        self._feed(rev.SessionLost(rev.NodeRef(*node)))
+        self._check_struck(f"{ref.name} was lost", {self.host, self._hosts[ref]})
+        self._feed(rev.SessionLost(ref))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
         self._feed(rev.FromNode(rev.NodeRef(*node), message))
 
     def on_load(self, node: Peer, load: pb.LoadReport) -> None:
         self._feed(rev.LoadReported(rev.NodeRef(*node), load))
+
+    # ---------------------------------------------------------------- what it was told, for ends.py
+
+    def _note(self, event: rev.Event) -> None:
+        """The core is about to hear this."""
+        if isinstance(event, rev.FromNode):
+            self._note_message(event.message)
+            return
+        self._look_for_pair()
+        match event:
+            case rev.NodeListed(entry):
+                ref = rev.NodeRef(entry.node.name, entry.node.incarnation)
+                for other in [each for each, at in self._hosts.items() if at == self._hosts[ref] and each != ref]:
+                    self._lost(other)  # another process is in its place
+                    self._listed.pop(other, None)
+                self._listed.pop(ref, None)
+                if not entry.draining:
+                    self._listed[ref] = None
+            case rev.NodeUnlisted(ref):
+                self._listed.pop(ref, None)
+            case rev.SessionUp(ref):
+                self._connected[ref] = None
+            case rev.SessionLost(ref):
+                self._lost(ref)
+        self._look_for_pair()
+
+    def _note_message(self, message: pb.NodeMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "error" and (client := self.clients.get(message.error.key.request_id)) is not None:
+            self._note_error(client, message.error)
+        for tokens in message.tokens.branches if kind == "tokens" and message.tokens.from_receiver else ():
+            if (client := self.clients.get(tokens.key.request_id)) is not None:
+                client.trials[tokens.key.choice].heard_receiver(tokens.key.attempt)
+
+    def _look_for_pair(self) -> bool:
+        """Whether there is a pair of nodes that are listed and not lost."""
+        roles = [self._hosts[node].partition("-")[0] for node in self._connected if node in self._listed]
+        is_pair = any(role != "decode" for role in roles) and any(role != "prefill" for role in roles)
+        if is_pair:
+            self._pair_seen_at = self.clock()
+        return is_pair
+
+    def had_no_pair(self) -> bool:
+        """Whether none is there, and none was for as long as requests wait for one."""
+        if self._look_for_pair():
+            return False
+        seen_at = self._pair_seen_at
+        return seen_at is None or self.clock() - seen_at >= self.config.no_nodes_grace_s - _SLACK_S
+
+    def _lost(self, node: rev.NodeRef) -> None:
+        self._connected.pop(node, None)
+        for client in self.open_clients():
+            for trials in client.trials:
+                trials.lost_node(node)
+
+    def _note_error(self, client: Client, error: pb.PDError) -> None:
+        choice, trials = client.choices[error.key.choice], client.trials[error.key.choice]
+        is_open = not client.is_over and choice.finish_reason is None and not choice.is_stopped
+        if is_open and error.key.attempt == trials.attempt and trials.pair is not None:
+            if COST.get(error.code) is Cost.RETRY:
+                code = pb.ErrorCode.Name(error.code)
+                hosts = {self.host, *(self._hosts[node] for node in trials.pair)}
+                self._check_struck(f"{client.plan.name}/{error.key.choice} fails with {code}, {error.message},", hosts)
+            trials.heard_error(error)
+
+    def _check_struck(self, what: str, hosts: set[str]) -> None:
+        assert self._around.blames.excuses(frozenset(hosts)), f"{self.label}: {what}, and nothing had struck it"
 
     # ---------------------------------------------------------------- the registry
 
@@ -149,9 +239,10 @@ class SimRouter(Process):
             self.kernel.after(0.0, self._run, self)
 
     def _tick(self) -> None:
-        now, due = self.clock(), self.core.next_deadline()
+        now, due = self.clock(), self.core_deadline()
         actions = self.core.tick(now)
         self.is_changed |= bool(actions) or (due is not None and due <= now)
+        self._is_heard = True
         self._perform(actions)
 
     def _run(self) -> None:
@@ -161,9 +252,12 @@ class SimRouter(Process):
             event = self._events.popleft()
             if self.kernel.trace is not None and isinstance(event, rev.FromNode):
                 self._tell("takes", f"{describe_to_router(event.message)} from {event.node.name}")
-            self.is_changed = True
             num_queued = self._num_queued() if isinstance(event, rev.Submitted) else None
+            if not isinstance(event, rev.LoadReported):
+                self._note(event)
             actions = self.core.receive(event, self.clock())
+            self._is_heard = True
+            self.is_changed |= bool(actions) or not isinstance(event, rev.LoadReported)
             if num_queued is not None:
                 self._check_door(num_queued, actions)
             self._perform(actions)
@@ -181,6 +275,8 @@ class SimRouter(Process):
         assert is_refused == is_full, (
             f"{self.label}: a request came to {num_queued} queued, {self.config.max_queue} at most"
         )
+        is_late = any(isinstance(action, rev.Failed) and action.code == "LATE" for action in actions)
+        assert num_queued or not is_late, f"{self.label}: a request was turned away though nobody waited"
 
     def _perform(self, actions: Sequence[rev.Action]) -> None:
         for action in actions:
@@ -208,12 +304,21 @@ class SimRouter(Process):
             client = self.clients.get(message.dispatch.request_id)
             if client is not None:
                 target = message.dispatch.target.node
-                sender, receiver = self._hosts[node], self._hosts[rev.NodeRef(target.name, target.incarnation)]
+                pair = (node, rev.NodeRef(target.name, target.incarnation))
+                for branch in message.dispatch.branches:
+                    client.trials[branch.choice].dispatched(message.dispatch.attempt, pair)
+                sender, receiver = (self._hosts[each] for each in pair)
                 client.hosts |= {sender: None, receiver: None}
                 roles = [host.partition("-")[0] for host in (sender, receiver)]
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
                 )
+        if message.WhichOneof("kind") == "move" and message.move.HasField("target"):
+            key, target = message.move.key, message.move.target.node
+            ref = rev.NodeRef(target.name, target.incarnation)
+            client = self.clients[key.request_id]
+            client.hosts[self._hosts[ref]] = None
+            client.trials[key.choice].may_move(message.move.next_attempt, ref)
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
@@ -232,9 +337,20 @@ class SimRouter(Process):
         name = client.plan.name
         if isinstance(end, rev.Finished):
             client.finish(end, self.kernel.now)
+            if end.finish_reason != "pd_reschedule":
+                self._count_recoveries(client, end.choice)
             self._tell("finishes", f"{name}/{end.choice}: {end.finish_reason}")
             self.kernel.count("Finished")
         else:
+            client.had_no_pair = self.had_no_pair()
             client.fail(end, self.kernel.now)
             self._tell("fails", f"{name}: {end.code} {end.message}")
             self.kernel.count(f"Failed:{end.code}")
+
+    def _count_recoveries(self, client: Client, choice: int) -> None:
+        trials = client.trials[choice]
+        for code in set(trials.failed.values()) | ({"PREEMPTED"} if trials.preempted else set()):
+            self.kernel.count(f"recovered from {code}")
+        self.kernel.count("moved", trials.num_moved)
+        for node in trials.lost:
+            self.kernel.count(f"outlived a {self._hosts[node].partition('-')[0]} node")

@@ -18,6 +18,7 @@ from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import FakeRunner
 from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotMark, StepResult
 from engine.scheduler import Scheduler
+from proto.attempt_key import AttemptKey
 from tests.sim.kernel import Process
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
 
@@ -42,13 +43,15 @@ class SimRunner:
         knobs: Knobs,
         rng: random.Random,
         done: Callable[[StepResult], None],
+        computes: Callable[[AttemptKey, int], None],
     ) -> None:
-        """`parts`: the node's scheduler, pool and KV memory."""
+        """`parts`: the node's scheduler, pool and KV memory. `computes` hears of each token that a decode row feeds, and where."""
         self._process = process
         self._scheduler, self._pool, self._memory = parts
         self._knobs = knobs
         self._rng = rng
         self._done = done
+        self._computes = computes
         self._runner = FakeRunner(self._memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
         self._plans: deque[Plan] = deque()
         self.unread: deque[Launched] = deque()
@@ -61,6 +64,8 @@ class SimRunner:
         rows: tuple[DecodeRow | PrefillChunk | SlotMark, ...] = (*plan.decodes, *plan.chunks, *plan.marks)
         owners = [slots[row.slot] for row in rows]
         self.unread.append(Launched(plan, tuple((name, self._scheduler.block_ids(name)) for name in owners)))
+        for name, row in zip(owners, plan.decodes, strict=False):
+            self._computes(name, row.position)
         self._plans.append(plan)
         assert len(self._plans) <= 2, f"{self._process.label}: more than two plans under way"
         self._process.kernel.count("plans")

@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from engine.reserve import ReservePolicy
@@ -24,6 +24,7 @@ FAULT_KINDS: Final = (
     "crash",  # who: killed; its host refuses connections until a new process starts after `seconds`
     "power off",  # who: the same, but its host is silent meanwhile
     "stop",  # who: ends in order, is started again after `seconds`
+    "drain",  # node who: takes no new work, hands over what it has, ends; is started again after `seconds`
     "pause",  # who: does nothing for `seconds`, like after SIGSTOP
     "partition",  # who | other, both ways for `seconds`
     "one way",  # nothing gets from who to other for `seconds`
@@ -81,10 +82,12 @@ class ClientPlan:
     timeout_s: float = 600.0
     aborts_after_s: float | None = None  # disconnects
     stops: tuple[tuple[int, int], ...] = ()  # (choice, tokens): its text has a stop string there
+    generated: tuple[int, ...] = ()  # of its completion, which another request has brought: it is a resubmission
 
     def __str__(self) -> str:
         parts = [f"{len(self.prompt)} prompt tokens", f"max_tokens {self.max_tokens}", f"choices {self.num_choices}"]
         parts += [f"disconnects after {self.aborts_after_s:.3f} s"] if self.aborts_after_s is not None else []
+        parts += [f"resubmits {len(self.generated)} tokens"] if self.generated else []
         parts += [f"stop string in choice {choice} at {tokens}" for choice, tokens in self.stops]
         return ", ".join(parts)
 
@@ -106,14 +109,18 @@ class Knobs:
     max_queue: int = 1024
     max_inflight_prefills: int = 32
     retries: int = 3
-    local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
-    local_prefill_chunk: int | None = None
+    max_nodes_lost: int = 2
+    excludes_decode: bool = True  # --preempt-retry-exclude-decode
+    breaker_failures: int = 5
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
     reserve_policy: ReservePolicy = "ratio"
     reserves_for_running: bool = True  # --decode-reserve
+    prefills_locally: bool = True  # --local-prefill
+    local_prefill_max_tokens: int = 0
+    prompt_tokens_beside_decodes: int = 64  # --local-prefill-chunk
     reserve_wait_s: float = 5.0
     max_waiting_reserves: int = 64
     is_one_sided: bool = False  # the transport: writes land unasked
@@ -160,7 +167,7 @@ class Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
+    knobs = _draw_knobs(rng)
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
@@ -190,13 +197,19 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         max_fences=64 if is_tight and rng.random() < 0.5 else NO_LIMIT,
         max_queue=rng.choice((1, 4)) if is_tight and rng.random() < 0.5 else 1024,
         max_inflight_prefills=rng.choice((1, 2, 32)),
-        retries=rng.choice((0, 1, 3, 3)),
+        retries=rng.choice((0, 1, 3, 3, 3)),
+        max_nodes_lost=rng.choice((1, 2, 2, 3)),
+        excludes_decode=rng.random() < 0.7,
+        breaker_failures=rng.choice((1, 2, 5)),
         policy=rng.choice(("least_loaded", "round_robin", "power_of_two", "random")),
         network=rng.choice(("even", "jitter", "heavy")),
         step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),
         lease_life_s=rng.choice((10.0, 10.0, 1.5)),
         reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
         reserves_for_running=rng.random() < 0.6,
+        prefills_locally=rng.random() < 0.7,
+        local_prefill_max_tokens=rng.choice((0, 8, 200)),
+        prompt_tokens_beside_decodes=rng.choice((1, 4, 64)),
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),
         is_one_sided=rng.random() < 0.5,
@@ -204,15 +217,6 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
     )
-
-
-def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
-    """In a part of the seeds, drawn apart so that everything else of a seed is what it was without."""
-    if rng.random() < 0.6:
-        return knobs
-    if rng.random() < 0.2:
-        knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
-    return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
@@ -259,7 +263,7 @@ def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float
     match kind:
         case "crash" | "power off" | "stop" | "pause":
             who, other = rng.choice((rng.choice(hosts), rng.choice(nodes))), ""
-        case "broken row":
+        case "broken row" | "drain":
             who, other = rng.choice(nodes), ""
         case "cut stream":
             who, other = rng.choice(routers), rng.choice(nodes)
@@ -267,7 +271,9 @@ def _draw_fault(rng: random.Random, kind: str, scenario: Scenario, load_s: float
             who, other = rng.choice(scenario.handoff_pairs)
         case "lose calls" | "repeat calls" | "slow":
             who, other = rng.choice([*scenario.handoff_pairs, *((a, b) for a in nodes for b in routers)])
-    has_length = kind in ("crash", "power off", "stop", "pause", "partition", "one way", "slow") or "calls" in kind
+    has_length = (
+        kind in ("crash", "power off", "stop", "drain", "pause", "partition", "one way", "slow") or "calls" in kind
+    )
     return Fault(
         at=rng.uniform(0.2, 1.0 + load_s),
         kind=kind,

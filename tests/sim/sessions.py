@@ -33,6 +33,7 @@ from runtime.session_events import (
     Up,
     WakeWriter,
 )
+from tests.sim.deadlines import Deadlines
 from tests.sim.kernel import Process
 from tests.sim.stream import Stream, Wire
 
@@ -78,13 +79,11 @@ class Dialer:
         self._timing = SessionTiming()
         self._lines: dict[Peer, _Line] = {}
         self._touched: dict[SessionEnd, None] = {}
-        self._deadline: float | None = None
-        self._is_changed = True  # since the deadline was looked for
+        self._deadlines = Deadlines()
         self._rng = wire.kernel.rng(f"sessions of {process.label}")
 
     def dial(self, entry: pb.NodeEntry) -> None:
         """Open a session with this node process and keep it."""
-        self._is_changed = True
         peer = Peer(entry.node.name, entry.node.incarnation)
         host = entry.grpc_address.partition(":")[0]
         if peer in self._lines:
@@ -111,16 +110,14 @@ class Dialer:
 
     def tick(self) -> None:
         """Fire what is due at every end."""
-        for line in list(self._lines.values()):
+        due = self._deadlines.due(self._process.clock())
+        for line in [line for line in self._lines.values() if line.end in due]:
             self._tick(line)
             self._write(line)
 
     def next_deadline(self) -> float | None:
         """When tick must be called, by the process's clock."""
-        if self._is_changed:
-            due = [at for line in self._lines.values() if (at := line.end.next_deadline()) is not None]
-            self._deadline, self._is_changed = min(due, default=None), False
-        return self._deadline
+        return self._deadlines.first()
 
     def streams(self) -> list[Stream]:
         """Of every node the newest one, if any is open or being dialed."""
@@ -160,10 +157,11 @@ class Dialer:
 
     def _new_end(self, peer: Peer, delay_s: float) -> SessionEnd:
         session_id = self._rng.getrandbits(63) + 1
-        return SessionEnd(self._me, peer, session_id, self._timing, dial_at=self._process.clock() + delay_s)
+        end = SessionEnd(self._me, peer, session_id, self._timing, dial_at=self._process.clock() + delay_s)
+        self._deadlines.changed(end)
+        return end
 
     def _end(self, line: _Line, how: HangUp | Superseded) -> None:
-        self._is_changed = True
         del self._lines[line.peer]  # first: no new session follows
         self._feed(line, how)
 
@@ -175,7 +173,7 @@ class Dialer:
         self._write(line)
 
     def _tick(self, line: _Line) -> None:
-        self._is_changed = True
+        self._deadlines.changed(line.end)
         self._perform_all(line, line.end, line.end.tick(self._process.clock()))
 
     def _perform_all(self, line: _Line, end: SessionEnd, outputs: list[Output]) -> None:
@@ -221,10 +219,10 @@ class Dialer:
 
     def _write(self, line: _Line) -> None:
         """The writer's turn. It writes nothing before the connection is there."""
-        self._is_changed = True
         stream = line.stream
         if stream is None or not stream.is_connected or not line.is_woken:
             return
+        self._deadlines.changed(line.end)
         while (frame := line.end.next_frame(stream.number, self._process.clock())) is not None:
             stream.send_up(frame)
         line.is_woken = False
@@ -246,13 +244,17 @@ class Listener:
         self._ends: dict[int, SessionEnd] = {}  # by our number of the stream
         self._woken: dict[SessionEnd, None] = {}
         self._touched: dict[SessionEnd, None] = {}
-        self._deadline: float | None = None
-        self._is_changed = True  # since the deadline was looked for
+        self._deadlines = Deadlines()
         self._num_streams = 0
 
     def knows(self, router: Peer) -> bool:
         """Whether the router has a session that is not lost."""
         return self._book.find(router) is not None
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """As SessionServer: messages that routers may not have."""
+        return sum(int(str(end.snapshot()["unacknowledged"])) for end in self._book.sessions())
 
     def send(self, router: Peer, message: pb.NodeMessage) -> None:
         """Give the router's session its next message; dropped if that session is lost."""
@@ -267,17 +269,14 @@ class Listener:
 
     def tick(self) -> None:
         """Fire what is due at every end."""
-        self._is_changed = True
-        for end in self._book.sessions():
+        for end in self._deadlines.due(self._process.clock()):
+            self._deadlines.changed(end)
             self._perform_all(end, end.tick(self._process.clock()))
             self._write(end)
 
     def next_deadline(self) -> float | None:
         """When tick must be called, by the process's clock."""
-        if self._is_changed:
-            due = [at for end in self._book.sessions() if (at := end.next_deadline()) is not None]
-            self._deadline, self._is_changed = min(due, default=None), False
-        return self._deadline
+        return self._deadlines.first()
 
     def streams(self) -> list[Stream]:
         """Every stream whose Hello was taken and that is not over."""
@@ -336,7 +335,7 @@ class Listener:
 
     def _feed(self, end: SessionEnd, what: Input) -> None:
         self._touched[end] = None
-        self._is_changed = True
+        self._deadlines.changed(end)
         self._perform_all(end, end.tick(self._process.clock()))
         self._perform_all(end, end.receive(what, self._process.clock()))
         self._write(end)
@@ -372,12 +371,12 @@ class Listener:
                 assert_never(output)
 
     def _write(self, end: SessionEnd) -> None:
-        self._is_changed = True
         if end not in self._woken:
             return
         del self._woken[end]
         if (number := end.stream) is None:
             return
+        self._deadlines.changed(end)
         while (frame := end.next_frame(number, self._process.clock())) is not None:
             if frame.WhichOneof("body") is None:
                 frame.load.CopyFrom(self._load())

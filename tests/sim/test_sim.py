@@ -102,8 +102,6 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "plans with several branches",
         "preempted",
         "pd_errors:PREEMPTED",
-        "dispatches:local_short",
-        "dispatches:local_absent",
         "writes into quarantine",
         "dispatched to itself",
         "dispatched: mixed to decode",

@@ -33,6 +33,10 @@ def describe_to_node(message: pb.RouterMessage) -> str:
     """What a router says, in a few words."""
     if message.WhichOneof("kind") == "cancel":
         return f"Cancel {name_of(message.cancel.key)}"
+    if message.WhichOneof("kind") == "move":
+        move = message.move
+        where = f"as #{move.next_attempt} to {move.target.node.name}" if move.HasField("target") else "nowhere"
+        return f"Move {name_of(move.key)} {where}"
     dispatch = message.dispatch
     choices = ",".join(str(branch.choice) for branch in dispatch.branches)
     generated = sum(len(branch.generated_token_ids) for branch in dispatch.branches)
@@ -46,6 +50,8 @@ def describe_to_router(message: pb.NodeMessage) -> str:
         error = message.error
         unsure = " (Commit unanswered)" if error.commit_unanswered else ""
         return f"PD Error {pb.ErrorCode.Name(error.code)} {name_of(error.key)}{unsure}: {error.message}"
+    if message.WhichOneof("kind") == "wants_move":
+        return f"WantsMove {name_of(message.wants_move.key)} {pb.MoveReason.Name(message.wants_move.reason)}"
     parts = []
     for tokens in message.tokens.branches:
         end = tokens.first_index + len(tokens.token_ids)
@@ -75,6 +81,8 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
             return "takes", f"Release {name_of(request.key)}"
         case ev.StepDone(result):
             return "step done", f"{result.step_id}: {result.token_ids.tolist()}"
+        case ev.DrainAsked():
+            return "takes", "the wish that it drains"
         case _:
             return "takes", _transport_text(event)
 
@@ -102,6 +110,8 @@ def describe_action(action: ev.Action) -> tuple[str, str] | None:
             return word, f"Commit {name_of(message.answer.key)}"
         case ev.RevokeLease() | ev.CloseLink():
             return "ends", "a lease" if isinstance(action, ev.RevokeLease) else f"link {action.link_id}"
+        case ev.Drained():
+            return "has drained", ""
         case ev.Ended(key, outcome):
             return "attempt ended", f"{name_of(key.to_proto())}: {outcome}"
         case _:

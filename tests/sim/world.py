@@ -13,36 +13,32 @@ again; then the routers go, and nothing may be left anywhere.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from connector.fence import MAX_REST_S
 from connector.memory_transport import MemoryHub
-from engine.sequence import Phase
-from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey, BranchKey
 from router.entrance import RouterCoreConfig
-from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.calls import Calls
-from tests.sim.clients import Client, new_client
-from tests.sim.faults import NEVER, Faults
+from tests.sim.clients import Client, new_client, resubmission_of
+from tests.sim.ends import Circumstances, problem
+from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
-from tests.sim.kernel import FOREVER, Kernel, Process
+from tests.sim.kernel import FOREVER, Kernel
 from tests.sim.links import Links
+from tests.sim.lives import Lives
 from tests.sim.network import Network
-from tests.sim.nodes import SimNode, Surroundings
+from tests.sim.nodes import Surroundings
 from tests.sim.routers import SimRouter
 from tests.sim.scenario import MANY_ATTEMPTS, NO_LIMIT, ClientPlan, Scenario
-from tests.sim.stream import ListenerSide, Stream, Wire
 from tests.sim.trace import Trace
 
-_REGISTER_TIMEOUT_S: Final = 0.5  # of one call, as in runtime/registry_client.py
 _ENDS_WITHIN_S: Final = 60.0  # of world time, once no fault is felt any more: what runs then has ended
 _NOTICED_S: Final = 3.0  # after a fault: a session's grace, by any clock
 _WHOLE_WITHIN_S: Final = 10.0
 _SERVED_WITHIN_S: Final = 20.0
-GIVES_UP_WITHIN_S: Final = 3.0  # a session's grace and the way there, by any clock
 _MAX_EVENTS: Final = 400_000  # a run that has more goes round in circles
 
 
@@ -55,163 +51,48 @@ class World:
         self.network = Network(self.kernel, scenario.knobs.network)
         self.calls = Calls(self.kernel, self.network)
         self.hub = MemoryHub(is_one_sided=scenario.knobs.is_one_sided)
-        self.links = Links(self.kernel, self.network, self.hub)
         self.clients: list[Client] = []
         self._rng = self.kernel.rng("world")
-        self._generations: Counter[str] = Counter()
-        self._around = Surroundings(self.kernel, self.hub, self.calls, scenario.knobs, self._moment, self.links.look)
-        self._wire = Wire(self.kernel, self.network, _listener_of)
         self.faults = Faults(self, scenario.faults)
-        self._num_ending = 0  # processes that are down and will be started again
-        self._may_restart = True
-        for host in scenario.hosts:
-            self._start(host)
+        self.links = Links(self.kernel, self.network, self.hub, self.faults.struck)
+        self._around = Surroundings(
+            self.kernel,
+            self.hub,
+            self.calls,
+            scenario.knobs,
+            self._moment,
+            self.links.look,
+            self.faults,
+            self._computes,
+        )
+        self._computed: dict[tuple[BranchKey, int], int] = {}  # by branch and position: in which attempt
+        self._asked: dict[str, Client] = {}  # by request
+        self._num_to_come = len(scenario.clients)  # requests that nobody has asked for yet
+        self.lives = Lives(scenario, self._around, self.network, self.links)
+        self.lives.start_all()
         for plan in scenario.clients:
             self.kernel.at(plan.at, partial(self._submit, plan))
 
     def _moment(self, what: str, host: str) -> None:
         self.faults.moment(what, host)
 
-    # ---------------------------------------------------------------- processes
-
-    @property
-    def routers(self) -> list[SimRouter]:
-        """Those that run."""
-        found = [self.network.find(host) for host in self.scenario.hosts]
-        return [process for process in found if isinstance(process, SimRouter)]
-
-    @property
-    def nodes(self) -> list[SimNode]:
-        """Those that run."""
-        found = [self.network.find(host) for host in self.scenario.hosts]
-        return [process for process in found if isinstance(process, SimNode)]
-
-    def _start(self, host: str) -> None:
-        self._generations[host] += 1
-        generation, knobs = self._generations[host], self.scenario.knobs
-        rate = 1 + self.kernel.rng(f"rate {host}").uniform(-1, 1) * knobs.clock_spread
-        process: Process
-        if host.startswith("router"):
-            process = SimRouter(self._around, self._wire, host, generation, rate)
-        else:
-            port = 7000 if knobs.keeps_addresses else 7000 + generation
-            process = node = SimNode(self._around, host, generation, f"{host}:{port}", rate)
-            self.links.add(node)
-        self._tell(process, "starts", "")
-        self.network.start(process)
-        if isinstance(process, SimNode):
-            for number in range(knobs.num_routers):
-                self._register(process, f"router-{number}", BACKOFF_MIN_S)
-        process.rearm()
-
-    def _tell(self, process: Process, what: str, why: str) -> None:
-        self.kernel.tell(process.label, what, why)
-
-    def _register(self, node: SimNode, router: str, backoff_s: float) -> None:
-        """As runtime/registry_client.py."""
-        if not node.is_registering:
+    def _computes(self, key: AttemptKey, position: int) -> None:
+        """Nothing is computed again while nothing has failed: not because of a move, nor of a refusal."""
+        before = self._computed.setdefault((key.branch, position), key.attempt)
+        if before == key.attempt:
             return
-
-        def outcome(reply: pb.RegisterReply | None) -> None:
-            is_welcome = (
-                reply is None or not reply.refused or not node.is_registering
-            )  # else it has said goodbye meanwhile
-            assert is_welcome, f"{node.label} is alive and refused: {reply}"
-            wait_s, next_s = backoff_s, min(2 * backoff_s, BACKOFF_MAX_S)
-            if reply is not None:
-                wait_s, next_s = PERIOD_S, BACKOFF_MIN_S
-            self.kernel.after(node.seconds(wait_s), lambda: self._register(node, router, next_s), node)
-
-        serve = SimRouter.serve_register
-        self.calls.call(node, router, node.entry(), serve, outcome, timeout_s=_REGISTER_TIMEOUT_S)
-
-    def end(self, process: Process, kind: str, down_s: float, number: int) -> None:
-        """A process ends: "crash", "power off" or in order ("stop"); another one follows on its host."""
-        if kind == "stop" and process.paused_until <= self.kernel.now:
-            self._say_goodbye(process)
-            self.kernel.after(0.02, lambda: self._die(process, False, 0.0, down_s))
-        else:
-            self._die(process, kind == "power off", number / 3, down_s)
-
-    def _say_goodbye(self, process: Process) -> None:
-        self._tell(process, "stops", "")
-        if isinstance(process, SimRouter):
-            for client in process.clients.values():
-                if not client.is_over:
-                    client.close("router lost", self.kernel.now)
-                    self.kernel.run_on(process, lambda c=client: process.stop_serving(c))  # type: ignore[misc]
-            self.kernel.after(0.01, process.dialer.hang_up_all, process)
-        elif isinstance(process, SimNode):
-            process.is_registering = False
-            goodbye = process.identity.to_proto()
-            for each in range(self.scenario.knobs.num_routers):
-                serve = SimRouter.serve_deregister
-                self.calls.call(process, f"router-{each}", goodbye, serve, lambda reply: None, timeout_s=0.5)
-            self.kernel.after(0.01, process.listener.hang_up_all, process)
-
-    def _die(self, process: Process, is_silent: bool, share_lost: float, down_s: float) -> None:
-        if not process.is_alive:
-            return
-        self._tell(process, "dies", "and its host is silent" if is_silent else "")
-        process.is_alive = False
-        self.network.end(process, down_s if is_silent else 0.0)
-        for stream in self._streams_of(process):
-            stream.end_died(process, not is_silent, share_lost)
-        if is_silent:
-            self.calls.forget_all(process)
-        else:
-            self.calls.fail_all(process)
-        if isinstance(process, SimNode):
-            for key in self.hub.links():
-                if key.sender == process.transport.address:
-                    self.hub.cut(key, round((1 - share_lost) * 3))
-            process.transport.stop()
-            self.links.look()
-        elif isinstance(process, SimRouter):
-            for client in process.clients.values():
-                if not client.is_over:
-                    client.close("router lost", self.kernel.now)
-            self.kernel.after(GIVES_UP_WITHIN_S, lambda: self._check_abandoned(process))
-        self._num_ending += 1
-        self.kernel.after(down_s, lambda: self._restart(process.host))
-
-    def _check_abandoned(self, router: SimRouter) -> None:
-        """C09: a grace after a router's death no node computes for it any more, unless the node was stopped meanwhile."""
-        for node in self.nodes:
-            if node.paused_until > self.kernel.now - GIVES_UP_WITHIN_S:
-                continue
-            phases = node.scheduler.snapshot()["phases"]
-            assert isinstance(phases, dict)
-            self.kernel.count("work of dead routers looked for")
-            left = [
-                key for key, phase in phases.items() if phase is not Phase.FINISHED and key.request_id in router.clients
-            ]
-            assert not left, f"{node.label} still computes {left} for {router.label}, which is dead"
-
-    def _restart(self, host: str) -> None:
-        self._num_ending -= 1
-        self._start(host)
-
-    def _streams_of(self, process: Process) -> list[Stream]:
-        streams: dict[Stream, None] = {}
-        for router in self.routers if isinstance(process, SimNode) else [process]:
-            assert isinstance(router, SimRouter)
-            streams |= dict.fromkeys(each for each in router.dialer.streams() if process in (each.node, each.router))
-        for node in self.nodes if isinstance(process, SimRouter) else [process]:
-            assert isinstance(node, SimNode)
-            streams |= dict.fromkeys(each for each in node.listener.streams() if process in (each.node, each.router))
-        return list(streams)
-
-    def streams_between(self, router: str, node: str) -> list[Stream]:
-        """Every stream between two hosts."""
-        process = self.network.find(router)
-        return [] if process is None else [each for each in self._streams_of(process) if each.host == node]
+        self._computed[key.branch, position] = key.attempt
+        client = self._asked[key.request_id]
+        assert client.is_over or client.trials[key.choice].may_compute_again, (
+            f"position {position} of {key.request_id}/{key.choice} is computed in attempts {before} and {key.attempt}"
+        )
 
     # ---------------------------------------------------------------- clients
 
     def _submit(self, plan: ClientPlan) -> Client:
         """Ask the router of the plan, or the next one that listens."""
         num_routers = self.scenario.knobs.num_routers
+        self._num_to_come -= 1
         for offset in range(num_routers):
             router = self.network.find(f"router-{(plan.router + offset) % num_routers}")
             if isinstance(router, SimRouter):
@@ -228,16 +109,27 @@ class World:
         client = new_client(
             plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
         )
-        self._tell(router, "is asked", f"{plan.name}: {plan}")
+        client.on_end = self._resubmit
+        self._asked[plan.name] = client
+        self.kernel.tell(router.label, "is asked", f"{plan.name}: {plan}")
         router.clients[plan.name] = client
         self.kernel.run_on(router, lambda: router.submit(client) if not client.is_over else None)
         if plan.aborts_after_s is not None:
             self.kernel.after(plan.aborts_after_s, lambda: self._abort(router, client), router)
         return client
 
+    def _resubmit(self, client: Client) -> None:
+        """A client that is told pd_reschedule asks for the rest, a little later."""
+        for number, choice in enumerate(client.choices):
+            if choice.finish_reason == "pd_reschedule":
+                self._num_to_come += 1
+                self.kernel.count("resubmitted")
+                at = self.kernel.now + self._rng.uniform(0.01, 2.0)
+                self.kernel.at(at, partial(self._submit, resubmission_of(client, number, at)))
+
     def _abort(self, router: SimRouter, client: Client) -> None:
         if not client.is_over:
-            self._tell(router, "client leaves", client.plan.name)
+            self.kernel.tell(router.label, "client leaves", client.plan.name)
             self.kernel.count("abort")
             router.abort(client)
 
@@ -248,16 +140,19 @@ class World:
         self._run_until(lambda: self._is_load_over() and all(client.is_over for client in self.clients))
         self._check_ends(self.clients)
         self.links.disarm()
-        for node in self.nodes:
+        for node in self.lives.nodes:
             node.runner.breaks_next_row = False
         self._run_until(self._is_whole, _WHOLE_WITHIN_S, "the cluster is not whole again")
         for plan in self._probes():
+            self._num_to_come += 1
             probe = self._submit(plan)
             within_s = _SERVED_WITHIN_S + self._patience_s
             self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
             assert probe.end == "finished", f"{plan.name} failed in a whole cluster: {probe.error}"
-        self._run_until(lambda: not any(router.core.snapshot()["requests"] for router in self.routers), 5.0, "requests")
-        for router in self.routers:
+        self._run_until(
+            lambda: not any(router.core.snapshot()["requests"] for router in self.lives.routers), 5.0, "requests"
+        )
+        for router in self.lives.routers:
             check_idle_router(router)
         self._run_down()
 
@@ -278,8 +173,10 @@ class World:
 
     def _is_load_over(self) -> bool:
         faults = self.faults
-        is_struck = faults.num_pending == 0 and faults.ends_at + _NOTICED_S <= self.kernel.now and self._num_ending == 0
-        return is_struck and len(self.clients) == len(self.scenario.clients)
+        is_struck = (
+            faults.num_pending == 0 and faults.ends_at + _NOTICED_S <= self.kernel.now and self.lives.num_ending == 0
+        )
+        return is_struck and self._num_to_come == 0
 
     def _run_until(self, is_true: Callable[[], bool], within_s: float | None = None, otherwise: str = "") -> None:
         limit = FOREVER if within_s is None else self.kernel.now + within_s
@@ -295,31 +192,26 @@ class World:
 
     def _check_ends(self, clients: list[Client]) -> None:
         """A request that failed had a reason to."""
-        knobs = self.scenario.knobs
         for client in clients:
-            name, end = client.plan.name, client.end
+            end = client.end or ""
             self.kernel.count(f"client:{end}")
-            if end in ("finished", "aborted"):
-                continue
-            text = f"{name} at {client.router} ended with {end} {client.error}"
-            assert end not in NEVER, text
-            if end == "DEADLINE" and client.plan.timeout_s < 600:
-                continue
-            if end == "OVERLOADED" and knobs.max_queue < 1024:
-                continue
-            if end == "pd_reschedule" and knobs.retries == 0 and self.kernel.counters["preempted"]:
-                continue
-            hosts = frozenset(client.hosts) if end not in ("NO_NODES", "no router") else frozenset(self.scenario.hosts)
-            assert self.faults.excuses(end or "", hosts, client.submitted_at, client.ended_at), (
-                f"{text}; nothing had struck it"
+            span = (client.submitted_at, client.ended_at)
+            met = Circumstances(
+                plan=client.plan,
+                trials=client.trials,
+                has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
+                patience_s=self._patience_s,
+                felt_s=self.faults.felt_s(*span),
+                was_repeated=self.faults.repeated(frozenset(client.hosts), *span),
+                had_no_pair=client.had_no_pair,
             )
-            if end == "INTERNAL":
-                assert "no numbers" in client.error and self.kernel.counters["broken row"], text
+            flaw = problem(end, client.error, self.scenario.knobs, met)
+            assert flaw is None, f"{client.plan.name} at {client.router} ended with {end} {client.error}: {flaw}"
 
     def _is_whole(self) -> bool:
         """Every router has a session with every node process, and with no other."""
-        names = {f"{node.identity.name}@{node.identity.incarnation}" for node in self.nodes}
-        for router in self.routers:
+        names = {f"{node.identity.name}@{node.identity.incarnation}" for node in self.lives.nodes}
+        for router in self.lives.routers:
             nodes = router.core.snapshot()["nodes"]
             assert isinstance(nodes, dict)
             if nodes.keys() != names or not all(each["session"] == "up" and each["listed"] for each in nodes.values()):
@@ -338,19 +230,14 @@ class World:
 
     def _run_down(self) -> None:
         """The routers go; the nodes free everything, without anybody asking them to."""
-        for node in self.nodes:
+        for node in self.lives.nodes:
             node.is_registering = False
-        for router in self.routers:
+        for router in self.lives.routers:
             self.kernel.run_on(router, router.dialer.hang_up_all)
             router.is_alive = False
             self.network.end(router)
         while self.kernel.next_at < FOREVER:
             self.kernel.step()
             assert self.kernel.num_events < _MAX_EVENTS, "the run goes round in circles"
-        for node in self.nodes:
+        for node in self.lives.nodes:
             check_idle_node(node)
-
-
-def _listener_of(process: Process) -> ListenerSide:
-    assert isinstance(process, SimNode)
-    return process.listener

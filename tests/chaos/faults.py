@@ -1,0 +1,135 @@
+"""Performs faults on a Fleet, checks that each has fired, and undoes it.
+
+Fired means: the kernel says so. A killed process has its exit code, a stopped one its state, between two parties that are cut no
+connection comes about; what does not fire ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final, NamedTuple
+
+from bench.fleet import Fleet, wait_until
+from bench.namespaces import Network
+from tests.chaos.schedule import Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
+
+DRAIN_BOUND_S: Final = 60.0
+_LINE: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router (session_\w+) node=(\S+) (.*)$", re.MULTILINE)
+_DAY_S: Final = 86_400.0
+
+
+class Injector:
+    """The faults that stand on one fleet."""
+
+    def __init__(self, fleet: Fleet, network: Network | None, note: Callable[[str], None]) -> None:
+        """`note` is told one line of each fault that fired and of each that is undone."""
+        self._fleet = fleet
+        self._network = network
+        self._note = note
+        self._replaced: dict[str, subprocess.Popen[bytes]] = {}
+        self._touched_until: dict[str, float] = {}  # by time.monotonic, by process
+        self.num_fired = 0
+
+    def begin(self, fault: Fault) -> None:
+        """Let it happen; returns when it has."""
+        fleet = self._fleet
+        self._touched_until |= dict.fromkeys(fault.parties, math.inf)
+        match fault:
+            case Kill(name=name):
+                fleet.kill(name)
+            case Stop(name=name):
+                fleet.freeze(name)
+            case Replace(name=name):
+                fleet.freeze(name)
+                self._replaced[name] = fleet.disown(name)
+                fleet.start(name)
+            case Terminate(name=name):
+                fleet.terminate(name)
+            case Unplug(name=name):
+                self._net.unplug(name)
+                assert not any(self._net.reaches(name, other) for other in self._others(name)), "still plugged"
+            case Cut(one=one, other=other):
+                self._net.cut(one, other)
+                assert not self._net.reaches(one, other) and not self._net.reaches(other, one), "not cut"
+        self.num_fired += 1
+        self._note(f"{fault}")
+
+    def end(self, fault: Fault) -> None:
+        """Undo it; returns when whoever was concerned serves again."""
+        fleet = self._fleet
+        match fault:
+            case Kill(name=name):
+                fleet.start(name)
+            case Stop(name=name):
+                fleet.thaw(name)
+            case Replace(name=name):
+                old = self._replaced.pop(name)
+                old.send_signal(signal.SIGCONT)
+                assert old.wait(DRAIN_BOUND_S) == 2, f"the old {name} did not give way"
+            case Terminate(name=name):
+                code = fleet.wait_for_end(name, DRAIN_BOUND_S)
+                assert code == 0, f"{name} was told to go and ended with {code}"
+                fleet.start(name)
+            case Unplug(name=name):
+                self._net.plug(name)
+            case Cut(one=one, other=other):
+                self._net.heal(one, other)
+                assert self._net.reaches(one, other) and self._net.reaches(other, one), "still cut"
+        self._touched_until |= dict.fromkeys(fault.parties, time.monotonic())
+        self._note(f"over: {fault}")
+
+    def was_touched(self, name: str, since: float) -> bool:
+        """Whether something stood on a process after that instant, by time.monotonic; may be asked by any thread."""
+        return self._touched_until.get(name, 0.0) >= since
+
+    @property
+    def _net(self) -> Network:
+        assert self._network is not None
+        return self._network
+
+    def _others(self, name: str) -> list[str]:
+        return [other for other in (*self._fleet.routers, *self._fleet.nodes) if other != name][:2]
+
+
+class Found(NamedTuple):
+    """What a router said of its session with a node."""
+
+    after_s: float
+    why: str
+
+
+def found(fleet: Fleet, node: str, since: float, event: str, router: str | None = None) -> Found:
+    """Wait until a router says that about its session with a node: how long after an instant (by time.time), and why.
+
+    `event`: session_broken, session_lost, session_up.
+    """
+    router = router or fleet.routers[0]
+    said: list[Found] = []
+
+    def is_found() -> bool:
+        for clock, what, of, why in _LINE.findall(fleet.log_text(router)):
+            after_s = _seconds(clock) - _seconds(datetime.fromtimestamp(since).strftime("%H:%M:%S.%f"))
+            after_s += _DAY_S if after_s < -_DAY_S / 2 else 0
+            if what == event and of == node and after_s > -0.001:
+                said.append(Found(after_s, why))
+        return bool(said)
+
+    wait_until(f"{router} says {event} of {node}", is_found)
+    return said[0]
+
+
+def now() -> float:
+    """An instant for `found`."""
+    return time.time()
+
+
+def _seconds(clock: str) -> float:
+    """Of the day."""
+    hours, minutes, seconds = clock.split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(seconds)

@@ -1,0 +1,208 @@
+"""Bugs of what the router does about failures: budget, backoff, circuits, moves, and roles without a node."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_RANDOM: Final = ("tests/router/test_core_random.py",)
+_RETRY: Final = ("tests/router/test_retry.py", "tests/router/test_core_retry.py")
+_MOVES: Final = ("tests/router/test_core_moves.py",)
+_MOVE_OWNER: Final = ("tests/handoff/test_owner_rule_moves.py",)
+_BREAKER: Final = ("tests/router/test_breaker.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "preemption-is-free",
+        "A branch that is preempted again and again is never given up.",
+        "router/retry.py",
+        "            self._credit -= 1\n",
+        "",
+        _RETRY,
+    ),
+    Mutant(
+        "killer-sent-on",
+        "A request that was on every node that died is sent to the next.",
+        "router/attempt_ends.py",
+        "            branch.tries.nodes_lost.add(blamed)\n",
+        "            pass\n",
+        _RETRY,
+    ),
+    Mutant(
+        "first-retry-waits",
+        "After a lost node the stream stands still for the backoff.",
+        "router/retry.py",
+        "        if self.failures_in_row == 1:\n            return 0.0\n",
+        "",
+        _RETRY,
+    ),
+    Mutant(
+        "backoff-without-end",
+        "A branch that got through long ago still waits as if it had just failed.",
+        "router/retry.py",
+        "        self.failures_in_row = 0\n",
+        "        pass\n",
+        _RETRY,
+    ),
+    Mutant(
+        "rest-holds-up-the-queue",
+        "While a branch waits out its backoff nobody behind it is dispatched.",
+        "router/waiting.py",
+        "            if branch.rests_until <= now and (",
+        "            if branch.rests_until > now:\n                return None\n            if (",
+        _RETRY,
+    ),
+    Mutant(
+        "given-up-without-its-tokens",
+        "When the retries run out a stream that has begun ends with an error, and its tokens are lost.",
+        "router/attempt_ends.py",
+        "elif branch.log or self._live.has_told(branch.key.request_id):",
+        "elif self._live.find(branch.key) is None:",
+        _RETRY,
+    ),
+    Mutant(
+        "restart-fails-requests",
+        "While the last node of a role restarts requests are turned away.",
+        "router/entrance.py",
+        "            self._gone_at = now\n",
+        "            self._gone_at = now - self._config.no_nodes_grace_s\n",
+        _RETRY,
+    ),
+    Mutant(
+        "target-lost-and-forgotten",
+        "When a move's target dies nobody doubts that the holder has the branch yet, and the stream may stand still for ever.",
+        "router/ownership.py",
+        "    (_O.MOVING, _W.RECEIVER_LOST): (_O.DOUBTED, _V.AWAIT_SENDER),\n",
+        "    (_O.MOVING, _W.RECEIVER_LOST): (_O.RECEIVER, _V.TAKE),\n",
+        _MOVE_OWNER,
+    ),
+    Mutant(
+        "move-unsure-is-retried",
+        "A holder whose Commit has no answer is taken at its word, while the target may run.",
+        "router/ownership.py",
+        "    (_O.MOVING, _W.SENDER_UNSURE): (_O.UNSURE, _V.AWAIT_RECEIVER),\n",
+        "    (_O.MOVING, _W.SENDER_UNSURE): (_O.RECEIVER, _V.PLACE),\n",
+        _MOVE_OWNER,
+    ),
+    Mutant(
+        "target-unheard",
+        "The target's first batch is not believed, and the stream ends with the holder's.",
+        "router/ownership.py",
+        "_RECEIVERS: Final = (_O.SENDER, _O.UNSURE, _O.RECEIVER, _O.MOVING)",
+        "_RECEIVERS: Final = (_O.SENDER, _O.UNSURE, _O.RECEIVER)",
+        (*_MOVES, *_MOVE_OWNER),
+    ),
+    Mutant(
+        "silence-is-patience",
+        "A holder that says nothing after its target's loss is waited for until the deadline.",
+        "router/ownership.py",
+        "for word in (_W.SENDER_ERROR, _W.SENDER_UNSURE, _W.SENDER_LOST, _W.GRACE_OVER)\n    },",
+        "for word in (_W.SENDER_ERROR, _W.SENDER_UNSURE, _W.SENDER_LOST)\n    },",
+        (*_MOVES, *_MOVE_OWNER),
+    ),
+    Mutant(
+        "moves-share-a-number",
+        "A second move of an attempt runs under the number of the first.",
+        "router/moves.py",
+        "            branch.newest_attempt += 1\n",
+        "            branch.newest_attempt = branch.attempt + 1\n",
+        _MOVES,
+    ),
+    Mutant(
+        "move-leaks-its-target",
+        "A move that came to nothing counts at its target for ever.",
+        "router/moves.py",
+        "            self._leave(branch, target, now)\n",
+        "            pass\n",
+        _MOVES,
+    ),
+    Mutant(
+        "move-leaks-its-holder",
+        "A branch that has moved still takes a slot where it was.",
+        "router/moves.py",
+        "        self._leave(branch, pair.decode, now)\n        branch.attempt",
+        "        branch.attempt",
+        _MOVES,
+    ),
+    Mutant(
+        "moved-for-ever",
+        "A branch is sent to and fro without end.",
+        "router/moves.py",
+        " or branch.num_moves >= self._config.max_moves:",
+        ":",
+        _MOVES,
+    ),
+    Mutant(
+        "drained-onto-the-draining",
+        "A node that is about to end is given what another one hands over.",
+        "router/node_state.py",
+        "self.is_listed and self.session is Session.UP and not self.entry.draining",
+        "self.is_listed and self.session is Session.UP",
+        (*_MOVES, *_RETRY),
+    ),
+    Mutant(
+        "late-prefill-ends-a-move",
+        "During a move a late error of the prefill node counts as the holder's.",
+        "router/phases.py",
+        "            return Post(pair.decode, attempt), target\n",
+        "            return Post(pair.prefill, attempt), target\n",
+        _MOVES,
+    ),
+    Mutant(
+        "cancel-forgets-the-target",
+        "An aborted request goes on at the node that it was moving to.",
+        "router/phases.py",
+        "            return tuple(dict.fromkeys((*pair.nodes, target.node)))\n",
+        "            return pair.nodes\n",
+        _MOVES,
+    ),
+    Mutant(
+        "circuit-never-closes",
+        "A node that failed is not taken back by its success.",
+        "router/breaker.py",
+        "        self._circuits.pop(name, None)\n",
+        "        pass\n",
+        _BREAKER,
+    ),
+    Mutant(
+        "probed-by-all",
+        "Once its time is over a broken node gets everything at once.",
+        "router/breaker.py",
+        "return isinstance(circuit, Probing) or (isinstance(circuit, Open) and now < circuit.until)",
+        "return isinstance(circuit, Open) and now < circuit.until",
+        _BREAKER,
+    ),
+    Mutant(
+        "probe-lost",
+        "An attempt that was to try a node is aborted, and the node is never tried again.",
+        "router/live.py",
+        "            self._breakers.left(ref.name, branch.key, now)\n",
+        "            pass\n",
+        _BREAKER,
+    ),
+    Mutant(
+        "nothing-rather-than-the-least-bad",
+        "Where every node of a role fails, requests wait for ever.",
+        "router/waiting.py",
+        "            broken = broken[1:]\n",
+        "            break\n",
+        _BREAKER,
+    ),
+    Mutant(
+        "full-is-broken",
+        "While the healthy nodes are full, requests go where they fail.",
+        "router/waiting.py",
+        "while broken and not self._nodes.can_serve(branch.total_tokens, broken):",
+        "while broken:",
+        _BREAKER,
+    ),
+    Mutant(
+        "drained-counts-as-lost",
+        "What was on its way to a node that has ended as it said it would pays a retry, and a few of them end the request.",
+        "router/nodes.py",
+        "        if node.entry.draining:\n            change.drained.add(node.ref)\n",
+        "        if node.entry.draining and node.session is Session.LOST:\n            change.drained.add(node.ref)\n",
+        ("tests/router/test_core_draining.py",),
+    ),
+)

@@ -1,0 +1,93 @@
+"""A Redis that asks who is there: passwords, users, databases, TLS. No secret is ever logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runtime.redis_store import RedisStore
+from runtime.registry_client import RegistryUnreachable
+from tests.registry.redis_server import started_redis
+from tests.registry.test_listing import entry
+
+PASSWORD = "correct horse@#/?"
+ENCODED = "correct%20horse%40%23%2F%3F"
+TTL_S = PATIENCE_S = 20.0  # on any machine
+
+
+def registered(url: str) -> list[str]:
+    """Names of the nodes that are there, once one has registered there."""
+
+    async def scenario() -> list[str]:
+        store = RedisStore(url, "test", TTL_S, PATIENCE_S)
+        try:
+            assert await store.register(entry()) == ""
+            return [row.entry.node.name for row in (await store.read()).rows]
+        finally:
+            await store.hang_up()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13")
+def test_a_user_of_its_own_with_the_rights_that_the_docs_name_is_enough(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In database 3; a wrong password is a registry that cannot be reached."""
+    rights = (
+        "~baton:* +eval +evalsha +script|load +type +del +time +hget +hset +hdel +hstrlen +zadd +zrem +zscore +zcount"
+    )
+    rights += " +zrangebyscore +zremrangebyscore +zremrangebyrank +pexpire +set +select"
+    url = f"redis://:{ENCODED}@127.0.0.1:{{port}}/3"
+    with started_redis(tmp_path, "--requirepass", PASSWORD, url=url) as redis, caplog.at_level(logging.DEBUG):
+        redis.client.execute_command("ACL", "SETUSER", "baton", "on", f">{PASSWORD}", *rights.split())
+        assert registered(f"redis://baton:{ENCODED}@127.0.0.1:{redis.port}/3") == ["decode-0"]
+        assert redis.client.dbsize() > 0, "it is in database 3"
+        for wrong in ("", ":wrong@", f"nobody:{ENCODED}@"):
+            with pytest.raises(RegistryUnreachable) as raised:
+                registered(f"redis://{wrong}127.0.0.1:{redis.port}/3")
+            assert str(raised.value).startswith("Authentication")
+        for secret in (PASSWORD, ENCODED, "wrong"):
+            assert secret not in caplog.text
+
+
+@pytest.mark.covers("R13")
+def test_a_unix_socket_will_do(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with started_redis(tmp_path, "--unixsocket", str(path)):
+        assert registered(f"unix://{path}?db=1") == ["decode-0"]
+
+
+@pytest.mark.covers("R13")
+def test_over_tls_the_certificate_is_checked(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    trusting = f"rediss://127.0.0.1:{{port}}/0?ssl_ca_certs={certificate}"
+    # The last --port wins: nothing is served but TLS.
+    flags = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    with started_redis(tmp_path, *flags, "--tls-port", "{port}", "--port", "0", url=trusting) as redis:
+        assert registered(redis.url) == ["decode-0"]
+        for url in (f"rediss://127.0.0.1:{redis.port}/0", f"redis://127.0.0.1:{redis.port}/0"):
+            with pytest.raises(RegistryUnreachable):
+                registered(url)

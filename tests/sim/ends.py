@@ -1,0 +1,131 @@
+"""When a request may end in anything but success: everything that is not here is a bug.
+
+A request ends well once there is a pair of nodes that can serve it, whatever was struck. What remains are limits that users set:
+
+    aborted, router lost, no router    the client has gone, its router has died, none was there to ask
+    OVERLOADED                         the router's queue was full (looked at where it is said, routers.py)
+    CANCELLED                          a Reserve of it came twice: refused the first time, below its fence the second
+    DEADLINE                           the request's own limit, which is shorter than the work and the faults that it met
+    LATE                               the same, foreseen by how fast its router's queue moved
+    NO_NODES                           no pair of nodes since the router's start, or for longer than its grace
+    NODE_LOST                          it was on so many nodes when they died that it may be what kills them; or its prompt's
+                                       logprobs died with their sender, while its receiver was done
+    pd_reschedule, or its error        its retries are spent. What it has is a beginning of the right answer, and whoever
+      before the first token           resubmits that gets the rest (clients.py, world.py)
+
+A retry is paid for by an attempt that failed, and no attempt fails that was not struck: one of its hosts, or a way between two of
+them (faults.py). The router's own count is not asked: here is written down what it was told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from proto import baton_pb2 as pb
+from router.events import NodeRef
+from router.retry import COST, PREEMPTIONS_PER_RETRY, Cost
+from tests.sim.scenario import ClientPlan, Knobs
+
+# These say that somebody did not understand somebody.
+_NEVER: Final = frozenset({"INCOMPATIBLE", "context_length_exceeded", "BUSY", "NO_BLOCKS", "DRAINING"})
+_LONG_S: Final = 60.0  # who has so much time is not turned away as late
+_SLACK_S: Final = 5.0  # of a deadline: timers, and the network without faults
+
+
+@dataclass(slots=True)
+class Trials:
+    """What one choice of a request has gone through, as its router was told."""
+
+    attempt: int = -1  # the newest
+    num_attempts: int = 0
+    pair: tuple[NodeRef, NodeRef] | None = None  # where that runs; None: it has ended, or none was made
+    failed: dict[int, str] = field(default_factory=dict)  # attempt -> why, where that costs a retry
+    preempted: set[int] = field(default_factory=set)
+    lost: dict[NodeRef, None] = field(default_factory=dict)  # nodes that died while it was on them
+    moves: dict[int, NodeRef] = field(
+        default_factory=dict
+    )  # attempt -> the node that it may begin at, without a dispatch
+    num_moved: int = 0
+
+    def dispatched(self, attempt: int, pair: tuple[NodeRef, NodeRef]) -> None:
+        """Another attempt."""
+        self.attempt, self.pair = attempt, pair
+        self.num_attempts += 1
+
+    def may_move(self, attempt: int, target: NodeRef) -> None:
+        """The holder was told of a target."""
+        self.moves[attempt] = target
+
+    def heard_receiver(self, attempt: int) -> None:
+        """Tokens of an attempt: of a new one, where it has moved."""
+        if attempt > self.attempt and (target := self.moves.get(attempt)) is not None:
+            self.attempt, self.pair = attempt, (target if self.pair is None else self.pair[0], target)
+            self.num_moved += 1
+
+    def heard_error(self, error: pb.PDError) -> None:
+        """A node says that an attempt is over."""
+        cost = COST.get(error.code)
+        if cost is Cost.PART:
+            self.preempted.add(error.key.attempt)
+        elif cost is Cost.RETRY:
+            self.failed.setdefault(error.key.attempt, pb.ErrorCode.Name(error.code))
+
+    def lost_node(self, node: NodeRef) -> None:
+        """A node is gone."""
+        target = self.moves.get(max(self.moves, default=-1))  # which may have it, and not have said so
+        if self.pair is not None and node in (*self.pair, target):
+            self.lost[node] = None
+            self.failed.setdefault(self.attempt, "NODE_LOST")
+
+    @property
+    def may_compute_again(self) -> bool:
+        """Whether an attempt has ended with less than was computed."""
+        return bool(self.failed or self.preempted)
+
+    def have_spent(self, retries: int) -> bool:
+        """Whether so many retries cannot pay for all that has failed."""
+        return PREEMPTIONS_PER_RETRY * len(self.failed) + len(self.preempted) > PREEMPTIONS_PER_RETRY * retries
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Of a request that has not succeeded."""
+
+    plan: ClientPlan
+    trials: list[Trials]
+    has_tokens: bool
+    patience_s: float  # what all the work of the scenario can take without any fault
+    felt_s: float  # for so long faults were felt while the request was open
+    was_repeated: bool  # calls between its hosts were, while it was open
+    had_no_pair: bool  # at its end, as long as NO_NODES demands
+
+
+def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | None:
+    """Why the request should not have ended so; None: it had to."""
+    if end in ("finished", "aborted", "router lost", "no router", "OVERLOADED"):
+        return None
+    if end in _NEVER:
+        return "nobody may say so"
+    if end == "DEADLINE":
+        needed_s = met.patience_s + met.felt_s + _SLACK_S
+        return None if met.plan.timeout_s < needed_s else f"{needed_s:.1f} s would have been enough"
+    if end == "LATE":
+        return None if met.plan.timeout_s < _LONG_S else "its deadline was too far off to be missed in the queue"
+    if end == "CANCELLED":
+        return None if met.was_repeated else "no call came twice"
+    if end == "NO_NODES":
+        return None if met.had_no_pair else "there was a pair of nodes, a moment ago at most"
+    if end == "NODE_LOST" and "logprobs" in error:
+        return (
+            None
+            if met.plan.wants_prompt_logprobs and any(each.failed or each.lost for each in met.trials)
+            else "no loss"
+        )
+    if end == "NODE_LOST" and any(len(each.lost) >= knobs.max_nodes_lost for each in met.trials):
+        return None
+    if not any(each.have_spent(knobs.retries) for each in met.trials):
+        return f"of {knobs.retries} retries some are left: {met.trials}"
+    if met.has_tokens and end != "pd_reschedule":
+        return "what it has is lost"
+    return None
