@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from node import events as ev
 from proto import baton_pb2 as pb
 from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, Stream, decode_nodes, dispatch_of
-from tests.cores.nodes import ROUTER, Decode
+from tests.cores.nodes import ROUTER
 
 PROMPT = [7, 1, 2, 3, 4, 5]
 GREEDY: dict[str, Any] = {"max_tokens": 30}
@@ -349,76 +347,3 @@ def test_who_gives_way_and_finds_no_node_in_time_ends_with_all_its_tokens(why: s
         return  # of its Reserve nobody will ever hear
     world.run_out()
     world.check_end()
-
-
-@pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08")
-@pytest.mark.parametrize("seed", range(120))
-def test_whatever_is_lost_there_is_one_owner_one_stream_and_no_block_left(seed: int) -> None:
-    random = Random(seed)
-    world = live(random)
-    world.check_end()
-
-
-def live(random: Random) -> MovingWorld:
-    """Some streams, nodes that drain, and everything that can be lost, in random order."""
-    sizes: dict[str, Any] = {
-        "num_blocks": random.choice((16, 24, 40)),
-        "num_slots": random.randint(3, 8),
-        "policy": random.choice(("ratio", "none", "full")),
-    }
-    preempt_move_s = random.choice((0.0, 0.2, 0.2))
-    resumes = random.random() < 0.3
-    nodes: list[Decode | Mixed] = [
-        *decode_nodes(random.randint(2, 3), preempt_move_s=preempt_move_s, resumes=resumes, **sizes)
-    ]
-    if random.random() < 0.3:
-        nodes[0] = Mixed(identity=nodes[0].identity, role="mixed", **sizes)
-    world = MovingWorld(*nodes)
-    faults = random.choice((0.0, 0.05, 0.2))
-    world.has_target = lambda stream: random.random() < 0.8
-    for name in range(random.randint(2, 6)):
-        sampling: dict[str, Any] = {"max_tokens": random.randint(10, 40), "temperature": random.choice((0.0, 1.0))}
-        if random.random() < 0.5:
-            sampling |= {"presence_penalty": 0.5, "num_logprobs": 1, "stop_token_ids": [3], "min_tokens": 5}
-        prompt = [7] * random.choice((0, 4, 8)) + [random.randrange(32) for _ in range(random.randint(1, 9))]
-        dispatch = dispatch_of(f"r{name}", prompt, random.choice((1, 1, 2)), **sampling)
-        dispatch.ms_left = random.choice((300, 60_000, 60_000, 60_000))
-        world.start(random.choice(list(world.nodes)), dispatch)
-    to_drain = random.sample(list(world.nodes), random.randint(1, len(world.nodes) - 1))
-    for _ in range(1500):
-        if to_drain and random.random() < 0.02:
-            world.drain(to_drain.pop(), world.now + random.choice((0.1, 5.0, 5.0)))
-        if random.random() < faults:
-            fault(world, random)
-        elif random.random() < 0.03 or not world.do_something(random):
-            world.wait(random.choice((0.001, 0.01, 0.1)))
-        world.check()
-        if all(stream.end for stream in world.streams.values()):
-            break
-    world.run_out()
-    return world
-
-
-def fault(world: MovingWorld, random: Random) -> None:
-    match random.choice(("call",) * 6 + ("cut",) * 4 + ("answer",) * 4 + ("cancel", "router")):
-        case "call" if world.calls:
-            world.lose_call(random.randrange(len(world.calls)))
-        case "cut" if world.hub.links():
-            world.happened["cut"] += world.hub.cut(random.choice(world.hub.links()), random.randint(0, 2))
-        case "answer" if world.hub.links():
-            world.happened["answer lost"] += any(world.hub.drop_answer(link) for link in world.hub.links())
-        case "cancel" if random.random() < 0.2:
-            world.cancel(random.choice(list(world.streams.values())))
-        case "router" if random.random() < 0.03:
-            world.lose_router()
-
-
-def test_everything_does_happen() -> None:
-    happened: Counter[str] = Counter()
-    for seed in range(80):
-        happened += live(Random(seed)).happened
-    wanted = (
-        "moved, moves_refused, moves_failed, wants MOVE_DRAINING, wants MOVE_PREEMPTED, ended PREEMPTED, ended moved"
-    )
-    wanted += ", cut, answer lost, lost reserve, lost reserve's answer, lost release, ended DRAINING"
-    assert not {name for name in wanted.split(", ") if not happened[name]}
