@@ -27,6 +27,7 @@ class ChildProcess:
         self.pid = process.pid
         self._ready_path = ready_path
         self._process = process
+        self._is_ready = False
 
     @classmethod
     async def start(
@@ -57,6 +58,7 @@ class ChildProcess:
             await asyncio.sleep(READY_POLL_S)
         content: dict[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
         self._ready_path.unlink()
+        self._is_ready = True
         return content
 
     async def ended(self) -> None:
@@ -82,9 +84,10 @@ class ChildProcess:
         return next((line for line in reversed(lines) if line), "nothing")
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask it to stop; after `timeout_s` seconds do not ask."""
+        """Ask it to stop now, not to drain; after `timeout_s` seconds do not ask."""
         if self._process.returncode is None:
-            self._process.terminate()
+            # Who is still loading has nothing to drain, and would end of a SIGINT with a traceback in its log.
+            self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
             try:
                 await asyncio.wait_for(self._process.wait(), timeout_s)
             except TimeoutError:

@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("prefill",): ("deploy.node_process", "prefill"),
     ("decode",): ("deploy.node_process", "decode"),
     ("mixed",): ("deploy.node_process", "mixed"),
+    ("drain",): ("deploy.drain",),
     ("model", "make"): ("engine.make_model",),
 }
 
@@ -32,6 +33,7 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   prefill      a prefill node: computes the prompts' KV cache and hands it over
   decode       a decode node: generates
   mixed        a node that does both, over one pool: baton up --model DIR --prefill 0 --decode 0 --mixed 1
+  drain        ask a node to hand over what it has, and to end: baton drain decode-0 --router 127.0.0.1:8001
   model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
                (or qwen2-tiny, qwen3-tiny, mistral-tiny, smollm2-135m)
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from rich.console import Console
 from deploy.child_process import ChildProcess
 from deploy.up_config import UpConfig
 from runtime.config import child_environment, load, tables_in
-from runtime.process import EXIT_USAGE, die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
 from runtime.redis_address import EMBEDDED
 
 READY_POLL_S: Final = 0.05
@@ -79,8 +80,7 @@ class _Launcher:
 
     async def run(self) -> int:
         """Start, wait, stop; 0 after a signal, 1 or 2 if the cluster did not come up or nothing of it is left."""
-        stop = stop_on_signals()
-        stopped = asyncio.create_task(stop.wait())
+        stopped = first_signal()
         start = asyncio.create_task(self._start())
         try:
             waits: set[asyncio.Future[Any]] = {start, stopped, self._first_end}
@@ -117,7 +117,7 @@ class _Launcher:
                 nodes = await self._start_nodes(",".join(router["registry"] for router in routers))
                 status.update("baton up: waiting for /ready")
                 model_ids = await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
-        told = [{"url": router["url"], "pid": router["pid"]} for router in routers]
+        told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         cluster = {
             "router": told[0],
             "routers": told,
@@ -169,7 +169,7 @@ class _Launcher:
             await asyncio.wait(stops, timeout=ROUTER_LEAD_S)
         await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[num_routers:]))
 
-    async def _watch(self, stopped: asyncio.Task[bool]) -> int:
+    async def _watch(self, stopped: asyncio.Future[signal.Signals]) -> int:
         """Report each child that ends, until a signal comes or none is left."""
         while self._ends and not stopped.done():
             waits: set[asyncio.Future[Any]] = {stopped, *self._ends}

@@ -8,6 +8,8 @@
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
 the decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
 older one is to be ended for, the router's Cancel tells both.
+
+It has drained when both have: what one has done, nothing that the other does undoes, since neither takes anything new.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class MixedCore:
         self._decode = decode
         self._parts = (prefill, decode)
         self._steps = StepsAhead(scheduler)
-        self._num_drained = 0
+        self._num_draining = len(self._parts)  # those that have not said that they have drained
         self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
@@ -67,14 +69,11 @@ class MixedCore:
                     part.read(progress, now)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
                 self._dispatch(event, message.dispatch, now)
-            case ev.FromRouter() | ev.RouterLost():
+            case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
                 for part in self._parts:
                     part.take(event, now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
                 (self._decode if self._decode.sends(event) else self._prefill).take(event, now)
-            case ev.DrainAsked():
-                for part in self._parts:
-                    part.take(event, now)
             case _:
                 self._decode.take(event, now)
         return self._finish_turn(now)
@@ -117,12 +116,10 @@ class MixedCore:
         self._decode.hold_back(self._steps.is_held_up)
         out: list[ev.Action] = [*self._out, *steps]
         self._out = []
-        for part in self._parts:
-            for action in part.settle(now):
-                if not isinstance(action, ev.Drained):
-                    out.append(action)
-                    continue
-                self._num_drained += 1
-                if self._num_drained == len(self._parts):
-                    out.append(action)
+        said = [action for part in self._parts for action in part.settle(now)]
+        out += [action for action in said if not isinstance(action, ev.Drained)]
+        num_drained = sum(isinstance(action, ev.Drained) for action in said)
+        self._num_draining -= num_drained
+        if num_drained and not self._num_draining:
+            out.append(ev.Drained())
         return out

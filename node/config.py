@@ -118,7 +118,7 @@ class NodeConfig:
     )
 
     local_prefill_chunk: int = knob(
-        64,
+        32,
         "token positions of prompts in a step of a decode node that also decodes: what decodes waits for them",
         low=1,
         high=1 << 20,
@@ -139,6 +139,13 @@ class NodeConfig:
         10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600
     )
     session_grace_s: float = knob(2.0, "seconds without a router's stream until its work here ends", low=0.1, high=3600)
+    drain_timeout_s: float = knob(
+        25.0,
+        "seconds that SIGTERM leaves to finish or hand over what runs; 0: none; less than what the process gets before it is "
+        "killed, which is 30 on Kubernetes",
+        low=0,
+        high=86_400,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
 
     def __post_init__(self) -> None:

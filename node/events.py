@@ -92,7 +92,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """Take no new work, hand over what is here, and be done by `deadline` (loop time); one Drained follows."""
+    """Take no new work, hand over what is here, and be done by `deadline` (loop time); one Drained follows. Asked again, the
+    earlier deadline counts."""
 
     deadline: float
 

@@ -69,6 +69,11 @@ class HandoffClient:
         """Give an attempt's lease back, best effort; nothing follows."""
         self._track(self._release(action))
 
+    @property
+    def num_under_way(self) -> int:
+        """Calls that have not ended."""
+        return len(self._tasks)
+
     async def close(self) -> None:
         """Cancel what is under way and close the channels."""
         for task in self._tasks:

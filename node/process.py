@@ -4,11 +4,13 @@
       |                 ^
     build, bind         +-- gRPC service, sessions, transport threads, runner thread
       |
-    register with the routers --> ready file --> serve --> signal --> deregister --> take down, in reverse order
+    register with the routers --> ready file --> serve --> drain --> deregister --> take down, in reverse order
 
 What the user can mend (model directory, sizes, a taken port) is one line and exit code 2. Every other exception is a bug, wherever
 it arises: in a task, in a callback, on the runner thread. It ends the process with a traceback and exit code 1, and whoever
-starts it again gets a new incarnation. Not here: draining; what runs at a signal is lost to this node, and its routers are told.
+starts it again gets a new incarnation.
+
+SIGTERM drains (node/ending.py); SIGINT does not: what runs is lost to this node, and its routers, who are told, go on elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -30,6 +33,7 @@ import zmq
 from connector.choosing import ChoosingTransport, choose_transports
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.config import NodeConfig
+from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
 from node.handoff_client import SERVER_OPTIONS, HandoffClient
 from node.http import HttpServer, make_app
@@ -46,7 +50,7 @@ from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, is_loopback, stop_on_signals, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, is_loopback, write_atomically
 from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
@@ -66,7 +70,7 @@ class ThreadEnded(RuntimeError):
 
 
 def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts], NodeCore]) -> int:
-    """Run a node until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+    """Run a node until it is to end; 0 then. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
     set_up_logging(config.log_level, name)
@@ -130,26 +134,26 @@ class _NodeProcess:
         self._counters = Counters()
         self._measures = Measures()
         self._calls = PendingCalls()
-        self._stop = stop_on_signals()
-        self._drained = asyncio.Event()
+        self._ending = Ending(core, config.drain_timeout_s)
         self._refusal: str | None = None
         self._prefills_locally = role == "mixed" or (role == "decode" and config.local_prefill == "on")
 
     async def run(self) -> None:
-        """Serve until a signal. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
+        """Serve until the end. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
         inbox = Inbox()
+        first_signal().add_done_callback(self._on_signal)
         bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
         async with AsyncExitStack() as bound:
             listeners = await self._bind(inbox, bound)
             async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
                 _keep(tasks, started, bug)
-                entry = await self._start(listeners, inbox, tasks, started)
+                entry, means = await self._start(listeners, inbox, tasks, started)
                 kernels = entry.fingerprint.kernels
                 log_event(
                     LOG, logging.INFO, "node_ready", node=entry.node.name, grpc=entry.grpc_address, kernels=kernels
                 )
-                await self._stop.wait()
+                await self._ending.run(means)
         if self._refusal is not None:
             raise _Refused(self._refusal)
 
@@ -186,7 +190,7 @@ class _NodeProcess:
 
     async def _start(
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
-    ) -> pb.NodeEntry:
+    ) -> tuple[pb.NodeEntry, Means]:
         """Start everything, from the inside out; `started` stops it in reverse order."""
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
@@ -204,28 +208,36 @@ class _NodeProcess:
         timing = SessionTiming(grace_s=self._config.session_grace_s)
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
-        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures, self._drained)
+        has_drained = self._ending.has_drained
+        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures, has_drained)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
-        service = NodeService(self._identity, bounds, self._counters, inbox.post, routers.sessions, self._calls)
+        service = NodeService(
+            self._identity, bounds, self._counters, inbox.post, routers.sessions, self._calls, self._ending
+        )
         pb_grpc.add_NodeServicer_to_server(service, listeners.grpc)
         await listeners.grpc.start()
         http = HttpServer(make_app(self._view(listeners.transport, routers)), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)
-        entry = self._entry(listeners)
         config = self._config
         registries = choose_registries(config.registry, config.registry_namespace, config.router)
-        registry = RegistryClient(registries, lambda: entry, self._on_refused)
+        registry = RegistryClient(registries, lambda: self._entry(listeners), self._on_refused)
         registry.start()
         started.push_async_callback(registry.deregister)
+        entry = self._entry(listeners)
         self._write_ready_file(entry)
-        return entry
+        sessions = routers.sessions
+        return entry, Means(registry.announce, inbox.post, lambda: sessions.num_unacknowledged + peers.num_under_way)
+
+    def _on_signal(self, first: asyncio.Future[signal.Signals]) -> None:
+        number = first.result()
+        self._ending.ask(number.name, 0 if number is signal.SIGINT else None)
 
     def _on_refused(self, sentence: str) -> None:
         self._refusal = f"refused by the registry: {sentence}"
-        self._stop.set()
+        self._ending.ask("refused", 0)
 
     def _view(self, transport: ChoosingTransport, routers: Routers) -> NodeView:
         facts = NodeFacts(
@@ -237,7 +249,7 @@ class _NodeProcess:
             sizes=self._engine.sizes,
         )
         told = (transport.snapshot, routers.sessions.snapshot)
-        return NodeView(facts, Sources(self._core, self._counters, self._measures, *told))
+        return NodeView(facts, Sources(self._core, self._counters, self._measures, *told, self._ending))
 
     def _entry(self, listeners: _Listeners) -> pb.NodeEntry:
         """What the routers are told."""
@@ -251,6 +263,7 @@ class _NodeProcess:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._engine.sizes.max_model_len,
             started_ms=self._started_ms,
+            draining=self._ending.is_draining,
             local_prefill=self._prefills_locally,
         )
 

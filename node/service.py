@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
 import grpc
 
+from node.ending import Ending
 from node.events import Event, ReleaseAsked, RenewAsked, ReserveAsked
 from node.identity import NodeIdentity
 from node.metrics import Counters
@@ -87,6 +88,7 @@ class NodeService(pb_grpc.NodeServicer):
         post: Callable[[Event], None],
         sessions: SessionServer,
         calls: PendingCalls,
+        ending: Ending,
     ) -> None:
         self._identity = identity
         self._bounds = bounds
@@ -94,6 +96,7 @@ class NodeService(pb_grpc.NodeServicer):
         self._post = post
         self._sessions = sessions
         self._calls = calls
+        self._ending = ending
 
     async def Session(  # type: ignore[override]  # grpc.aio also takes a coroutine that writes to the context
         self, request_iterator: _MaybeAsyncIterator[pb.Frame], context: _ServicerContext
@@ -140,6 +143,15 @@ class NodeService(pb_grpc.NodeServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         self._post(ReleaseAsked(request))
         return pb.ReleaseReply()
+
+    async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        """End without a loss, and tell how far it is until then. Who hangs up stops nothing."""
+        if request.to_incarnation not in (0, self._identity.incarnation):  # 0: called by its address
+            self._counters.count("wrong_incarnation")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "Drain is meant for another process")
+        self._ending.ask("operator", request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
+        async for progress in self._ending.watch():
+            yield progress
 
     def _malformed(self, call: str, problem: str) -> None:
         self._counters.count("malformed_messages")

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.sequence import Phase
+from node.ending import Ending
 from node.events import NodeCore
 from node.identity import NodeIdentity
 from node.measures import Measures
@@ -46,6 +47,7 @@ class Sources:
     measures: Measures
     transport: Callable[[], Mapping[str, object]]  # its snapshot: `kv_bytes_sent` and `kv_bytes_received` by peer, …
     sessions: Callable[[], object]  # JSON-able
+    ending: Ending
 
 
 class NodeView(Collector):
@@ -62,6 +64,11 @@ class NodeView(Collector):
         """The node's name."""
         return self._facts.identity.name
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no new work."""
+        return self._sources.ending.is_draining
+
     def state(self) -> dict[str, object]:
         """The answer of /state, JSON-able."""
         facts, sources = self._facts, self._sources
@@ -71,6 +78,7 @@ class NodeView(Collector):
             "role": facts.role,
             "incarnation": f"{facts.identity.incarnation:016x}",  # as text: 64 bits are more than a JSON reader must keep
             "pid": os.getpid(),
+            "stage": sources.ending.stage.value,
             "threads": facts.threads,
             "bit_exact": facts.is_bit_exact,
             "fingerprint": MessageToDict(facts.fingerprint, preserving_proto_field_name=True),
@@ -98,6 +106,7 @@ class NodeView(Collector):
         """Every metric family as of now; called by the registry."""
         sources = self._sources
         load = sources.core.load()
+        yield GaugeMetricFamily("baton_node_draining", "1 from the wish to end until the end", value=self.is_draining)
         blocks = GaugeMetricFamily(
             "baton_node_blocks", "KV blocks by state, which add up to the pool", labels=["state"]
         )

@@ -46,6 +46,11 @@ class RegistryStub:
                 request_serializer=proto_dot_baton__pb2.PeerId.SerializeToString,
                 response_deserializer=proto_dot_baton__pb2.DeregisterReply.FromString,
                 _registered_method=True)
+        self.List = channel.unary_unary(
+                '/baton.Registry/List',
+                request_serializer=proto_dot_baton__pb2.ListRequest.SerializeToString,
+                response_deserializer=proto_dot_baton__pb2.ListReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -66,6 +71,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """For operators and their tools: whom to ask when a node is known by its name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Deregister,
                     request_deserializer=proto_dot_baton__pb2.PeerId.FromString,
                     response_serializer=proto_dot_baton__pb2.DeregisterReply.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=proto_dot_baton__pb2.ListRequest.FromString,
+                    response_serializer=proto_dot_baton__pb2.ListReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -146,6 +163,33 @@ class Registry:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.Registry/List',
+            proto_dot_baton__pb2.ListRequest.SerializeToString,
+            proto_dot_baton__pb2.ListReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class NodeStub:
     """---------------------------------------------------------------- session: router <-> node
@@ -177,6 +221,11 @@ class NodeStub:
                 '/baton.Node/Release',
                 request_serializer=proto_dot_baton__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=proto_dot_baton__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/baton.Node/Drain',
+                request_serializer=proto_dot_baton__pb2.DrainRequest.SerializeToString,
+                response_deserializer=proto_dot_baton__pb2.DrainProgress.FromString,
                 _registered_method=True)
 
 
@@ -210,6 +259,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +288,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=proto_dot_baton__pb2.ReleaseRequest.FromString,
                     response_serializer=proto_dot_baton__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=proto_dot_baton__pb2.DrainRequest.FromString,
+                    response_serializer=proto_dot_baton__pb2.DrainProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -344,6 +405,33 @@ class Node:
             '/baton.Node/Release',
             proto_dot_baton__pb2.ReleaseRequest.SerializeToString,
             proto_dot_baton__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.Node/Drain',
+            proto_dot_baton__pb2.DrainRequest.SerializeToString,
+            proto_dot_baton__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

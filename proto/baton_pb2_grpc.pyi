@@ -40,6 +40,8 @@ class RegistryStub:
     Register: _grpc.UnaryUnaryMultiCallable[_baton_pb2.NodeEntry, _baton_pb2.RegisterReply]
     """Repeated by the node well within ttl_ms; an entry that is not repeated disappears."""
     Deregister: _grpc.UnaryUnaryMultiCallable[_baton_pb2.PeerId, _baton_pb2.DeregisterReply]
+    List: _grpc.UnaryUnaryMultiCallable[_baton_pb2.ListRequest, _baton_pb2.ListReply]
+    """For operators and their tools: whom to ask when a node is known by its name."""
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
@@ -49,6 +51,8 @@ class RegistryAsyncStub(RegistryStub):
     Register: _aio.UnaryUnaryMultiCallable[_baton_pb2.NodeEntry, _baton_pb2.RegisterReply]  # type: ignore[assignment]
     """Repeated by the node well within ttl_ms; an entry that is not repeated disappears."""
     Deregister: _aio.UnaryUnaryMultiCallable[_baton_pb2.PeerId, _baton_pb2.DeregisterReply]  # type: ignore[assignment]
+    List: _aio.UnaryUnaryMultiCallable[_baton_pb2.ListRequest, _baton_pb2.ListReply]  # type: ignore[assignment]
+    """For operators and their tools: whom to ask when a node is known by its name."""
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- registry: whom to dial"""
@@ -68,6 +72,14 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_baton_pb2.DeregisterReply, _abc.Awaitable[_baton_pb2.DeregisterReply]]: ...
 
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _baton_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_baton_pb2.ListReply, _abc.Awaitable[_baton_pb2.ListReply]]:
+        """For operators and their tools: whom to ask when a node is known by its name."""
+
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class NodeStub:
@@ -82,6 +94,8 @@ class NodeStub:
     """Handoff control, node -> node."""
     Renew: _grpc.UnaryUnaryMultiCallable[_baton_pb2.RenewRequest, _baton_pb2.RenewReply]
     Release: _grpc.UnaryUnaryMultiCallable[_baton_pb2.ReleaseRequest, _baton_pb2.ReleaseReply]
+    Drain: _grpc.UnaryStreamMultiCallable[_baton_pb2.DrainRequest, _baton_pb2.DrainProgress]
+    """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -93,6 +107,8 @@ class NodeAsyncStub(NodeStub):
     """Handoff control, node -> node."""
     Renew: _aio.UnaryUnaryMultiCallable[_baton_pb2.RenewRequest, _baton_pb2.RenewReply]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_baton_pb2.ReleaseRequest, _baton_pb2.ReleaseReply]  # type: ignore[assignment]
+    Drain: _aio.UnaryStreamMultiCallable[_baton_pb2.DrainRequest, _baton_pb2.DrainProgress]  # type: ignore[assignment]
+    """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- session: router <-> node"""
@@ -125,5 +141,13 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request: _baton_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_baton_pb2.ReleaseReply, _abc.Awaitable[_baton_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _baton_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_baton_pb2.DrainProgress], _abc.AsyncIterator[_baton_pb2.DrainProgress]]:
+        """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

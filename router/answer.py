@@ -107,11 +107,12 @@ class Choice:
     def finish(self, reason: str, token_ids: Sequence[int]) -> None:
         """The end, with the whole completion; of several only the first counts.
 
-        Of a choice that goes on elsewhere nothing is shown that is held back: who goes on with its tokens shows it.
+        Of a choice that goes on elsewhere nothing is shown that is held back: who goes on with its tokens shows it. Where nobody is
+        to see a token, there is nothing to go on with.
         """
         if self.finish_reason is not None:
             return
-        if reason == RESCHEDULED:
+        if reason == RESCHEDULED and not self._drops_tokens:
             self.finish_reason, self._handed_up_ids = reason, token_ids
             self._tell()
             return

@@ -139,6 +139,8 @@ class Api:
                 if not _is_request_id(client_id):
                     raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
                 headers[_REQUEST_ID] = client_id
+            if self._shell.is_draining:
+                raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)

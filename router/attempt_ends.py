@@ -27,6 +27,16 @@ def node_lost(node: NodeRef, when: str) -> pb.PDError:
     return pb.PDError(code=pb.NODE_LOST, message=message, retryable=True, node_id=node.name)
 
 
+def node_drained(node: NodeRef) -> pb.PDError:
+    """What a node would have said that has ended as it said it would: nothing failed, and no retry is used.
+
+    There may be such branches: what was on its way to the node when it had drained, what waits at a prefill node to be handed over
+    to it, and what it could not give up in time.
+    """
+    message = f"PD Error DRAINING: node {node.name} has ended"
+    return pb.PDError(code=pb.DRAINING, message=message, retryable=True, node_id=node.name)
+
+
 class AttemptEnds:
     """Ends attempts, and puts their branches back into the queue or ends them, too."""
 
@@ -43,7 +53,7 @@ class AttemptEnds:
         """An attempt on `pair` is said to have ended."""
         _, verdict = judge(branch.phase.owner, word)
         if verdict is Verdict.IGNORE:
-            if error.code != pb.NODE_LOST:
+            if error.HasField("key"):  # those of the router's own making are no messages
                 self._live.count("stale_messages", "error")
             return
         if verdict is Verdict.AWAIT_SENDER:
@@ -63,6 +73,10 @@ class AttemptEnds:
             self._live.finish_when_scored(branch, "stop" if branch.ended_by_stop_token else "length", now)
         else:
             self._retry(branch, pair, error, now)
+
+    def unscored(self, branch: LiveBranch, pair: Pair, now: float) -> None:
+        """The branch is complete, and its prompt's logprobs have not come: its prefill node died with them, or its session."""
+        self._retry(branch, pair, node_lost(pair.prefill, "before the prompt's logprobs arrived"), now)
 
     def fail_at(self, name: str, what: str, now: float) -> None:
         """Note for a node's circuit what failed there."""
@@ -108,7 +122,7 @@ class AttemptEnds:
     def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float) -> None:
         if why is Over.FINAL:
             self._live.fail(branch, error.code, error.message, now)
-        elif branch.log or self._live.has_told(branch.key.request_id):
+        elif (branch.log or self._live.has_told(branch.key.request_id)) and not branch.awaits_prompt_logprobs:
             self._live.cancel(branch, now)
             self._live.finish_when_scored(branch, RESCHEDULED, now)
         else:

@@ -26,7 +26,7 @@ _MAX_NODES: Final = 1024  # whose failures are remembered; names of nodes that n
 class Closed:
     """In use."""
 
-    failed: frozenset[str] = frozenset()  # what failed there since its last success: request ids, incarnations
+    failed: frozenset[str] = frozenset()  # what failed there since its last success: request ids, losses
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class RouterConfig:
         high=1000,
     )
     local_prefill_max_tokens: int = knob(
-        64,
+        32,
         "tokens of short prompts that a decode node computes itself, at most so many at once, instead of a handoff; 0: none",
         low=0,
         high=1 << 20,
@@ -100,6 +100,13 @@ class RouterConfig:
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
     session_grace_s: float = knob(2.0, "seconds without a node's stream until its work is lost", low=0.1, high=3600)
+    drain_timeout_s: float = knob(
+        25.0,
+        "seconds that SIGTERM leaves what was accepted to finish; 0: none; less than what the process gets before it is "
+        "killed, which is 30 on Kubernetes",
+        low=0,
+        high=86_400,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
 from router import events as ev
-from router.attempt_ends import AttemptEnds, error_of_silence, node_lost
+from router.attempt_ends import AttemptEnds, error_of_silence, node_drained, node_lost
 from router.breaker import Breakers, BreakerTiming
 from router.entrance import Entrance, RouterCoreConfig
 from router.live import LiveRequests
@@ -53,7 +53,7 @@ class RouterCore:
         self._live = LiveRequests(self._nodes, self._breakers, self._waiting, config)
         self._moves = Moves(self._nodes, self._breakers, placement, self._live, config)
         self._ends = AttemptEnds(self._live, self._moves, self._breakers, config, Draw(config.seed))
-        self._num_arrived = 0
+        self._num_arrived = self._num_lost = 0
 
     # ---------------------------------------------------------------- the four methods
 
@@ -87,8 +87,8 @@ class RouterCore:
                     self._ends.hear(branch, pair, Word.GRACE_OVER, error, now)
                 case MoveDoubted(pair):
                     self._ends.hear(branch, pair, Word.GRACE_OVER, error_of_silence(branch.phase), now)
-                case AwaitingPrompt():
-                    self._live.fail(branch, pb.NODE_LOST, "PD Error: the prompt's logprobs did not arrive", now)
+                case AwaitingPrompt(pair):
+                    self._ends.unscored(branch, pair, now)
                 case Waiting():  # a node that refused it may be asked again, or it has rested
                     self._waiting.recall()
                     self._live.may_place = True
@@ -155,14 +155,19 @@ class RouterCore:
     def _on_node_event(self, event: NodeEvent, now: float) -> None:
         change = self._nodes.receive(event)
         for ref in change.lost:
+            self._num_lost += 1
             self._live.count("nodes_lost")
-            self._ends.fail_at(ref.name, f"incarnation {ref.incarnation}", now)
+            self._ends.fail_at(ref.name, f"loss {self._num_lost}", now)
         for key, ref in change.orphans:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:
                 continue  # ended a moment ago, with its request or by the loss of its other node
-            error = node_lost(ref, "while the request was on it")
-            self._ends.hear(branch, branch.pair, word_of_loss(side), error, now)
+            word, error = word_of_loss(side), node_lost(ref, "while the request was on it")
+            if ref in change.drained:
+                error = node_drained(ref)
+                if side is Side.SENDER and isinstance(branch.phase, Moving):
+                    word = Word.SENDER_UNSURE  # it ends once it has handed over: its target is about to speak
+            self._ends.hear(branch, branch.pair, word, error, now)
         self._live.actions += change.actions
         if not isinstance(event, ev.LoadReported):
             self._entrance.look(now)
@@ -204,8 +209,10 @@ class RouterCore:
         if branch.awaits_prompt_logprobs and tokens.prompt_logprobs:  # a retry brings them again
             branch.awaits_prompt_logprobs = False
             self._live.actions.append(ev.PromptScored(*branch.key, tuple(tokens.prompt_logprobs)))
-            if isinstance(branch.phase, AwaitingPrompt):
-                self._live.finish(branch, branch.phase.finish_reason, now, branch.phase.num_tokens)
+            if branch.known_end is not None:
+                if not isinstance(branch.phase, AwaitingPrompt):
+                    self._live.cancel(branch, now)
+                self._live.finish(branch, branch.known_end, now)
                 return
         owner, verdict = judge(branch.phase.owner, word_of_tokens(side, tokens.finish))
         if verdict is Verdict.IGNORE:

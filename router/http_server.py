@@ -38,6 +38,11 @@ class HttpServer:
         """Serve until `stop`."""
         await self._server.serve(sockets=[self._listener])
 
+    @property
+    def num_under_way(self) -> int:
+        """Answers that are not out yet, whatever was asked for."""
+        return len(self._server.server_state.tasks)
+
     def stop(self) -> None:
         """Let `run` return once the answers under way are out."""
         self._server.should_exit = True

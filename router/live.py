@@ -16,9 +16,10 @@ from router import events as ev
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
-from router.nodes import NodeTable, Session
+from router.node_state import Session
+from router.nodes import NodeTable
 from router.phases import AwaitingPrompt, MoveUnknown, Moving, Phase, nodes_of
-from router.requests import LiveBranch
+from router.requests import KnownEnd, LiveBranch
 from router.retry import STATUS
 from router.token_log import Appended
 from router.waiting import WaitingBranches
@@ -144,18 +145,20 @@ class LiveRequests:
     # ---------------------------------------------------------------- ends
 
     def finish_when_scored(self, branch: LiveBranch, reason: str, now: float, num_tokens: int | None = None) -> None:
-        """Finish a branch that no node works on any more, now or when its prompt's logprobs are there."""
+        """Finish a branch that no node works on any more, now or when its prompt's logprobs are there; one that waits has another
+        attempt before it, which brings them."""
+        end = branch.known_end = branch.known_end or KnownEnd(reason, num_tokens)
         if not branch.awaits_prompt_logprobs:
-            self.finish(branch, reason, now, num_tokens)
+            self.finish(branch, end, now)
         elif branch.pair is not None:
             self.leave_nodes(branch, now)
-            until = now + self._config.prompt_logprobs_grace_s
-            self.enter(branch, AwaitingPrompt(branch.pair, until, reason, num_tokens), now)
+            self.enter(branch, AwaitingPrompt(branch.pair, now + self._config.prompt_logprobs_grace_s), now)
 
-    def finish(self, branch: LiveBranch, reason: str, now: float, num_tokens: int | None = None) -> None:
-        """A branch's one result; `num_tokens` of the log, or all."""
+    def finish(self, branch: LiveBranch, end: KnownEnd, now: float) -> None:
+        """A branch's one result."""
         request_id, choice = branch.key
-        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))
+        token_ids = branch.log.token_ids[: end.num_tokens]
+        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))
         self._forget(branch, now)
 
     def fail(

@@ -1,4 +1,4 @@
-"""What the router knows of each node process: its registry entry, its session, and what of ours is on it.
+"""What the router knows of all node processes, and what of ours is on each (node_state.py).
 
 The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session is up,
 unless it drains: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from proto import baton_pb2 as pb
@@ -27,87 +26,10 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
+from router.node_state import Node, Session
 from router.placement import Candidate, Pair
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
-PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
-DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})
-
-
-class Session(Enum):
-    """The state of the session with a node."""
-
-    DIALING = "dialing"  # never up yet
-    UP = "up"
-    BROKEN = "broken"  # may be resumed within its grace
-    LOST = "lost"  # what was there is gone; the dialer goes on trying while the node is listed
-
-
-@dataclass(slots=True)
-class Node:
-    """One node process."""
-
-    ref: NodeRef
-    entry: pb.NodeEntry
-    fingerprint: bytes
-    session: Session = Session.DIALING
-    is_listed: bool = True
-    load: pb.LoadReport = field(default_factory=pb.LoadReport)
-    prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
-    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
-    prefill_tokens: int = 0  # sum over `prefilling`
-    num_prefills: int = 0  # attempts in `prefilling`: those with tokens
-
-    @property
-    def can_take_work(self) -> bool:
-        """Listed, connected and not about to end; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP and not self.entry.draining
-
-    @property
-    def is_expected(self) -> bool:
-        """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
-
-    @property
-    def max_total_tokens(self) -> int:
-        """The longest sequence, prompt and completion, that the node can hold."""
-        return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
-
-    def has_blocks_for(self, num_tokens: int) -> bool:
-        """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
-        load, block_size = self.load, self.entry.fingerprint.block_size
-        num_taken = load.blocks_used + load.blocks_leased + load.blocks_quarantined
-        return self.entry.num_blocks - num_taken > num_tokens // block_size
-
-    @property
-    def prefills(self) -> bool:
-        """Whether its role takes prompts."""
-        return self.entry.role in PREFILLING
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its role generates what others, or itself, have prefilled."""
-        return self.entry.role in DECODING
-
-    @property
-    def prefills_locally(self) -> bool:
-        """Whether it only decodes, but computes prompts that stay there where it is asked to."""
-        return self.entry.role == pb.ROLE_DECODE and self.entry.local_prefill
-
-    def prefill_candidate(self) -> Candidate:
-        """The node as placement sees it for a prompt; see there for what load means."""
-        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
-
-    def decode_candidate(self) -> Candidate:
-        """The node as placement sees it for what follows the prompt."""
-        taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
-        return Candidate(self.ref, self.fingerprint, (self._share_of_slots, taken / max(self.entry.num_blocks, 1)))
-
-    @property
-    def _share_of_slots(self) -> float:
-        """Of its sequences, how many decode or will: none on a prefill node."""
-        return len(self.branches) / max(self.entry.max_num_seqs, 1)
-
 
 NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
 
@@ -118,7 +40,8 @@ class NodeChange:
 
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
-    lost: list[NodeRef] = field(default_factory=list)  # nodes that could take work a moment ago
+    lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
+    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -201,7 +124,9 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.session in (Session.UP, Session.BROKEN):
+        if node.entry.draining:
+            change.drained.add(node.ref)
+        elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
@@ -254,7 +179,7 @@ class NodeTable:
             {node.fingerprint for node in ready if node.prefills},
             {node.fingerprint for node in ready if node.decodes},
         ]
-        if any(self._is_stranded(node) for node in ready):
+        if any(map(self._is_stranded, ready)):
             return []
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
@@ -268,9 +193,8 @@ class NodeTable:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
         ready = [node for node in self if node.can_take_work]
         prefilled = {node.fingerprint for node in ready if node.prefills}
-        if any(node.decodes and node.fingerprint in prefilled for node in ready):
-            return []
-        return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
+        has_pair = any(node.decodes and node.fingerprint in prefilled for node in ready)
+        return [NO_PREFILL_NODE] if not has_pair and any(map(self._is_stranded, ready)) else []
 
     def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
         """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""

@@ -101,8 +101,6 @@ class AwaitingPrompt:
     owner: ClassVar = Owner.NOBODY
     pair: Pair
     until: float
-    finish_reason: str
-    num_tokens: int | None  # of the log that are the completion; None: all
 
 
 Phase = Waiting | Prefilling | CommitUnknown | Decoding | Moving | MoveUnknown | MoveDoubted | AwaitingPrompt

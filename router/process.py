@@ -6,6 +6,9 @@
 What the user can mend (model directory, a taken port) is one line and exit code 2. Any other exception is a bug, wherever it
 arises: in a task, in a callback. It ends the process with a traceback and exit code 1; whoever starts it again gets a new
 incarnation, and nodes free the old one's work within the grace.
+
+SIGTERM drains: new requests are answered 503, `/ready` says so, and what was accepted ends as if nothing had happened, until the
+drain timeout. SIGINT, or the end of that time, ends every request with an error.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -33,12 +37,13 @@ from router.placement import Placement
 from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, stop_on_signals, warn_if_exposed, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer, SessionTiming
 
 _LOG: Final = logging.getLogger(__name__)
+_DRAIN_POLL_S: Final = 0.05
 _MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
 
 
@@ -60,7 +65,7 @@ def run_router(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig, text: ModelText) -> None:
     """Serve until a signal; raises CannotListen, or the bug that ended it."""
-    stop = stop_on_signals()
+    stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
     async with AsyncExitStack() as started:
@@ -75,13 +80,28 @@ async def _serve(config: RouterConfig, text: ModelText) -> None:
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
         _announce(config, listener.getsockname()[1], registry)
-        stopped = asyncio.create_task(stop.wait())
-        ends: list[asyncio.Future[Any]] = [stopped, serving, bug]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        failures: list[asyncio.Future[Any]] = [serving, bug]
+        await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and stopped.result() is signal.SIGTERM:
+            drain = asyncio.create_task(_drain(shell, http, config.drain_timeout_s))
+            await asyncio.wait([drain, *failures], return_when=asyncio.FIRST_COMPLETED)
+            drain.cancel()
         if bug.done():
             await bug
     log_event(_LOG, logging.INFO, "router_stopped")
+
+
+async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None:
+    """Turn new requests away until no answer is under way, or the time is over."""
+    shell.drain()
+    now = asyncio.get_running_loop().time
+    deadline = now() + timeout_s
+    shown = -1
+    while http.num_under_way and now() < deadline:
+        if http.num_under_way != shown:
+            shown = http.num_under_way
+            log_event(_LOG, logging.INFO, "draining", answers=shown, seconds_left=round(deadline - now(), 1))
+        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 async def _embed_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:

@@ -7,6 +7,7 @@ only a first dispatch can be of several (waiting.py), and an error is the whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
@@ -17,6 +18,13 @@ from router.placement import Pair
 from router.retry import Tries
 from router.seeds import branch_seed
 from router.token_log import TokenLog
+
+
+class KnownEnd(NamedTuple):
+    """How a branch has ended, while its prompt's logprobs are still to come."""
+
+    finish_reason: str
+    num_tokens: int | None  # of the log that are the completion; None: all
 
 
 class LiveBranch:
@@ -37,6 +45,7 @@ class LiveBranch:
         self.last_pair: Pair | None = None  # where the last attempt ran
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
         self.rests_until = 0.0  # nowhere before that
+        self.known_end: KnownEnd | None = None  # what it waits for is not tokens
         self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property
@@ -143,13 +152,21 @@ class LiveBranch:
 
 
 def dispatch_message(group: Sequence[LiveBranch], target: pb.Target, now: float) -> pb.Dispatch:
-    """The message that starts the newest attempt of these branches of one request, together."""
+    """The message that starts the newest attempt of these branches of one request, together.
+
+    Of a complete branch only the prompt's logprobs are wanted: its last token is generated again.
+    """
     head = group[0]
     return pb.Dispatch(
         request_id=head.key.request_id,
         attempt=head.attempt,
         branches=[
-            pb.Branch(choice=each.key.choice, seed=each.seed, generated_token_ids=each.log.token_ids) for each in group
+            pb.Branch(
+                choice=each.key.choice,
+                seed=each.seed,
+                generated_token_ids=each.log.token_ids[: -1 if each.is_complete else None],
+            )
+            for each in group
         ],
         prompt_token_ids=head.request.prompt_token_ids,
         sampling=_sampling_message(head.request.sampling, head.awaits_prompt_logprobs),

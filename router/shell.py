@@ -57,6 +57,7 @@ class RouterShell:
         self._core = core
         self._loop = asyncio.get_running_loop()
         self._dialer = SessionDialer(me, self, timing)
+        self.is_draining = False
         self._answers: dict[str, Answer] = {}  # by request id
         self._events: deque[Event] = deque()
         self._is_woken = False
@@ -88,7 +89,11 @@ class RouterShell:
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
-        return self._core.missing()
+        return ["the router is shutting down"] if self.is_draining else self._core.missing()
+
+    def drain(self) -> None:
+        """Be ready no more; what is here goes on."""
+        self.is_draining = True
 
     def degraded(self) -> list[str]:
         """What requests are served without, as sentences."""

@@ -1,7 +1,8 @@
 """The registry's list: which nodes there are, kept while they repeat themselves. Pure: `now` is an argument everywhere.
 
 An entry belongs to a name and to an address; whoever registers under either replaces what was there, unless that process says that
-it started later: then what comes is late, of a process that has been replaced. Registering again with nothing changed only renews.
+it started later: then what comes is late, of a process that has been replaced. Registering again with nothing changed only renews,
+and so does a word from before a process began to drain.
 Not here: gRPC and the clock (registry_server.py); who is alive, which only the session says.
 """
 
@@ -103,6 +104,8 @@ class Listing:
         known, _ = self._entries.get(peer.name, (None, 0.0))
         if known is None and len(self._entries) >= MAX_ENTRIES:
             return FULL_SENTENCE
+        if known is not None and known.draining and _peer(known) == peer and not entry.draining:
+            entry = known  # a late word: nobody who drains takes it back
         found = (self._entries.get(name) for name in (peer.name, self._names.get(entry.grpc_address, "")))
         others = {_peer(each[0]): each[0] for each in found if each is not None and _peer(each[0]) != peer}
         if any(0 < entry.started_ms < other.started_ms for other in others.values()):

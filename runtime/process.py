@@ -1,6 +1,9 @@
 """What a process owes the operating system: end on signals, end with its parent, end with one clear line.
 
-Not here: what is stopped on the way out (each entry does that when `stop_on_signals`' event is set).
+SIGTERM is what systemd, docker and Kubernetes send: whoever serves requests finishes or hands over what is here, and then ends.
+SIGINT is Ctrl-C: end now, in good order. A second signal of either kind ends the process where it stands.
+
+Not here: what is stopped on the way out (each entry does that once `first_signal` has come).
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ def fatal(message: str) -> NoReturn:
     raise SystemExit(EXIT_USAGE)
 
 
-def stop_on_signals() -> asyncio.Event:
-    """An event that SIGINT or SIGTERM sets; call it inside the running loop. A second signal ends the process at once."""
-    stop = asyncio.Event()
+def first_signal() -> asyncio.Future[signal.Signals]:
+    """The first SIGINT or SIGTERM; call it inside the running loop. A second one ends the process at once."""
     loop = asyncio.get_running_loop()
+    first: asyncio.Future[signal.Signals] = loop.create_future()
 
-    def on_signal(number: int) -> None:
-        if stop.is_set():
+    def on_signal(number: signal.Signals) -> None:
+        if first.done():
             os._exit(128 + number)  # no clean-up: the user has asked twice
-        stop.set()
+        first.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    return stop
+    return first
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -118,6 +118,12 @@ class RegistryClient:
             task.add_done_callback(surface)
             self._tasks.append(task)
 
+    async def announce(self) -> None:
+        """Tell everybody of a changed entry now, and wait for their word; bounded by one call's timeout, whoever is down."""
+        await self._stop()
+        await asyncio.gather(*(self._repeat(registry) for registry in self._registries))
+        self.start()
+
     async def deregister(self) -> None:
         """Register no more and say goodbye everywhere; bounded by one call's timeout, whoever is down."""
         await self._stop()
@@ -157,6 +163,13 @@ class RegistryClient:
         if not self._has_refused:
             self._has_refused = True
             self._on_refused(sentence)
+
+    async def _repeat(self, registry: Registry) -> None:
+        await registry.hang_up()  # a registration that was cut short may still be on its way there
+        try:
+            await registry.register(self._entry())
+        except RegistryUnreachable as error:  # it hears of it by the next repetition, if it comes back
+            log_event(LOG, logging.INFO, "announcement_failed", registry=registry.name, reason=error)
 
     async def _say_goodbye(self, registry: Registry) -> None:
         await registry.hang_up()  # a registration that was cut short may still be on its way there

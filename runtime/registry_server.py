@@ -41,7 +41,8 @@ def report(handler: RegistryHandler, changes: Iterable[Change]) -> None:
         if isinstance(change, Listed):
             entry = change.entry
             role = pb.Role.Name(entry.role)
-            log_event(LOG, logging.INFO, "node_listed", node=entry.node.name, role=role, grpc=entry.grpc_address)
+            event = "node_draining" if entry.draining else "node_listed"
+            log_event(LOG, logging.INFO, event, node=entry.node.name, role=role, grpc=entry.grpc_address)
             handler.on_listed(entry)
         else:
             log_event(LOG, logging.INFO, "node_unlisted", node=change.peer.name)
@@ -74,6 +75,11 @@ class RegistryServer(RegistryServicer):
         """Forget a node process at its own wish."""
         report(self._handler, self._listing.deregister(Peer(request.name, request.incarnation)))
         return pb.DeregisterReply()
+
+    async def List(self, request: pb.ListRequest, context: _ServicerContext) -> pb.ListReply:
+        """Everything that is listed now."""
+        report(self._handler, self._listing.expire(self._loop.time()))
+        return pb.ListReply(nodes=self._listing.entries())
 
     def close(self) -> None:
         """End the timer."""

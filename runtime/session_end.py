@@ -178,6 +178,11 @@ class SessionEnd:
         self._beat_at = now + self._timing.keepalive_s
         return frame
 
+    @property
+    def num_unacknowledged(self) -> int:
+        """Messages of this side that the peer may not have."""
+        return len(self._kept)
+
     def accepts(self, hello: pb.Hello) -> bool:
         """Listener: whether this Hello can be the peer's; it cannot have received what was never sent."""
         return Peer(hello.peer.name, hello.peer.incarnation) == self.peer and hello.last_received <= self._sent

@@ -138,6 +138,11 @@ class SessionServer:
         """Whether the router has a session that is not lost."""
         return self._book.find(router) is not None
 
+    @property
+    def num_unacknowledged(self) -> int:
+        """Messages that routers may not have; what was meant for a router that is lost is not among them."""
+        return sum(session.num_unacknowledged for session in self._book.sessions())
+
     async def close(self) -> None:
         """End every session; the routers hear of it on their streams. The handler hears no more of them."""
         for session in self._book.sessions():

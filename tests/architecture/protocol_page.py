@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final, TypeVar
 
 from connector import handoff
+from decode_node import moving
 from node.pd_error import NOT_RETRYABLE
 from proto import baton_pb2 as pb
 from router import ownership
@@ -71,6 +72,13 @@ def _sender() -> str:
     return diagram(handoff.SenderState.IDLE, table) + words + transitions(table, handoff.SENDER_IGNORED)
 
 
+def _move() -> str:
+    words = meanings("state", moving.MoveState) + meanings("event", moving.MoveEvent)
+    words += meanings("action", moving.MoveAction)
+    table = moving.MOVE_TABLE
+    return diagram(moving.MoveState.RESTING, table) + words + transitions(table, moving.MOVE_IGNORED)
+
+
 def _receiver() -> str:
     words = meanings("state", handoff.ReceiverState) + meanings("event", handoff.ReceiverEvent)
     words += meanings("action", handoff.ReceiverAction)
@@ -118,6 +126,7 @@ def _errors() -> str:
 SECTIONS: Final[Mapping[str, Callable[[], str]]] = {
     "connector/handoff.py:SENDER_TABLE": _sender,
     "connector/handoff.py:RECEIVER_TABLE": _receiver,
+    "decode_node/moving.py:MOVE_TABLE": _move,
     "router/ownership.py:TABLE": _owner,
     "runtime/session.py:words": lambda: meanings("event", session.Event) + meanings("action", session.Action),
     "runtime/session.py:TABLE,dialer": lambda: _session(session.State.CONNECTING, DIALER),

@@ -13,14 +13,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 from bench.fleet import Fleet, wait_until
 from bench.namespaces import Network
 from tests.chaos.schedule import Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
 
 DRAIN_BOUND_S: Final = 60.0
-_LINE: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router (session_\w+) node=(\S+)", re.MULTILINE)
+_LINE: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router (session_\w+) node=(\S+) (.*)$", re.MULTILINE)
 _DAY_S: Final = 86_400.0
 
 
@@ -97,28 +97,35 @@ class Injector:
         return [other for other in (*self._fleet.routers, *self._fleet.nodes) if other != name][:2]
 
 
-def found_after_s(fleet: Fleet, node: str, since: float, event: str, router: str | None = None) -> float:
-    """Seconds from an instant (by time.time) until a router said that about its session with a node; waits for it.
+class Found(NamedTuple):
+    """What a router said of its session with a node."""
+
+    after_s: float
+    why: str
+
+
+def found(fleet: Fleet, node: str, since: float, event: str, router: str | None = None) -> Found:
+    """Wait until a router says that about its session with a node: how long after an instant (by time.time), and why.
 
     `event`: session_broken, session_lost, session_up.
     """
     router = router or fleet.routers[0]
-    found: list[float] = []
+    said: list[Found] = []
 
     def is_found() -> bool:
-        for clock, said, of in _LINE.findall(fleet.log_text(router)):
+        for clock, what, of, why in _LINE.findall(fleet.log_text(router)):
             after_s = _seconds(clock) - _seconds(datetime.fromtimestamp(since).strftime("%H:%M:%S.%f"))
             after_s += _DAY_S if after_s < -_DAY_S / 2 else 0
-            if said == event and of == node and after_s > -0.001:
-                found.append(after_s)
-        return bool(found)
+            if what == event and of == node and after_s > -0.001:
+                said.append(Found(after_s, why))
+        return bool(said)
 
     wait_until(f"{router} says {event} of {node}", is_found)
-    return found[0]
+    return said[0]
 
 
 def now() -> float:
-    """An instant for found_after_s."""
+    """An instant for `found`."""
     return time.time()
 
 

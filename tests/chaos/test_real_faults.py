@@ -16,7 +16,7 @@ from bench.fleet import BOUND_S, wait_until
 from bench.namespaces import why_not
 from tests.chaos.answers import drawn_request
 from tests.chaos.conftest import Broken
-from tests.chaos.faults import found_after_s, now
+from tests.chaos.faults import DRAIN_BOUND_S, found, now
 
 NUM_REQUESTS: Final = 8
 HALF: Final = NUM_REQUESTS // 2
@@ -55,7 +55,7 @@ def test_a_killed_decode_nodes_requests_go_on_elsewhere_to_their_fault_free_ends
     wait_until("the node decodes", lambda: town.running("decode-0") >= 2)
     since = now()
     town.fleet.kill("decode-0")
-    assert found_after_s(town.fleet, "decode-0", since, "session_lost") < BOUND_S
+    assert "refuses connections" in found(town.fleet, "decode-0", since, "session_lost").why, "it was found by silence"
     town.told(asked)
     assert town.fleet.metric("retries_total", "NODE_LOST") >= retries + 2, "nothing was on it"
     others = [name for name in (*town.fleet.routers, *town.fleet.nodes) if name != "decode-0"]
@@ -96,14 +96,15 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
 def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     town: Broken, fresh_seed: int, victim: str
 ) -> None:
-    bodies = long_requests(fresh_seed)
+    bodies = long_requests(fresh_seed, prompt_tokens=1000 if victim == "prefill-0" else 0)
     incarnation = town.fleet.state(victim)["incarnation"]
     retries = town.fleet.metric("retries_total", "NODE_LOST")
     asked = town.send(bodies[:HALF])
+    wait_until("it has work", lambda: town.running(victim) >= 1)
     since = now()
     town.fleet.freeze(victim)
     asked += town.send(bodies[HALF:])
-    assert found_after_s(town.fleet, victim, since, "session_lost") < BOUND_S
+    assert found(town.fleet, victim, since, "session_lost").after_s < BOUND_S
     town.told(asked)
     assert town.fleet.metric("retries_total", "NODE_LOST") > retries, "nothing was on it"
     town.fleet.thaw(victim)
@@ -156,6 +157,21 @@ def test_what_is_broken_is_really_broken(town: Broken) -> None:
     town.mend()
 
 
+@pytest.mark.covers("C03", "C07", "D08")
+def test_every_node_is_restarted_in_turn_under_load_and_no_request_fails(town: Broken, fresh_seed: int) -> None:
+    """Each is told to go, goes by itself, and is started again at its addresses."""
+    bodies = long_requests(fresh_seed)
+    asked = town.send(bodies)
+    for node in town.fleet.nodes:
+        asked += town.send(bodies)
+        town.fleet.terminate(node)
+        assert town.fleet.wait_for_end(node, DRAIN_BOUND_S) == 0, f"{node} did not go by itself"
+        town.fleet.start(node)
+        town.fleet.wait_until_ready()
+    town.told(asked)
+    town.assert_equal(asked, bodies * (len(town.fleet.nodes) + 1))
+
+
 @needs_network
 @pytest.mark.covers("C03", "C04", "R10", "R13")
 def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_until_healed(
@@ -167,16 +183,17 @@ def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_unti
     incarnation = town.fleet.state("decode-0")["incarnation"]
     retries = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
     asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+    wait_until("it has work", lambda: town.fleet.metric("node_branches", 'node="decode-0"') >= 1)
     since = now()
     town.net.cut("router", "decode-0")
     assert not town.net.reaches("router", "decode-0") and not town.net.reaches("decode-0", "router")
     assert town.net.reaches("router-1", "decode-0") and town.net.reaches("prefill-0", "decode-0")
-    assert found_after_s(town.fleet, "decode-0", since, "session_lost") < BOUND_S
+    assert found(town.fleet, "decode-0", since, "session_lost").after_s < BOUND_S
     town.told(asked)
     now_retried = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
     assert now_retried[0] > retries[0] and now_retried[1] == retries[1]
     town.net.heal("router", "decode-0")
-    assert found_after_s(town.fleet, "decode-0", since, "session_up") > 0
+    assert found(town.fleet, "decode-0", since, "session_up").after_s > 0
     town.fleet.wait_until_ready()
     assert town.fleet.state("decode-0")["incarnation"] == incarnation
     town.assert_equal(asked, bodies)
@@ -215,7 +232,7 @@ def test_a_node_without_its_cable_is_missed_by_both_routers_and_comes_back_with_
     since = now()
     town.net.unplug("decode-1")
     for router in town.fleet.routers:
-        assert found_after_s(town.fleet, "decode-1", since, "session_lost", router) < BOUND_S
+        assert found(town.fleet, "decode-1", since, "session_lost", router).after_s < BOUND_S
     town.told(asked)
     town.net.plug("decode-1")
     town.fleet.wait_until_ready()

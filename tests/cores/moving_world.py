@@ -22,6 +22,7 @@ from node.identity import NodeIdentity
 from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey, attempt_key
+from tests.cores.mixed import Mixed
 from tests.cores.nodes import ROUTER, VOCAB_SIZE, Decode
 from tests.cores.pair import NewMachine, fake_machine
 
@@ -65,7 +66,7 @@ class Stream:
 class MovingNode:
     """One decode core, its runner and its transport."""
 
-    def __init__(self, parts: Decode, hub: MemoryHub, new_machine: NewMachine) -> None:
+    def __init__(self, parts: Decode | Mixed, hub: MemoryHub, new_machine: NewMachine) -> None:
         self.name, self.identity = parts.identity.name, parts.identity
         self.core, self.pool, self.scheduler = parts.core, parts.pool, parts.scheduler
         memory, self.runner = new_machine(parts.num_blocks, parts.num_slots)
@@ -79,7 +80,7 @@ class MovingNode:
 class MovingWorld:
     """The nodes, what is under way between them, and the router."""
 
-    def __init__(self, *parts: Decode, new_machine: NewMachine = fake_machine) -> None:
+    def __init__(self, *parts: Decode | Mixed, new_machine: NewMachine = fake_machine) -> None:
         self.hub = MemoryHub()
         self.nodes = {each.identity.name: MovingNode(each, self.hub, new_machine) for each in parts}
         self.now = 0.0
@@ -105,6 +106,10 @@ class MovingWorld:
 
     def drain(self, name: str, deadline: float = 30.0) -> None:
         self.feed(self.nodes[name], ev.DrainAsked(deadline))
+
+    def has_drained(self, name: str) -> bool:
+        """Whether the node has said that it may end."""
+        return self.nodes[name].is_drained
 
     def cancel(self, stream: Stream) -> None:
         """The client is gone: the router ends every attempt, wherever it may be."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import pytest
 
 from connector.transport import RevokeDone
-from engine.sequence import Phase
+from engine.sequence import Phase, Progress
+from mixed_node.core import MixedCore
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -167,3 +170,61 @@ def test_a_step_is_read_once_and_planned_once_however_many_cores_have_rows_in_it
     from_receiver = [action.message.tokens.from_receiver for action in actions if isinstance(action, ev.ToRouter)]
     assert from_receiver == [False, True], "the prefill core speaks as a sender, the local one as an owner"
     assert node.scheduler.num_in(Phase.RUNNING_DECODE) == 1 and node.core.load().blocks_used > 0
+
+
+class DrainingPart:
+    """Another implementation of a part: it drains when the test says so, and says a last thing behind that."""
+
+    def __init__(self) -> None:
+        self.taken: list[ev.Event] = []
+        self.says: list[ev.Action] = []
+
+    def take(self, event: ev.Event, now: float) -> None:
+        self.taken.append(event)
+
+    def read(self, progress: Iterable[Progress], now: float) -> None:
+        pass
+
+    def expire(self, now: float) -> None:
+        pass
+
+    def settle(self, now: float) -> list[ev.Action]:
+        says, self.says = self.says, []
+        return says
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def snapshot(self) -> Mapping[str, object]:
+        return {"fences": 0}
+
+    def holds(self, key: AttemptKey) -> bool:
+        return False
+
+    def hold_back(self, is_held_up: bool) -> None:
+        pass
+
+    def sends(self, event: ev.Event) -> bool:
+        return False
+
+    def load(self) -> pb.LoadReport:
+        return pb.LoadReport()
+
+
+@pytest.mark.covers("D08", "H15")
+@pytest.mark.parametrize("order", ["prefill first", "decode first", "both at once"])
+def test_a_mixed_node_has_drained_when_both_of_its_cores_have_and_says_so_once(order: str) -> None:
+    prefill, decode = DrainingPart(), DrainingPart()
+    core = MixedCore(MIXED, Mixed().scheduler, prefill, decode)
+    asked = ev.DrainAsked(9.0)
+    assert core.receive(asked, 1.0) == [] and prefill.taken == decode.taken == [asked]
+    first, second = (prefill, decode) if order != "decode first" else (decode, prefill)
+    word = ev.Count("unexpected_events")
+    first.says = [ev.Drained(), word]
+    if order != "both at once":
+        assert core.tick(2.0) == [word], "the other has not drained"
+        assert core.tick(3.0) == []
+        word = ev.Count("stale_refused")
+    second.says = [ev.Drained()] if order == "both at once" else [ev.Drained(), word]
+    assert core.tick(4.0) == [word, ev.Drained()], "behind all that both say"
+    assert core.tick(5.0) == []

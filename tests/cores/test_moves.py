@@ -10,8 +10,9 @@ import pytest
 
 from node import events as ev
 from proto import baton_pb2 as pb
+from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, Stream, decode_nodes, dispatch_of
-from tests.cores.nodes import ROUTER
+from tests.cores.nodes import ROUTER, Decode
 
 PROMPT = [7, 1, 2, 3, 4, 5]
 GREEDY: dict[str, Any] = {"max_tokens": 30}
@@ -265,6 +266,38 @@ def test_the_prefix_that_the_target_has_cached_is_not_sent_again() -> None:
     world.check_end()
 
 
+@pytest.mark.covers("D08")
+def test_a_mixed_node_drains_as_a_decode_node_does() -> None:
+    target = decode_nodes(1, num_blocks=32)[0]
+    world = MovingWorld(Mixed(num_blocks=32), target)
+    world.start("mixed-0", dispatch_of("r", PROMPT, max_tokens=40))
+    stream = say(world, 10)
+    world.drain("mixed-0")
+    assert not world.has_drained("mixed-0")
+    world.run()
+    assert stream.end == "finished" and world.happened["moved"] == 1 and world.has_drained("mixed-0")
+    world.run_out()
+    world.check_end()
+
+
+@pytest.mark.covers("D08", "H06")
+def test_a_node_is_not_drained_while_a_lease_may_be_given_that_it_must_give_back() -> None:
+    world = MovingWorld(*decode_nodes(2, num_blocks=32))
+    world.start("decode-0", dispatch_of("r", PROMPT, max_tokens=40))
+    stream = say(world, 10)
+    world.drain("decode-0")
+    while "reserve's answer" not in [name for name, _, _ in world.calls]:
+        assert world.do_something()
+    world.cancel(stream)
+    while others := [step for step in world.steps() if step.name != "call reserve's answer"]:
+        others[0].do()
+    assert world.nodes["decode-1"].core.snapshot()["leases"] == 0 and not world.has_drained("decode-0")
+    world.run()
+    assert world.has_drained("decode-0")
+    world.run_out()
+    world.check_end()
+
+
 def test_an_answer_that_nobody_asked_for_changes_nothing() -> None:
     world = MovingWorld(*decode_nodes(2, num_blocks=32))
     world.start("decode-0", dispatch_of("r", PROMPT, max_tokens=10))
@@ -273,6 +306,49 @@ def test_an_answer_that_nobody_asked_for_changes_nothing() -> None:
     world.feed(world.nodes["decode-0"], ev.FromRouter(ROUTER, pb.RouterMessage(move=move)))
     world.run()
     assert stream.end == "finished" and world.happened["unexpected_events"] == 1 and not world.happened["moves_begun"]
+
+
+def pressed(preempt_move_s: float, **sizes: Any) -> MovingWorld:
+    """Two sequences at a node that cannot hold both to their ends, and one that can."""
+    nodes = decode_nodes(2, num_blocks=16, num_slots=2, policy="none", preempt_move_s=preempt_move_s, **sizes)
+    world = MovingWorld(*nodes)
+    world.start("decode-0", dispatch_of("old", PROMPT, max_tokens=40))
+    world.start("decode-0", dispatch_of("young", PROMPT[::-1], max_tokens=40))
+    return world
+
+
+@pytest.mark.covers("Q02", "D10", "R19")
+def test_who_gives_way_goes_to_a_node_with_room_and_nothing_is_computed_again() -> None:
+    world = pressed(0.25)
+    world.run()
+    assert world.nodes["decode-0"].scheduler.num_preempted == 1 and world.happened["moved"] == 1
+    assert world.happened["wants MOVE_PREEMPTED"] == 1 and world.happened["local_prefills"] == 2
+    assert all(stream.end == "finished" for stream in world.streams.values())
+    world.run_out()
+    world.check_end()
+
+
+@pytest.mark.covers("Q02", "S17")
+@pytest.mark.parametrize("why", ["nobody has room", "no answer", "off"])
+def test_who_gives_way_and_finds_no_node_in_time_ends_with_all_its_tokens(why: str) -> None:
+    world = pressed(0.0 if why == "off" else 0.25)
+    world.has_target = lambda stream: why == "no answer"
+    old, young = world.streams.values()
+    while not young.end and world.do_something():
+        if why == "no answer":
+            world.calls.clear()
+    if why == "no answer":
+        assert not young.end and world.nodes["decode-0"].scheduler.snapshot()["phases"], "it is kept"
+        world.wait(0.25)
+        world.run()
+    assert young.end == "PREEMPTED" and young.token_ids == young.right_answer()[: len(young.token_ids)]
+    world.run()
+    assert old.end == "finished", "its blocks are there for whom they were needed"
+    assert world.happened["wants MOVE_PREEMPTED"] == (why != "off")
+    if why == "no answer":
+        return  # of its Reserve nobody will ever hear
+    world.run_out()
+    world.check_end()
 
 
 @pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08")
@@ -292,7 +368,11 @@ def live(random: Random) -> MovingWorld:
     }
     preempt_move_s = random.choice((0.0, 0.2, 0.2))
     resumes = random.random() < 0.3
-    nodes = decode_nodes(random.randint(2, 3), preempt_move_s=preempt_move_s, resumes=resumes, **sizes)
+    nodes: list[Decode | Mixed] = [
+        *decode_nodes(random.randint(2, 3), preempt_move_s=preempt_move_s, resumes=resumes, **sizes)
+    ]
+    if random.random() < 0.3:
+        nodes[0] = Mixed(identity=nodes[0].identity, role="mixed", **sizes)
     world = MovingWorld(*nodes)
     faults = random.choice((0.0, 0.05, 0.2))
     world.has_target = lambda stream: random.random() < 0.8
@@ -320,13 +400,13 @@ def live(random: Random) -> MovingWorld:
 
 
 def fault(world: MovingWorld, random: Random) -> None:
-    match random.choice(("call",) * 6 + ("cut",) * 4 + ("answer", "answer", "cancel", "router")):
+    match random.choice(("call",) * 6 + ("cut",) * 4 + ("answer",) * 4 + ("cancel", "router")):
         case "call" if world.calls:
             world.lose_call(random.randrange(len(world.calls)))
         case "cut" if world.hub.links():
             world.happened["cut"] += world.hub.cut(random.choice(world.hub.links()), random.randint(0, 2))
         case "answer" if world.hub.links():
-            world.happened["answer lost"] += world.hub.drop_answer(random.choice(world.hub.links()))
+            world.happened["answer lost"] += any(world.hub.drop_answer(link) for link in world.hub.links())
         case "cancel" if random.random() < 0.2:
             world.cancel(random.choice(list(world.streams.values())))
         case "router" if random.random() < 0.03:

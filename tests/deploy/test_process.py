@@ -31,12 +31,11 @@ PARENT = (
 )
 WAITER = (
     "import asyncio\n"
-    "from runtime.process import stop_on_signals\n"
+    "from runtime.process import first_signal\n"
     "async def main():\n"
-    "    stop = stop_on_signals()\n"
+    "    first = first_signal()\n"
     "    print('up', flush=True)\n"
-    "    await stop.wait()\n"
-    "    print('stopping', flush=True)\n"
+    "    print((await first).name, flush=True)\n"
     "    await asyncio.sleep(600)\n"
     "asyncio.run(main())\n"
 )
@@ -67,15 +66,18 @@ def test_without_a_parent_to_watch_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(number: signal.Signals) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
+    number: signal.Signals, second: signal.Signals
+) -> None:
     """Also while the clean-up hangs."""
     with subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
-        assert process.stdout.readline() == "stopping\n"
-        process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.stdout.readline() == f"{number.name}\n"
+        process.send_signal(second)
+        assert process.wait(20) == 128 + second
 
 
 def test_a_fatal_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

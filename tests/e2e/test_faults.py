@@ -39,11 +39,7 @@ LONG_LEASES: Final = ("--lease-life-s", "120")  # a lease that ends within the b
 def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
     """One of each role."""
     alone = ("--local-prefill", "off")  # what a lost prefill node means where nobody stands in for it
-    flags = {
-        "router": NO_PATIENCE,
-        "prefill-0": (*SLOW_PREFILL, *LONG_LEASES),
-        "decode-0": (*LONG_LEASES, *alone),
-    }
+    flags = {"router": NO_PATIENCE, "prefill-0": (*SLOW_PREFILL, *LONG_LEASES), "decode-0": (*LONG_LEASES, *alone)}
     with started_role_by_role(tiny_model, tmp_path_factory.mktemp("faults"), flags) as running:
         yield running
 

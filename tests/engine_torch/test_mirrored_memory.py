@@ -17,6 +17,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
 from tests.cores import nodes
+from tests.cores.moving_world import MovingWorld, decode_nodes, dispatch_of
 from tests.cores.nodes import BLOCK_SIZE, MAX_MODEL_LEN
 from tests.cores.pair import Pair
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
@@ -114,3 +115,27 @@ def test_on_a_cpu_both_sides_are_one(model: Model) -> None:
     memory.tensor[1] = 1.0
     memory.to_device([1])
     assert not memory.is_mirrored and memory.bytes[1].any() and torch.all(memory.tensor[1] == 1)
+
+
+@pytest.mark.covers("D08", "H02")
+@pytest.mark.parametrize("num_said", [2, 9, 18])
+def test_a_move_between_devices_gives_the_tokens_of_one_engine(
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_said: int
+) -> None:
+    """What decode rows wrote lies on the device alone, until a plan names it."""
+    monkeypatch.setattr(nodes, "VOCAB_SIZE", VOCAB_SIZE)
+
+    def machine(num_blocks: int, num_slots: int) -> tuple[NDArray[np.uint8], Runner]:
+        memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=True)
+        return memory.bytes, TorchRunner(model, memory, num_slots, MAX_MODEL_LEN)
+
+    world = MovingWorld(*decode_nodes(2, num_blocks=32), new_machine=machine)
+    prompt = list(range(40, 46))
+    world.start("decode-0", dispatch_of("r", prompt, max_tokens=40, temperature=0.9))
+    (stream,) = world.streams.values()
+    while len(stream.token_ids) < num_said:
+        assert world.do_something()
+    world.drain("decode-0")
+    world.run()
+    assert stream.end == "finished" and world.happened["moved"] == 1
+    assert stream.token_ids == alone(model, prompt, 40, SEEDS[0])

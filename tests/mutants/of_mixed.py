@@ -46,9 +46,18 @@ MUTANTS: Final = (
         "mixed-cancel-reaches-one-core",
         "Cancel and a lost router reach the decode core of a mixed node only.",
         "mixed_node/core.py",
-        "            case ev.FromRouter() | ev.RouterLost():\n                for part in self._parts:\n"
+        "            case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():\n                for part in self._parts:\n"
         "                    part.take(event, now)\n",
-        "            case ev.FromRouter() | ev.RouterLost():\n                self._decode.take(event, now)\n",
+        "            case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():\n"
+        "                self._decode.take(event, now)\n",
+        _CORE,
+    ),
+    Mutant(
+        "mixed-ends-with-its-first-core",
+        "A mixed node has drained when one of its cores has, and ends with what the other still hands over.",
+        "mixed_node/core.py",
+        "if num_drained and not self._num_draining:",
+        "if num_drained:",
         _CORE,
     ),
     Mutant(
@@ -192,8 +201,8 @@ MUTANTS: Final = (
         "alone-where-it-was-refused",
         "A decode node that is to compute a prompt itself is asked again at once after it refused.",
         "router/placement.py",
-        "allowed = [candidate for candidate in decodes if candidate.node not in excluded]",
-        "allowed = [*decodes]",
+        "[candidate for candidate in decodes if candidate.node not in excluded], avoided)",
+        "decodes, avoided)",
         ("tests/router/test_placement.py",),
     ),
     Mutant(
@@ -231,7 +240,7 @@ MUTANTS: Final = (
     Mutant(
         "mixed-cannot-be-half-a-pair",
         "A mixed node takes prompts of its own only.",
-        "router/nodes.py",
+        "router/node_state.py",
         "DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})",
         "DECODING: Final = frozenset({pb.ROLE_DECODE})",
         _ROUTER,

@@ -10,6 +10,8 @@ _DECODE: Final = ("tests/cores/test_decode_core.py", "tests/cores/test_branches.
 _LEASES: Final = ("tests/cores/test_leases_model.py",)
 _PREFILL: Final = ("tests/cores/test_prefill_core.py",)
 _LOOP: Final = ("tests/node/test_loop.py",)
+_DRAIN: Final = ("tests/node/test_drain.py",)
+_CALLS: Final = ("tests/node/test_handoff_client.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -285,5 +287,53 @@ MUTANTS: Final = (
         "            event = self._inbox.take()\n"
         "            if event is None:\n                self._perform(self._core.tick(now), now)\n                return\n",
         _LOOP,
+    ),
+    Mutant(
+        "drain-ends-before-its-words-arrive",
+        "A drained node ends with its last batches unacknowledged, and its routers miss tokens.",
+        "node/drain.py",
+        "if self.stage is Stage.DELIVERING and (num_undelivered == 0 or now >= self._deliver_by):",
+        "if self.stage is Stage.DELIVERING:",
+        _DRAIN,
+    ),
+    Mutant(
+        "drain-waits-for-its-core-for-ever",
+        "A node whose core does not drain never ends.",
+        "node/drain.py",
+        "(has_drained or now >= self.deadline + CORE_LATE_S)",
+        "has_drained",
+        _DRAIN,
+    ),
+    Mutant(
+        "drain-takes-the-later-end",
+        "A signal does not shorten the drain that an operator asked for with all the time in the world.",
+        "node/drain.py",
+        "self.deadline = min(self.deadline, now + timeout_s)",
+        "self.deadline = now + timeout_s",
+        _DRAIN,
+    ),
+    Mutant(
+        "drain-waits-for-a-dead-router",
+        "A node whose router takes nothing more waits for its acknowledgement for ever.",
+        "node/drain.py",
+        "self._deliver_by = now + DELIVERY_S",
+        "self._deliver_by = now + 3600",
+        _DRAIN,
+    ),
+    Mutant(
+        "partition-is-a-full-node",
+        "A Reserve that a partition has swallowed is waited for as if the decode node were full: a minute, by gRPC's defaults.",
+        "node/handoff_client.py",
+        '("grpc.http2.ping_timeout_ms", 1_500)',
+        '("grpc.keepalive_timeout_ms", 1_500)',
+        _CALLS,
+    ),
+    Mutant(
+        "pings-close-the-connection",
+        "A node's server does not allow the pings of those who wait for it, and closes their connections.",
+        "node/handoff_client.py",
+        'SERVER_OPTIONS: Final = (("grpc.http2.min_ping_interval_without_data_ms", 100),)',
+        "SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = ()",
+        _CALLS,
     ),
 )

@@ -204,6 +204,6 @@ MUTANTS: Final = (
         "router/retry.py",
         "    pb.PREEMPTED: Cost.PART,\n",
         "",
-        ("tests/router/test_core.py",),
+        ("tests/router/test_core_retry.py",),
     ),
 )

@@ -123,8 +123,8 @@ MUTANTS: Final = (
         "retry-forgets-the-tokens",
         "A retry starts without the tokens that the client has already.",
         "router/requests.py",
-        "seed=each.seed, generated_token_ids=each.log.token_ids",
-        "seed=each.seed, generated_token_ids=each.request.generated_token_ids",
+        "generated_token_ids=each.log.token_ids[: -1 if each.is_complete else None]",
+        "generated_token_ids=each.request.generated_token_ids",
         _RETRY,
     ),
     Mutant(
@@ -203,9 +203,9 @@ MUTANTS: Final = (
         "ended-twice",
         "A choice that has finished is still known, and a late batch finishes it again.",
         "router/live.py",
-        "        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n"
+        "        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))\n"
         "        self._forget(branch, now)\n",
-        "        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n",
+        "        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))\n",
         _RANDOM,
     ),
     Mutant(

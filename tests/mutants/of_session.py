@@ -148,6 +148,14 @@ MUTANTS: Final = (
         _LISTING,
     ),
     Mutant(
+        "late-word-takes-a-drain-back",
+        "A Register on its way since before a node began to drain lists it as one that takes work.",
+        "runtime/listing.py",
+        "if known is not None and known.draining and _peer(known) == peer and not entry.draining:",
+        "if False:",
+        _LISTING,
+    ),
+    Mutant(
         "silent-node-stays-listed",
         "A node that went silent stays on the list.",
         "runtime/listing.py",

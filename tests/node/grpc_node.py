@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from node import events as ev
+from node.ending import Ending
 from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
@@ -19,6 +20,7 @@ from node.validate import Bounds
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.session import PROTOCOL, Peer, SessionTiming
+from tests.node.scripted_core import ScriptedCore
 
 INCARNATION = 77
 ROUTER = Peer("router", 3)
@@ -32,6 +34,7 @@ class GrpcNode:
     calls: PendingCalls
     counters: Counters
     routers: Routers
+    ending: Ending
     events: list[ev.Event] = field(default_factory=list)
 
 
@@ -73,9 +76,10 @@ async def serve_node(
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
     routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    service = NodeService(identity, bounds, counters, post, routers.sessions, calls)
+    ending = Ending(ScriptedCore(), default_timeout_s=25.0)
+    service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
-    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers)
+    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending)
     await server.start()
     stream = await _open_session(node.address)
     try:

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.sequence import Phase
+from node.ending import Ending
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.measures import Measures
@@ -48,7 +49,7 @@ def transport() -> Mapping[str, object]:
     return {"kv_bytes_sent": {"decode-0": 4096}, "kv_bytes_received": {"prefill-0": 512}, "links": 1}
 
 
-async def _get(counters: Counters, measures: Measures, *paths: str) -> list[httpx.Response]:
+async def _get(counters: Counters, measures: Measures, *paths: str, is_draining: bool = False) -> list[httpx.Response]:
     facts = NodeFacts(
         identity=NodeIdentity("n0", 0xAB),
         role="decode",
@@ -57,7 +58,11 @@ async def _get(counters: Counters, measures: Measures, *paths: str) -> list[http
         fingerprint=pb.Fingerprint(dtype="fp32", block_size=16),
         sizes=EngineSizes(16, 25, 256),
     )
-    view = NodeView(facts, Sources(LoadedCore(), counters, measures, transport, lambda: {"peers": {}}))
+    core = LoadedCore()
+    ending = Ending(core, default_timeout_s=25.0)
+    if is_draining:
+        ending.ask("the test")
+    view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, ending))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
@@ -136,6 +141,19 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there() -> No
     shown = {f.name.removeprefix("baton_node_") + ("_total" if f.type == "counter" else "") for f in families}
     assert all(family.name.startswith("baton_node_") and family.documentation for family in families)
     assert shown == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.covers("D08")
+def test_a_draining_node_is_healthy_takes_no_work_and_says_so_everywhere() -> None:
+    paths = ("/health", "/ready", "/state", "/metrics")
+    serving = asyncio.run(_get(Counters(), Measures(), *paths))
+    draining = asyncio.run(_get(Counters(), Measures(), *paths, is_draining=True))
+    assert [answer.status_code for answer in serving] == [200] * 4
+    assert [answer.status_code for answer in draining] == [200, 503, 200, 200]
+    assert [answer.json()["status"] for answer in (serving[0], draining[0])] == ["ok", "draining"]
+    assert [answer.json()["ready"] for answer in (serving[1], draining[1])] == [True, False]
+    assert [answer.json()["stage"] for answer in (serving[2], draining[2])] == ["serving", "draining"]
+    assert "baton_node_draining 0.0" in serving[3].text and "baton_node_draining 1.0" in draining[3].text
 
 
 def test_on_a_kept_connection_no_answer_waits_for_an_acknowledgement() -> None:

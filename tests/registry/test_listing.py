@@ -87,6 +87,24 @@ def test_a_changed_entry_of_the_same_process_is_listed_again() -> None:
     assert listing.register(entry(num_blocks=20), 0.1) == [Listed(entry(num_blocks=20))]
 
 
+def draining(entry: pb.NodeEntry) -> pb.NodeEntry:
+    entry.draining = True
+    return entry
+
+
+@pytest.mark.covers("D08", "R13")
+def test_a_node_that_drains_is_listed_again_and_what_it_said_before_comes_too_late_to_take_it_back() -> None:
+    listing = Listing(TTL_S)
+    listing.register(entry(), 0.0)
+    assert listing.register(draining(entry()), 0.1) == [Listed(draining(entry()))]
+    assert listing.register(entry(), 0.2) == []
+    assert listing.entries() == (draining(entry()),)
+    assert listing.next_deadline() == 0.2 + TTL_S, "it was alive when it said so"
+    assert listing.register(draining(entry()), 0.3) == []
+    successor = entry(incarnation=2)
+    assert listing.register(successor, 0.4) == [Unlisted(Peer("decode-0", 1)), Listed(successor)], "it does not drain"
+
+
 @pytest.mark.covers("R13", "C06")
 def test_a_new_incarnation_replaces_the_old_under_the_same_name_or_address_and_the_old_stays_out() -> None:
     listing = Listing(TTL_S)
@@ -220,10 +238,13 @@ class ListingModel(RuleBasedStateMachine):
             else:
                 del self.reported[change.peer]
 
-    @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4), port=st.integers(1, 4))
-    def register(self, name: str, incarnation: int, port: int) -> None:
+    @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4), port=st.integers(1, 4), drains=st.booleans())
+    def register(self, name: str, incarnation: int, port: int, drains: bool) -> None:
         new, peer = entry(name, incarnation, port), Peer(name, incarnation)
+        new.draining = drains
         changes = self.listing.register(new, self.now)
+        if peer in self.heard and self.heard[peer][0].draining and not drains:
+            new, _ = self.heard[peer]
         if peer in self.gone:
             assert isinstance(changes, str)
             return

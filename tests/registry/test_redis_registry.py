@@ -31,7 +31,9 @@ NAMESPACE = "test"
 ENTRIES, SEEN, ADDRESSES, GONE = (f"baton:{{{NAMESPACE}}}:{key}" for key in ("entries", "seen", "addresses", "gone"))
 LISTED = [("listed", NODE)]
 NEWCOMER = Peer("decode-1", 1)
-WITHIN_S = 10.0  # for what the design wants within one second
+WITHIN_S = (
+    60.0  # for what the design wants within two seconds: on a machine that is held up, time stands still for the list
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ async def looks(redis: RedisServer, number: int) -> None:
         return num_calls
 
     start = calls()
-    await until(lambda: calls() >= start + number)
+    await until(lambda: calls() >= start + number, WITHIN_S)
 
 
 @pytest.mark.covers("R13", "R16")
@@ -126,7 +128,9 @@ def test_a_node_that_goes_silent_is_gone_and_back_when_it_returns(redis: RedisSe
         ):
             await until(lambda: router.happened == LISTED, WITHIN_S)
             proxy.black_hole()
-            await until(lambda: len(router.happened) == 2)  # within 2 s: test_polled_listing.py has the exact figure
+            await until(
+                lambda: len(router.happened) == 2, WITHIN_S
+            )  # within 2 s: test_polled_listing.py has the exact figure
             assert router.happened[1] == ("unlisted", NODE)
             proxy.heal()
             proxy.cut()
@@ -166,19 +170,19 @@ async def _dies(redis: RedisServer, router: Router, seconds: float) -> None:
 async def _hangs(redis: RedisServer, router: Router, seconds: float) -> None:
     before = router.counts["failed_reads"]
     redis.freeze()
-    await until(lambda: router.counts["failed_reads"] >= before + 3)  # each took its whole timeout
+    await until(lambda: router.counts["failed_reads"] >= before + 3, WITHIN_S)  # each took its whole timeout
 
 
 async def _is_full(redis: RedisServer, router: Router, seconds: float) -> None:
     """Routers can still read, and would see everybody fall silent."""
     redis.client.config_set("maxmemory", 1)
-    await until(lambda: router.counts["failed_reads"] >= 6)
+    await until(lambda: router.counts["failed_reads"] >= 6, WITHIN_S)
 
 
 async def _is_a_lone_primary(redis: RedisServer, router: Router, seconds: float) -> None:
     """Set to take no write without a replica."""
     redis.client.config_set("min-replicas-to-write", 1)
-    await until(lambda: router.counts["failed_reads"] >= 6)
+    await until(lambda: router.counts["failed_reads"] >= 6, WITHIN_S)
 
 
 async def _is_emptied(redis: RedisServer, router: Router, seconds: float) -> None:
@@ -309,7 +313,7 @@ def test_a_server_that_does_not_speak_redis_is_a_registry_that_is_down(fresh_see
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
         async with server, running_router(url) as router, running_node(url, entry()):
-            await until(lambda: router.counts["failed_reads"] >= 10, 20.0)
+            await until(lambda: router.counts["failed_reads"] >= 10, WITHIN_S)
             assert router.happened == []
 
     asyncio.run(scenario())

@@ -16,8 +16,10 @@ from runtime.session import Peer
 from tests.registry.redis_server import RedisServer, started_redis
 from tests.registry.test_listing import entry
 
-TTL_S = 1000.0
-STEP_S = 400.0  # three of them are longer, and no test is
+TTL_S = 100.0
+STEP_S = (
+    40.0  # three of them are longer, and no life of nodes is; all of them are shorter than Redis keeps what is silent
+)
 PATIENCE_S = 20.0  # on any machine
 NUM_LIVES = 12
 NUM_CALLS = 80  # in each

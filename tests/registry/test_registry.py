@@ -18,7 +18,7 @@ from proto.baton_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
 from runtime.registry_server import RegistryServer
 from runtime.session import Peer
-from tests.registry.test_listing import entry
+from tests.registry.test_listing import draining, entry
 from tests.session.ends import until
 from tests.session.tcp_proxy import TcpProxy
 
@@ -156,6 +156,28 @@ def test_a_refused_node_hears_the_sentence_once() -> None:
             await client.deregister()
             assert heard == ["num_blocks is 0, it must be at least 1."]
             assert one.handler.happened == two.handler.happened == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("D08")
+def test_a_changed_entry_is_announced_at_once_whichever_router_is_down_and_everybody_can_read_the_list() -> None:
+    async def scenario() -> None:
+        current = entry()
+        async with running_registry() as one, running_registry() as two, TcpProxy(one.port) as hole:
+            hole.black_hole()
+            registries = [EmbeddedRegistry(each.address) for each in (hole, one, two)]
+            client = RegistryClient(registries, lambda: current, never)
+            client.start()
+            await until(lambda: len(one.handler.happened) == len(two.handler.happened) == 1)
+            current = draining(entry())
+            await client.announce()
+            assert one.handler.happened == two.handler.happened == [("listed", NODE)] * 2
+            async with grpc.aio.insecure_channel(one.address) as channel:
+                assert list((await RegistryStub(channel).List(pb.ListRequest())).nodes) == [draining(entry())]
+            await client.deregister()
+            async with grpc.aio.insecure_channel(two.address) as channel:
+                assert not (await RegistryStub(channel).List(pb.ListRequest())).nodes
 
     asyncio.run(scenario())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,7 +24,16 @@ from runtime.session_server import SessionServer
 if TYPE_CHECKING:
     from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
-FINGERPRINT = pb.Fingerprint(architecture="scripted", num_layers=1, block_size=16, weights="0")
+FINGERPRINT = pb.Fingerprint(
+    architecture="scripted",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    dtype="none",
+    block_size=16,
+    weights="0",
+    kernels="none",
+)
 
 
 class _Service(pb_grpc.NodeServicer):
@@ -46,6 +55,9 @@ class _Service(pb_grpc.NodeServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
         raise NotImplementedError
+
+    async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_ended=True)
 
 
 class ScriptedNode:
@@ -81,6 +93,7 @@ class ScriptedNode:
             node=self.peer.to_proto(),
             role=self._role,
             grpc_address=f"127.0.0.1:{self._port}",
+            http_address="127.0.0.1:1",
             fingerprint=FINGERPRINT,
             num_blocks=64,
             max_num_seqs=8,

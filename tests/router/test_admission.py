@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from proto import baton_pb2 as pb
+from router.entrance import RouterCoreConfig
 from tests.router.core_world import CoreWorld
+from tests.router.live_router import LiveRouter, until
+from tests.router.scripted_nodes import ScriptedAttempt, replying
+from tests.router.test_api import play
+from tests.router.tiny_model import write_model_text
 
 
 def world_with_a_queue(num_waiting: int, **config: bool) -> CoreWorld:
@@ -89,3 +97,28 @@ def test_when_the_nodes_come_back_the_queue_is_fast_again_at_once() -> None:
     for number in range(10):
         world.submit(f"again{number}", timeout_s=1.0)
         assert not world.has_ended(f"again{number}")
+
+
+@pytest.mark.covers("A06", "A12")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_would_wait_in_vain_hears_so_while_others_wait_on(tmp_path: Path, stream: bool) -> None:
+    is_released = asyncio.Event()
+    num_served = 0
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        nonlocal num_served
+        num_served += 1
+        await (asyncio.sleep(0.05) if num_served <= 12 else is_released.wait())
+        await replying(b"x")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        patient = [asyncio.create_task(router.post()) for _ in range(40)]
+        await until(lambda: num_served > 12)
+        late = await router.post(timeout_s=0.5, stream=stream)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "LATE")
+        assert 1 <= int(late.headers["Retry-After"]) <= 60
+        assert len(router.pair.prefill.dispatches) == num_served == 13
+        is_released.set()
+        assert {(await each).status_code for each in patient} == {200}
+
+    play(write_model_text(tmp_path), scenario, script, core_config=RouterCoreConfig(max_inflight_prefills=1))

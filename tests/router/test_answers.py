@@ -15,7 +15,7 @@ from starlette.types import Message
 from proto import baton_pb2 as pb
 from router.answer import Arrival, Asked, Delivery, Echo, Piece
 from router.choice_text import TextRules
-from router.events import GenerationRequest, Sampling
+from router.events import RESCHEDULED, GenerationRequest, Sampling
 from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatForm, CompletionForm
 from router.shell import RouterShell
 from router.streaming import GenerationResponse
@@ -109,6 +109,13 @@ def test_behind_given_tokens_a_stop_string_counts_those_too_for_the_branch_and_n
     assert choice.put(b"NDx", (), 0.0) == 5
     assert choice.num_tokens == 2
     assert choice.take().text == ""
+
+
+@pytest.mark.covers("A02", "R08")
+def test_who_asked_for_no_token_needs_nobody_to_go_on(model: Path) -> None:
+    choice = Delivery([replace(asked(model), drops_tokens=True)], ARRIVAL).answers[0].choices[0]
+    choice.finish(RESCHEDULED, ())
+    assert choice.take() == Piece(finish_reason="length")
 
 
 @pytest.mark.covers("O01")

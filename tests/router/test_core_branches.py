@@ -295,13 +295,56 @@ def test_a_stop_string_found_ahead_of_the_prompts_logprobs_waits_for_them() -> N
 
 
 @pytest.mark.covers("A02")
-def test_prompt_logprobs_that_never_come_end_the_request_with_an_error() -> None:
+@pytest.mark.parametrize("ended_by", ["itself", "a stop string"])
+def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended_by: str) -> None:
     world = CoreWorld.with_nodes("p1", "d1", prompt_logprobs_grace_s=2.0)
-    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
-    world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, **scored(1, 2))
+    world.submit("a", max_tokens=2, num_logprobs=0, wants_prompt_logprobs=True)
+    if ended_by == "itself":
+        world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, **scored(1, 2))
+    else:
+        world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
+        world.stop("a", 1)
     world.feed(SessionLost(ref("p1")))
+    world.join_all("p2")
     world.pass_time(1.9)
-    assert not world.ends
+    assert not world.ends and len(world.dispatches("a")) == 1
     world.pass_time(0.2)
-    assert world.failure("a").code == "NODE_LOST"
+    _, (name, again) = world.dispatches("a")
+    assert (name, list(again.branches[0].generated_token_ids)) == ("p2", [7]), "the last token is its excuse"
+    assert again.sampling.prompt_logprobs
+    world.tokens_from("d1", "a", 1, [8], pb.FINISH_LENGTH, 1, **scored(2))  # overtakes again
+    world.tokens_from("p2", "a", 1, [8], attempt=1, **scored(2), prompt_logprobs=SCORE[:2])
+    expected = Finished("a", "length", (7, 8)) if ended_by == "itself" else Finished("a", "stop", (7,))
+    assert world.ends["a"] == expected
+    assert world.prompt_logprobs["a"] == (SCORE[0], SCORE[1])
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "R03")
+def test_prompt_logprobs_that_never_come_end_the_request_with_an_error() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=1, prompt_logprobs_grace_s=2.0)
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    for attempt in range(2):
+        assert not world.ends
+        world.tokens_from("d1", "a", 0, [7, 99], pb.FINISH_STOP, attempt, **scored(1, 2))
+        world.pass_time(2.1)
+    assert (world.failure("a").status, world.failure("a").code) == (503, "NODE_LOST")
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A09")
+def test_a_stop_string_found_while_its_branch_waits_to_be_run_again_is_its_end() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", max_inflight_prefills=1)
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.submit("b")
+    world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
+    world.error_from("d1", "a", pb.PREEMPTED)
+    assert len(world.dispatches("a")) == 1
+    world.stop("a", 1)
+    world.tokens_from("d1", "b", 0, [7], pb.FINISH_LENGTH)
+    world.pass_time(0.1)
+    assert len(world.dispatches("a")) == 2
+    world.tokens_from("p1", "a", 2, [9], attempt=1, **scored(3), prompt_logprobs=SCORE[:2])
+    assert world.ends["a"] == Finished("a", "stop", (7,), 0)
+    assert sorted(world.cancels("a")[-2:]) == [("d1", 1), ("p1", 1)]
     world.assert_nothing_is_left()

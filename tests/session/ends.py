@@ -102,6 +102,9 @@ class _Servicer(NodeServicer):
     async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
         return pb.RenewReply()
 
+    async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_ended=True)
+
     async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
         return pb.ReleaseReply()
 

@@ -19,10 +19,10 @@ from proto import baton_pb2 as pb
 from router.breaker import Breakers
 from router.core import RouterCore
 from router.entrance import Entrance, RouterCoreConfig
-from router.events import NodeRef
+from router.events import RESCHEDULED, NodeRef
 from router.live import LiveRequests
 from router.nodes import NodeTable
-from router.requests import LiveBranch
+from router.requests import KnownEnd, LiveBranch
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries
 from router.token_log import Appended, TokenLog
 from router.waiting import WaitingBranches
@@ -197,8 +197,9 @@ def a_rescheduled_answer_lacks_its_last_token(patch: Patch) -> None:
     """Who resubmits what the answer names would get a token that it has shown already."""
     right = LiveRequests.finish
 
-    def finish(self: Any, branch: Any, reason: str, now: float, num_tokens: int | None = None) -> None:
-        right(self, branch, reason, now, max(0, len(branch.log) - 1) if reason == "pd_reschedule" else num_tokens)
+    def finish(self: Any, branch: Any, end: KnownEnd, now: float) -> None:
+        is_short = end.finish_reason == RESCHEDULED
+        right(self, branch, end._replace(num_tokens=max(0, len(branch.log) - 1)) if is_short else end, now)
 
     patch.setattr(LiveRequests, "finish", finish)
 

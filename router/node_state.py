@@ -1,0 +1,90 @@
+"""One node process as the router sees it: its registry entry, its session, what of ours is on it. All of them: nodes.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from proto import baton_pb2 as pb
+from proto.attempt_key import BranchKey
+from router.events import NodeRef
+from router.placement import Candidate
+
+PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
+DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})
+
+
+class Session(Enum):
+    """The state of the session with a node."""
+
+    DIALING = "dialing"  # never up yet
+    UP = "up"
+    BROKEN = "broken"  # may be resumed within its grace
+    LOST = "lost"  # what was there is gone; the dialer goes on trying while the node is listed
+
+
+@dataclass(slots=True)
+class Node:
+    """One node process."""
+
+    ref: NodeRef
+    entry: pb.NodeEntry
+    fingerprint: bytes
+    session: Session = Session.DIALING
+    is_listed: bool = True
+    load: pb.LoadReport = field(default_factory=pb.LoadReport)
+    prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
+    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
+    prefill_tokens: int = 0  # sum over `prefilling`
+    num_prefills: int = 0  # attempts in `prefilling`: those with tokens
+
+    @property
+    def can_take_work(self) -> bool:
+        """Listed, connected and not about to end; whether there is room is another question."""
+        return self.is_listed and self.session is Session.UP and not self.entry.draining
+
+    @property
+    def is_expected(self) -> bool:
+        """Can take work now, or as soon as its broken stream is resumed."""
+        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The longest sequence, prompt and completion, that the node can hold."""
+        return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
+
+    def has_blocks_for(self, num_tokens: int) -> bool:
+        """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
+        load, block_size = self.load, self.entry.fingerprint.block_size
+        num_taken = load.blocks_used + load.blocks_leased + load.blocks_quarantined
+        return self.entry.num_blocks - num_taken > num_tokens // block_size
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its role takes prompts."""
+        return self.entry.role in PREFILLING
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its role generates what others, or itself, have prefilled."""
+        return self.entry.role in DECODING
+
+    @property
+    def prefills_locally(self) -> bool:
+        """Whether it only decodes, but computes prompts that stay there where it is asked to."""
+        return self.entry.role == pb.ROLE_DECODE and self.entry.local_prefill
+
+    def prefill_candidate(self) -> Candidate:
+        """The node as placement sees it for a prompt; see there for what load means."""
+        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
+
+    def decode_candidate(self) -> Candidate:
+        """The node as placement sees it for what follows the prompt."""
+        taken = self.load.blocks_used + self.load.blocks_leased + self.load.blocks_quarantined
+        return Candidate(self.ref, self.fingerprint, (self._share_of_slots, taken / max(self.entry.num_blocks, 1)))
+
+    @property
+    def _share_of_slots(self) -> float:
+        """Of its sequences, how many decode or will: none on a prefill node."""
+        return len(self.branches) / max(self.entry.max_num_seqs, 1)

@@ -1,0 +1,151 @@
+"""`baton drain` against a registry and a node of the test's: whom it asks, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from deploy.drain import main
+from node.ending import Means
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import RegistryStub
+from runtime.redis_store import RedisStore
+from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
+from tests.registry.redis_server import started_redis
+from tests.registry.test_listing import entry
+from tests.registry.test_registry import RunningRegistry, running_registry
+
+
+async def _announce() -> None:
+    pass
+
+
+async def drained(node: GrpcNode) -> None:
+    """What the node's process does, with a core that drains at once."""
+    node.ending.has_drained.set()
+    await node.ending.run(Means(_announce, node.events.append, lambda: 0))
+
+
+async def hung_up(node: GrpcNode) -> None:
+    """The process dies in the middle."""
+    while not node.ending.is_draining:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def exit_code(arguments: list[str]) -> int:
+    """Of `baton drain` with these."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+
+
+def run(
+    arguments: Callable[[RunningRegistry, GrpcNode], list[str]],
+    until_the_end: Callable[[GrpcNode], Coroutine[None, None, None]] = drained,
+    incarnation: int = INCARNATION,
+) -> int:
+    """The exit code with these arguments, where `decode-0` is listed; the node's port is closed at its end."""
+
+    async def scene() -> int:
+        async with asyncio.timeout(30), running_registry() as registry:
+            async with serve_node(pb.ROLE_DECODE) as node, grpc.aio.insecure_channel(registry.address) as channel:
+                listed = entry(incarnation=incarnation)
+                listed.grpc_address = node.address
+                await RegistryStub(channel).Register(listed)
+                command = asyncio.create_task(asyncio.to_thread(exit_code, arguments(registry, node)))
+                end = asyncio.create_task(until_the_end(node))
+                await asyncio.wait([command, end], return_when=asyncio.FIRST_COMPLETED)
+            end.cancel()
+            return await command
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.covers("D08")
+def test_a_node_is_found_by_its_name_and_has_gone_when_the_command_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def by_run_dir(registry: RunningRegistry, node: GrpcNode) -> list[str]:
+        (tmp_path / "cluster.json").write_text(json.dumps({"router": {"registry": registry.address}}))
+        return ["decode-0", "--run-dir", str(tmp_path)]
+
+    assert run(lambda registry, node: ["decode-0", "--router", registry.address]) == 0
+    assert run(by_run_dir) == 0
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [
+            "baton drain: decode-0: 0 attempts and 0 leases left, 25 s",
+            "baton drain: decode-0 has drained",
+        ]
+        * 2
+    )
+
+
+@pytest.mark.covers("D08")
+def test_a_node_is_called_at_its_address_with_the_operators_patience(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda registry, node: ["--node", node.address, "--timeout-s", "7"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("0 attempts and 0 leases left, 7 s") and last.endswith(" has drained")
+
+
+@pytest.mark.covers("D08")
+def test_a_node_that_dies_before_it_has_drained_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda registry, node: ["decode-0", "--router", registry.address], hung_up) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ended before it had drained" in line or "hung up before it had drained" in line
+
+
+@pytest.mark.covers("D08")
+def test_a_node_that_registers_in_redis_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with started_redis(tmp_path) as redis:
+
+        def by_redis(registry: RunningRegistry, node: GrpcNode) -> list[str]:
+            listed = entry(incarnation=INCARNATION)
+            listed.grpc_address = node.address
+
+            async def register() -> None:
+                store = RedisStore(redis.url, "baton", ttl_s=60.0)
+                assert await store.register(listed) == ""
+                await store.hang_up()
+
+            registering = threading.Thread(target=asyncio.run, args=(register(),))  # a loop of its own
+            registering.start()
+            registering.join()
+            return ["decode-0", "--registry", redis.url]
+
+        assert run(by_redis) == 0
+    assert "decode-0 has drained" in capsys.readouterr().out
+    line = fails_with_2(capsys, exit_code(["decode-0", "--registry", "redis://127.0.0.1:1/0"]))
+    assert line.startswith("--registry redis://127.0.0.1:1/0: cannot be read")
+
+
+def fails_with_2(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("baton drain: ")
+
+
+@pytest.mark.covers("D08")
+def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = fails_with_2(capsys, run(lambda registry, node: ["decode-1", "--router", registry.address]))
+    assert unknown == "decode-1: no such node; there are: decode-0"
+    replaced = fails_with_2(
+        capsys, run(lambda registry, node: ["decode-0", "--router", registry.address], incarnation=5)
+    )
+    assert replaced.startswith("decode-0: ") and "another process" in replaced
+    assert fails_with_2(capsys, exit_code(["127.0.0.1:1"])) == "127.0.0.1:1: nobody answers there"
+    assert fails_with_2(capsys, exit_code(["d", "--router", "127.0.0.1:1"])).endswith("nobody answers there")
+    assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(["d", "--run-dir", str(tmp_path)]))
+    assert "--router HOST:PORT or --run-dir DIR is missing" in fails_with_2(capsys, exit_code(["decode-0"]))
+    assert "must be HOST:PORT" in fails_with_2(capsys, exit_code(["decode-0", "--router", "nowhere"]))
+    assert "--node is missing" in fails_with_2(capsys, exit_code([]))

@@ -1,0 +1,71 @@
+"""What a node that said that it will end leaves behind when it has: nothing failed, so nothing is paid for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.events import NodeListed, NodeUnlisted, SessionLost
+from tests.router.core_world import ROLES, CoreWorld, node_entry, ref
+
+
+def drain(world: CoreWorld, name: str, incarnation: int = 1) -> None:
+    """The node says that it will end."""
+    entry = node_entry(name, ROLES[name[0]], incarnation=incarnation)
+    entry.draining = True
+    world.feed(NodeListed(entry))
+
+
+def end(world: CoreWorld, name: str, incarnation: int = 1) -> None:
+    """Its process has gone."""
+    world.feed(NodeUnlisted(ref(name, incarnation)))
+    world.feed(SessionLost(ref(name, incarnation)))
+
+
+def costs(world: CoreWorld) -> list[str]:
+    """What was paid, or put down to a node."""
+    return [name for name, _ in world.counts if name in ("retries", "nodes_lost", "circuits_opened")]
+
+
+@pytest.mark.covers("D08", "R19", "C07")
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_who_was_on_its_way_to_a_node_that_has_drained_goes_elsewhere_at_no_cost_as_often_as_that_happens(
+    which: str,
+) -> None:
+    """A retry budget of none, and no node may be lost: both would end the request."""
+    world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=0, max_nodes_lost=1, breaker_failures=1)
+    world.submit("a")
+    name = {"prefill": "p1", "decode": "d1"}[which]
+    for incarnation in range(1, 4):
+        drain(world, name, incarnation)
+        end(world, name, incarnation)
+        assert not world.ends
+        world.join_all(name, incarnation=incarnation + 1)
+        world.pass_time(1.0)
+        assert len(world.dispatches("a")) == incarnation + 1, "placed anew, on the process that is there now"
+    assert costs(world) == []
+    world.abort("a")
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("D08")
+def test_what_a_node_had_to_give_up_at_its_deadline_goes_on_from_the_log_at_no_cost() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=0, max_nodes_lost=1)
+    world.submit("a")
+    world.tokens_from("d1", "a", 0, [7, 8])
+    drain(world, "d1")
+    end(world, "d1")
+    world.join_all("d2")
+    world.pass_time(1.0)
+    (_, first), (_, second) = world.dispatches("a")
+    assert (second.attempt, list(second.branches[0].generated_token_ids)) == (first.attempt + 1, [7, 8])
+    assert costs(world) == []
+
+
+@pytest.mark.covers("R03", "D08")
+def test_a_node_that_dies_without_having_said_so_costs_a_retry() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "d2")
+    world.submit("a")
+    holder = world.dispatches("a")[0][1].target.node.name
+    drain(world, {"d1": "d2", "d2": "d1"}[holder])
+    end(world, holder)
+    assert costs(world) == ["nodes_lost", "retries"]
