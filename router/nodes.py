@@ -244,8 +244,7 @@ class NodeTable:
         ]
 
     def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
-        """Nodes that could take a sequence of `num_tokens` over from another: those that decode, have its fingerprint and, as
-        far as they said last, the blocks."""
+        """Other nodes that decode, have the holder's fingerprint and, as they said last, blocks for `num_tokens`."""
         known = self._nodes.get(holder)
         return [
             each
