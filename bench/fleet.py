@@ -91,6 +91,11 @@ class Fleet:
         url: str = self._ready[router]["url"]
         return url
 
+    def registry_of(self, router: str) -> str:
+        """Where nodes announce themselves to it."""
+        address: str = self._ready[router]["registry"]
+        return address
+
     # ---------------------------------------------------------------- processes
 
     def start(self, *names: str) -> None:
@@ -158,7 +163,7 @@ class Fleet:
         """Thaw and start whatever a fault has left, and wait until the cluster is ready and idle."""
         if self._network:
             self._network.mend()
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._disowned):
             process.send_signal(signal.SIGCONT)
         self.start(*(name for name in self.routers if self.exit_code(name) is not None))
         self.start(*(name for name in self.nodes if self.exit_code(name) is not None))

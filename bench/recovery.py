@@ -69,8 +69,9 @@ class Streams:
             "--dtype": dtype,
         }
         node = tuple(str(word) for pair in sizes.items() for word in pair)
-        # The nodes that die here die of us, not of a request.
-        return {name: ("--max-nodes-lost", "100") if name == "router" else node for name in NAMES}
+        # The nodes that die here die of us, not of a request; and the second prefill node's cache is to be what is cold.
+        router = ("--max-nodes-lost", "100", "--local-prefill-max-tokens", "0")
+        return {name: router if name == "router" else node for name in NAMES}
 
     @property
     def num_blocks(self) -> int:
@@ -111,8 +112,9 @@ class Played:
     num_different: int = 0  # of those whose tokens are not the fault-free ones
 
     def next_token_s(self, index: int) -> float:
-        """From the fault until a stream that was hit went on."""
-        return self._pause(index)[1] - self.fault_at
+        """From the fault until a stream that was hit went on; of a move the pause alone, since it goes on until then."""
+        before, after = self._pause(index)
+        return after - (before if self.way == "move" else self.fault_at)
 
     def _pause(self, index: int) -> tuple[float, float]:
         """Of a stream that was hit: it began by when the fault was found, or with a move some time after it."""

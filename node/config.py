@@ -118,7 +118,7 @@ class NodeConfig:
     )
 
     local_prefill_chunk: int = knob(
-        64,
+        32,
         "token positions of prompts in a step of a decode node that also decodes: what decodes waits for them",
         low=1,
         high=1 << 20,

@@ -81,7 +81,7 @@ class RouterConfig:
         high=1000,
     )
     local_prefill_max_tokens: int = knob(
-        64,
+        32,
         "tokens of short prompts that a decode node computes itself, at most so many at once, instead of a handoff; 0: none",
         low=0,
         high=1 << 20,

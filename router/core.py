@@ -162,8 +162,12 @@ class RouterCore:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:
                 continue  # ended a moment ago, with its request or by the loss of its other node
-            error = node_drained(ref) if ref in change.drained else node_lost(ref, "while the request was on it")
-            self._ends.hear(branch, branch.pair, word_of_loss(side), error, now)
+            word, error = word_of_loss(side), node_lost(ref, "while the request was on it")
+            if ref in change.drained:
+                error = node_drained(ref)
+                if side is Side.SENDER and isinstance(branch.phase, Moving):
+                    word = Word.SENDER_UNSURE  # it ends once it has handed over: its target is about to speak
+            self._ends.hear(branch, branch.pair, word, error, now)
         self._live.actions += change.actions
         if not isinstance(event, ev.LoadReported):
             self._entrance.look(now)

@@ -1,9 +1,9 @@
 """What the router knows of all node processes, and what of ours is on each (node_state.py).
 
-The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session
-is up, unless it is draining: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by
-looking, so a counter cannot drift. A process that appears under another's name or address has taken its place: the old one is
-lost at once. Not here: which node is chosen (placement.py), what happens to a lost node's requests (core.py).
+The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session is up,
+unless it drains: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter
+cannot drift. A process under another's name or address has taken its place: the old one is lost at once. Not here: which node is
+chosen (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class NodeTable:
             {node.fingerprint for node in ready if node.prefills},
             {node.fingerprint for node in ready if node.decodes},
         ]
-        if any(self._is_stranded(node) for node in ready):
+        if any(map(self._is_stranded, ready)):
             return []
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
@@ -193,9 +193,8 @@ class NodeTable:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
         ready = [node for node in self if node.can_take_work]
         prefilled = {node.fingerprint for node in ready if node.prefills}
-        if any(node.decodes and node.fingerprint in prefilled for node in ready):
-            return []
-        return [NO_PREFILL_NODE] if any(self._is_stranded(node) for node in ready) else []
+        has_pair = any(node.decodes and node.fingerprint in prefilled for node in ready)
+        return [NO_PREFILL_NODE] if not has_pair and any(map(self._is_stranded, ready)) else []
 
     def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
         """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""

@@ -174,12 +174,8 @@ class Placement:
         avoided: Collection[NodeRef] = (),
     ) -> Pair | None:
         """A decode node that computes the prompt itself, as a pair of one; else as `choose`."""
-        allowed = [candidate for candidate in decodes if candidate.node not in excluded]
-        preferred = [candidate for candidate in allowed if candidate.node not in avoided]
-        if not allowed:
-            return None
-        node = self._decode.choose(preferred or allowed).node
-        return Pair(node, node)
+        node = self.choose_target([candidate for candidate in decodes if candidate.node not in excluded], avoided)
+        return None if node is None else Pair(node, node)
 
     def _pair(self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], kept: NodeRef | None) -> Pair | None:
         reachable = {candidate.fingerprint for candidate in decodes}

@@ -43,6 +43,7 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_the_next_token_follows_the_pause_in_which_the_fault_was_found_not_a_longer_one_later() -> None:
     one = played()
     assert one.next_token_s(0) == pytest.approx(0.3)
+    assert played("move").next_token_s(0) == pytest.approx(2.6), "the pause alone, whenever it came"
     assert one.target_s == pytest.approx(0.1 + 0.05 + 0.05)
     figures = figures_of([one])
     assert (figures.way, figures.num_hit) == ("kill", 1)
@@ -118,6 +119,12 @@ def test_a_cell_counts_its_own_streams_that_were_hit_and_the_page_gets_the_table
     write_table(result, page)
     row = "| fp32 | prefix cache | 1 of 1 streams (100 %) | 6 | 0 of 1 streams (0 %) | 4 |"
     assert page.read_text() == f"before\n{BEGIN}\n{table_of(cells)}\n{END}\nafter\n" and row in page.read_text()
+
+
+def test_the_page_has_the_measured_table_and_every_cell_on_this_cpu_is_whole() -> None:
+    cells = json.loads((ROOT / "bench/results/exactness.json").read_text())["cells"]
+    assert f"{BEGIN}\n{table_of(cells)}\n{END}" in (ROOT / "docs/exactness.md").read_text()
+    assert all(cell["equal"] == cell["streams"] > 0 for cell in cells if cell["is_bit_exact"])
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ class Broken:
 
 
 @pytest.fixture(scope="module")
-def town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
-    """Two of each, each a host of its own where that can be; whoever uses it mends it."""
+def shared_town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+    """Two of each, each a host of its own where that can be."""
     with ExitStack() as stack:
         net = None if why_not() else stack.enter_context(network(NAMES))
         flags = {name: () if name.startswith("router") else SIZES for name in NAMES}
@@ -95,3 +95,10 @@ def town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         broken = Broken(fleet, net, threads)
         stack.callback(broken.close)
         yield broken
+
+
+@pytest.fixture
+def town(shared_town: Broken) -> Broken:
+    """The shared one, with whatever the last test's fault has left put right."""
+    shared_town.mend()
+    return shared_town

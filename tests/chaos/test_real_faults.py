@@ -96,10 +96,11 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
 def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     town: Broken, fresh_seed: int, victim: str
 ) -> None:
-    bodies = long_requests(fresh_seed)
+    bodies = long_requests(fresh_seed, prompt_tokens=1000 if victim == "prefill-0" else 0)
     incarnation = town.fleet.state(victim)["incarnation"]
     retries = town.fleet.metric("retries_total", "NODE_LOST")
     asked = town.send(bodies[:HALF])
+    wait_until("it has work", lambda: town.running(victim) >= 1)
     since = now()
     town.fleet.freeze(victim)
     asked += town.send(bodies[HALF:])
@@ -182,6 +183,7 @@ def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_unti
     incarnation = town.fleet.state("decode-0")["incarnation"]
     retries = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
     asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+    wait_until("it has work", lambda: town.fleet.metric("node_branches", 'node="decode-0"') >= 1)
     since = now()
     town.net.cut("router", "decode-0")
     assert not town.net.reaches("router", "decode-0") and not town.net.reaches("decode-0", "router")

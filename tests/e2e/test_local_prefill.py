@@ -20,10 +20,10 @@ NUM_PROMPTS = 4
 
 
 def degraded(cluster: RoleByRole) -> list[str]:
-    """What /ready says that requests are served without; they are served."""
+    """What /ready says that requests are served without; nothing either while a broken session may still be resumed."""
     answer = cluster.get("/ready")
-    assert answer.status_code == 200, answer.text
     sentences: list[str] = answer.json()["degraded"]
+    assert answer.status_code == 200 or not sentences, answer.text
     return sentences
 
 

@@ -201,8 +201,8 @@ MUTANTS: Final = (
         "alone-where-it-was-refused",
         "A decode node that is to compute a prompt itself is asked again at once after it refused.",
         "router/placement.py",
-        "allowed = [candidate for candidate in decodes if candidate.node not in excluded]",
-        "allowed = [*decodes]",
+        "[candidate for candidate in decodes if candidate.node not in excluded], avoided)",
+        "decodes, avoided)",
         ("tests/router/test_placement.py",),
     ),
     Mutant(

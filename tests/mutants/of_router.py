@@ -203,9 +203,9 @@ MUTANTS: Final = (
         "ended-twice",
         "A choice that has finished is still known, and a late batch finishes it again.",
         "router/live.py",
-        "        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n"
+        "        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))\n"
         "        self._forget(branch, now)\n",
-        "        self.actions.append(ev.Finished(request_id, reason, branch.log.token_ids[:num_tokens], choice))\n",
+        "        self.actions.append(ev.Finished(request_id, end.finish_reason, token_ids, choice))\n",
         _RANDOM,
     ),
     Mutant(

@@ -76,7 +76,7 @@ def running(room: str, arguments: list[str], ready_file: Path) -> Iterator[tuple
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_ctrl_c(
+def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm(
     role: str, model_dir: Path, tmp_path: Path
 ) -> None:
     more = ("--block-size", "8", "--num-blocks", "40", "--max-model-len", "256")
@@ -95,7 +95,7 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_ctrl_c(
         assert (state["transport"]["transports"], state["transport"]["links"]) == (["shm", "zmq"], {})
         host, port = ready["grpc"].split(":")
         socket.create_connection((host, int(port))).close()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
 
 

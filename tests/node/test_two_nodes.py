@@ -114,7 +114,7 @@ async def cluster(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[TestRo
         finally:
             await router.dialer.close()
         for process in (prefill_process, decode_process):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import Finished, LoadReported, SessionBroken, SessionLost
+from router.events import Finished, LoadReported, NodeListed, SessionBroken, SessionLost
 from tests.router.core_world import CoreWorld, node_entry, ref
 
 
@@ -170,6 +170,27 @@ def test_a_lost_holders_branch_is_retried_at_once_though_the_target_may_have_it(
     world.tokens_from("d2", "a", 0, [7, 8, 9], attempt=1, from_receiver=True)
     assert world.tokens["a"] == [7, 8]
     world.abort("a")
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("D08", "R21")
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_holder_that_has_drained_and_gone_has_handed_over_what_its_target_is_about_to_say(is_taken: bool) -> None:
+    world = moving_world("d3", preempt_retry_count=0, commit_unknown_grace_s=2.0)
+    entry = node_entry("d1", pb.ROLE_DECODE)
+    entry.draining = True
+    world.feed(NodeListed(entry))
+    world.feed(SessionLost(ref("d1")))
+    world.pass_time(1.9)
+    assert not world.dispatches("a") and not world.cancels("a")
+    if is_taken:
+        world.tokens_from("d2", "a", 0, [7, 8, 9], pb.FINISH_LENGTH, attempt=1, from_receiver=True)
+        assert world.ends["a"] == Finished("a", "length", (7, 8, 9))
+    else:  # it was killed meanwhile
+        world.pass_time(0.2)
+        ((_, dispatch),) = world.dispatches("a")
+        assert (dispatch.attempt, list(dispatch.branches[0].generated_token_ids)) == (2, [7, 8])
+        world.abort("a")
     world.assert_nothing_is_left()
 
 

@@ -94,7 +94,8 @@ class Client:
             f"{name}: ends with other tokens"
         )
         choice.finish_reason = "stop" if choice.is_stopped else finished.finish_reason
-        if choice.finish_reason == "pd_reschedule":  # all that there is; what there is was looked at when it came
+        if choice.finish_reason == "pd_reschedule":  # what there is was looked at when it came
+            assert tuple(choice.received) == finished.token_ids, f"{name}: {finished.token_ids} are not all that came"
             self._close_when_all_have_ended(now)
             return
         tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason

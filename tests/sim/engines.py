@@ -52,6 +52,11 @@ class NodeParts:
     core: NodeCore
 
 
+def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
+    """Whether a node of this role only decodes, and computes prompts where it is asked to."""
+    return role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
+
+
 def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
     """A node that has just started; lease ids and secrets are drawn from `rng`."""
     limits = NodeLimits(
@@ -62,6 +67,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         lease_life_s=knobs.lease_life_s,
         reserve_wait_s=knobs.reserve_wait_s,
         max_waiting_reserves=knobs.max_waiting_reserves,
+        preempt_move_s=knobs.preempt_move_s,
         reserves_for_running=knobs.reserves_for_running,
     )
     pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
@@ -69,9 +75,10 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.num_slots,
         knobs.max_batched_tokens,
         knobs.max_model_len,
+        knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
         resumes_preempted=role == pb.ROLE_MIXED,
-        max_prompt_tokens_beside_decodes=knobs.prompt_tokens_beside_decodes if role == pb.ROLE_DECODE else None,
+        keeps_preempted=knobs.preempt_move_s > 0,
     )
     scheduler = Scheduler(config, pool, KEY_SEED)
     memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)

@@ -148,13 +148,13 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
 
 
 def check_timer(process: Process, deadline: float | None, must_be_set: bool) -> None:
-    """Whatever waits has a timer, and none is overdue."""
-    now = process.clock()
+    """Whatever waits has a timer, and none is overdue. One that is set for an instant that has passed fires at once."""
+    now, before = process.clock(), process.checked_deadline
+    process.checked_deadline = deadline
     assert deadline is not None or not must_be_set, f"{process.label}: work without a timer"
-    if (
-        deadline is not None and process.kernel.now > process.paused_until
-    ):  # else it is just about to look at its timers
-        assert deadline > now - _LATE_S, f"{process.label}: a timer is {now - deadline:.3f} s late"
+    if deadline is not None and process.kernel.now > process.paused_until:  # else it is about to look at its timers
+        is_late = deadline <= now - _LATE_S and deadline == before
+        assert not is_late, f"{process.label}: a timer is {now - deadline:.3f} s late"
         assert deadline < now + _MAX_NEXT_S, f"{process.label}: a timer is set for {deadline - now:.3f} s from now"
 
 
@@ -223,8 +223,9 @@ def check_idle_router(router: SimRouter) -> None:
     """No request is left: nothing is counted anywhere."""
     state = router.core.snapshot()
     assert state["requests"] == {} and state["queued"] == 0 and state["timers"] == 0, f"{router.label}: {state}"
-    nodes = state["nodes"]
-    assert isinstance(nodes, dict)
+    nodes, circuits = state["nodes"], state["circuits"]
+    assert isinstance(nodes, dict) and isinstance(circuits, dict)
+    assert "probing" not in circuits.values(), f"{router.label} probes with no attempt: {circuits}"
     for name, held in nodes.items():
         left = (held["prefilling"], held["attempts"], held["prefill_tokens"], held["branches"])
         assert left == (0, 0, 0, 0), f"{router.label} still counts on {name}: {held}"

@@ -34,6 +34,7 @@ class Process:
         self.rate = rate
         self.is_alive = True
         self.paused_until = 0.0
+        self.checked_deadline: float | None = None  # as the invariants saw it last
         self._offset = kernel.rng(f"clock of {self.label}").uniform(0, 10_000)
         self._alarm_at = FOREVER
 

@@ -23,12 +23,20 @@ from node import events as ev
 from node.handoff_client import RELEASE_BACKOFF_S, RELEASE_TIMEOUT_S, RELEASE_TRIES
 from node.identity import NodeIdentity
 from node.pd_error import pd_error
-from node.validate import Bounds, cancel_problem, dispatch_problem, release_problem, renew_problem, reserve_problem
+from node.validate import (
+    Bounds,
+    cancel_problem,
+    dispatch_problem,
+    move_problem,
+    release_problem,
+    renew_problem,
+    reserve_problem,
+)
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
-from tests.sim.engines import FINGERPRINT, build_parts, role_of
+from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.runner import SimRunner
@@ -92,7 +100,7 @@ class SimNode(Process):
         self._core_deadline: float | None = None
         engine = (self.scheduler, self.pool, self.memory)
         self.runner = SimRunner(self, engine, knobs, self.rng, self._step_done, around.computes)
-        self.prefills_locally = self.role == pb.ROLE_MIXED or (self.role == pb.ROLE_DECODE and knobs.prefills_locally)
+        self.prefills_locally = prefills_locally(self.role, knobs)
         itself = self.identity.to_proto() if self.prefills_locally else None
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
@@ -272,11 +280,15 @@ class SimNode(Process):
 
     def on_message(self, router: Peer, message: pb.RouterMessage) -> None:
         """Check it, and hand it to the core."""
-        if message.WhichOneof("kind") == "dispatch":
-            problem = dispatch_problem(message.dispatch, self._bounds)
-            self._around.moment("dispatch", self.host)
-        else:
-            problem = cancel_problem(message.cancel)
+        match message.WhichOneof("kind"):
+            case "dispatch":
+                problem = dispatch_problem(message.dispatch, self._bounds)
+                self._around.moment("dispatch", self.host)
+            case "move":
+                problem = move_problem(message.move, self._bounds)
+                self._around.moment("move", self.host)
+            case _:
+                problem = cancel_problem(message.cancel)
         assert problem is None, f"{router.name} said what {self.label} cannot act on: {problem}"
         self.post(ev.FromRouter(ev.RouterId(*router), message))
 

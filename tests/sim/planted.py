@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from connector.admissions import Admissions, Ended
 from connector.fence import FenceFloor
 from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderState
+from connector.one_sided import OneSidedLanding
 from decode_node import admission
 from decode_node.core import DecodeCore
 from engine.scheduler import Scheduler
 from node.handing_over import Handovers
+from proto import baton_pb2 as pb
+from router.breaker import Breakers
 from router.core import RouterCore
-from router.entrance import Entrance
+from router.entrance import Entrance, RouterCoreConfig
+from router.events import RESCHEDULED, NodeRef
+from router.live import LiveRequests
 from router.nodes import NodeTable
+from router.requests import KnownEnd, LiveBranch
+from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries
 from router.token_log import Appended, TokenLog
 from router.waiting import WaitingBranches
 from runtime.session_end import SessionEnd
@@ -71,10 +78,10 @@ def blocks_are_free_before_the_last_step_is_read(patch: Patch) -> None:
     right = Scheduler.abort
 
     def abort(self: Any, sequence_id: Any) -> bool:
-        last_read = self._reader._last_read_step_id
-        self._reader._last_read_step_id = 1 << 60
+        last_read = self._last_read_step_id
+        self._last_read_step_id = 1 << 60
         is_known = right(self, sequence_id)
-        self._reader._last_read_step_id = last_read
+        self._last_read_step_id = last_read
         return is_known
 
     patch.setattr(Scheduler, "abort", abort)
@@ -149,3 +156,69 @@ def refused_branches_are_not_queued(patch: Patch) -> None:
             self._by_arrival.discard(branch.key)
 
     patch.setattr(WaitingBranches, "put", put)
+
+
+def ended_leases_are_quiet_at_once(patch: Patch) -> None:
+    """A one-sided transport does not wait for those who may still write."""
+    right = OneSidedLanding.revoke
+
+    def revoke(self: Any, lease_id: int) -> tuple[Any, ...]:
+        if (lease := self._leases.get(lease_id)) is not None:
+            lease.writers.clear()
+        return right(self, lease_id)
+
+    patch.setattr(OneSidedLanding, "revoke", revoke)
+
+
+def budgets_are_one_short(patch: Patch) -> None:
+    """A branch has a retry less than its user allows."""
+    right = Tries.__init__
+
+    def init(self: Any, config: RouterCoreConfig) -> None:
+        right(self, config)
+        self._credit = max(0, self._credit - PREEMPTIONS_PER_RETRY)
+
+    patch.setattr(Tries, "__init__", init)
+
+
+def a_node_that_died_counts_twice(patch: Patch) -> None:
+    """A branch that was on one lost node fails as if it had been on two."""
+    right = Tries.after
+
+    def after(self: Any, error: Any, is_at_decode: bool, draw: Any) -> Again | Over:
+        if error.code == pb.NODE_LOST and self.nodes_lost:
+            self.nodes_lost.add(NodeRef("another", 1))
+        return right(self, error, is_at_decode, draw)
+
+    patch.setattr(Tries, "after", after)
+
+
+def a_rescheduled_answer_lacks_its_last_token(patch: Patch) -> None:
+    """Who resubmits what the answer names would get a token that it has shown already."""
+    right = LiveRequests.finish
+
+    def finish(self: Any, branch: Any, end: KnownEnd, now: float) -> None:
+        is_short = end.finish_reason == RESCHEDULED
+        right(self, branch, end._replace(num_tokens=max(0, len(branch.log) - 1)) if is_short else end, now)
+
+    patch.setattr(LiveRequests, "finish", finish)
+
+
+def a_probe_that_says_nothing_probes_for_ever(patch: Patch) -> None:
+    """A node that is tried with one attempt is left alone for good when that attempt is cancelled."""
+    patch.setattr(Breakers, "left", lambda self, name, key, now: None)
+
+
+def refused_attempts_count_as_failed(patch: Patch) -> None:
+    """Who finds no room pays for it."""
+    patch.setitem(cast(dict[int, Cost], COST), pb.NO_BLOCKS, Cost.RETRY)
+
+
+def attempts_keep_their_numbers(patch: Patch) -> None:
+    """A retry has the number of the attempt that failed, which is fenced."""
+    right = LiveBranch.__setattr__
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        right(self, name, 0 if name in ("attempt", "newest_attempt") and value > 0 else value)
+
+    patch.setattr(LiveBranch, "__setattr__", set_attribute)

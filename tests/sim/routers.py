@@ -43,12 +43,13 @@ class SimRouter(Process):
         self.config = RouterCoreConfig(
             max_queue=knobs.max_queue,
             max_inflight_prefills=knobs.max_inflight_prefills,
-            local_prefill_max_tokens=knobs.local_prefill_max_tokens,
             preempt_retry_count=knobs.retries,
             preempt_retry_exclude_decode=knobs.excludes_decode,
             max_nodes_lost=knobs.max_nodes_lost,
+            max_moves=knobs.max_moves,
             breaker_failures=knobs.breaker_failures,
             seed=rng.getrandbits(63),
+            local_prefill_max_tokens=knobs.local_prefill_max_tokens or 0,
         )
         self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
         self.listing = Listing(TTL_S)

@@ -109,7 +109,7 @@ class SimRunner:
         return result
 
     def _end(self, result: StepResult | None) -> None:
-        result = result or self._run()
+        result = self._run() if result is None else result
         self._plans.popleft()
         self._done(result)
         if self._plans:

@@ -8,7 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from engine.reserve import ReservePolicy
@@ -39,7 +39,20 @@ FAULT_KINDS: Final = (
 )
 
 # What a fault may wait for, so that it hits in the middle of things: the next such event at one of its processes.
-MOMENTS: Final = ("", "", "dispatch", "reserve", "lease", "write", "commit", "activate", "step", "tokens", "session up")
+MOMENTS: Final = (
+    "",
+    "",
+    "dispatch",
+    "move",
+    "reserve",
+    "lease",
+    "write",
+    "commit",
+    "activate",
+    "step",
+    "tokens",
+    "session up",
+)
 
 LINK_KINDS: Final = ("cut link", "flip bit", "lose ack")  # those need a node that may send KV to another
 
@@ -112,15 +125,16 @@ class Knobs:
     max_nodes_lost: int = 2
     excludes_decode: bool = True  # --preempt-retry-exclude-decode
     breaker_failures: int = 5
+    local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
+    local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
     reserve_policy: ReservePolicy = "ratio"
+    preempt_move_s: float = 0.0  # --preempt-move-ms
+    max_moves: int = 8
     reserves_for_running: bool = True  # --decode-reserve
-    prefills_locally: bool = True  # --local-prefill
-    local_prefill_max_tokens: int = 0
-    prompt_tokens_beside_decodes: int = 64  # --local-prefill-chunk
     reserve_wait_s: float = 5.0
     max_waiting_reserves: int = 64
     is_one_sided: bool = False  # the transport: writes land unasked
@@ -148,8 +162,8 @@ class Scenario:
 
     @property
     def handoff_pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every two hosts of which the first may hand KV over to the second."""
-        senders = [host for host in self.hosts if host.startswith(("prefill", "mixed"))]
+        """Every two hosts of which the first may hand KV over to the second: what it has computed, or what moves."""
+        senders = [host for host in self.hosts if not host.startswith("router")]
         receivers = [host for host in self.hosts if host.startswith(("decode", "mixed"))]
         return tuple((one, other) for one in senders for other in receivers if one != other)
 
@@ -167,7 +181,7 @@ class Scenario:
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    knobs = _draw_knobs(rng)
+    knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
@@ -206,10 +220,9 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         step_s=rng.choice((0.001, 0.005, 0.005, 0.02, 0.02, SLOW_STEP_S)),
         lease_life_s=rng.choice((10.0, 10.0, 1.5)),
         reserve_policy=rng.choice(("full", "ratio", "fixed", "none", "none")),
+        preempt_move_s=rng.choice((0.0, 0.1, 2.0)),
+        max_moves=rng.choice((1, 8, 8)),
         reserves_for_running=rng.random() < 0.6,
-        prefills_locally=rng.random() < 0.7,
-        local_prefill_max_tokens=rng.choice((0, 8, 200)),
-        prompt_tokens_beside_decodes=rng.choice((1, 4, 64)),
         reserve_wait_s=rng.choice((0.0, 0.1, 1.0, 5.0)),
         max_waiting_reserves=rng.choice((1, 64)),
         is_one_sided=rng.random() < 0.5,
@@ -217,6 +230,15 @@ def _draw_knobs(rng: random.Random) -> Knobs:
         keeps_names=rng.random() < 0.7,
         keeps_addresses=rng.random() < 0.7,
     )
+
+
+def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
+    """In a part of the seeds, drawn apart so that everything else of a seed is what it was without."""
+    if rng.random() < 0.6:
+        return knobs
+    if rng.random() < 0.2:
+        knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
+    return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:

@@ -1,0 +1,128 @@
+"""Nodes that drain under load: what they run moves, nobody notices, nothing is computed twice, everybody ends with 0."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from bench.cluster import BATON
+from bench.fleet import wait_until
+from tests.chaos.answers import Told, ask
+from tests.chaos.conftest import Broken
+from tests.chaos.test_real_faults import long_requests
+
+NUM_CLIENTS: Final = 6
+NUM_BODIES: Final = 12
+DRAIN_BOUND_S: Final = 60.0
+
+
+def prefilled(town: Broken, *nodes: str) -> float:
+    """Token positions that these nodes have computed of prompts."""
+    return sum(town.fleet.node_metric(node, "tokens_computed_total", 'phase="prefill"') for node in nodes)
+
+
+@pytest.mark.covers("D08", "C03", "R19")
+def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_one_lets_it_finish(
+    town: Broken, fresh_seed: int
+) -> None:
+    fleet = town.fleet
+    bodies = long_requests(fresh_seed)
+    moved, retries = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
+    asked = town.send(bodies)
+    wait_until("nothing is prefilled", lambda: not fleet.metric("node_prefilling") + fleet.metric("queued_requests"))
+    assert town.running("decode-0"), "there is nothing to move"
+    computed = prefilled(town, "prefill-0", "prefill-1", "decode-1")
+    fleet.terminate("decode-0")
+    assert fleet.wait_for_end("decode-0", DRAIN_BOUND_S) == 0
+    assert fleet.metric("moves_total", "done") > moved
+    town.told(asked)
+    assert prefilled(town, "prefill-0", "prefill-1", "decode-1") == computed, "something was computed again"
+
+    more = town.send(bodies)
+    wait_until("nothing is prefilled", lambda: not fleet.metric("node_prefilling") + fleet.metric("queued_requests"))
+    assert town.running("decode-1"), "there is nothing to wait for"
+    fleet.terminate("decode-1")
+    assert fleet.wait_for_end("decode-1", DRAIN_BOUND_S) == 0
+    town.told(more)
+    assert fleet.metric("retries_total") == retries
+    town.assert_equal([*asked, *more], bodies * 2)
+
+
+class SteadyClients:
+    """So many clients, each asking one request after the other until it is told to stop; what they got."""
+
+    def __init__(self, url: str, bodies: Sequence[dict[str, Any]]) -> None:
+        self._url = url
+        self._bodies = bodies
+        self._stopping = threading.Event()
+        self.told: list[tuple[dict[str, Any], Told]] = []
+
+    def run(self, rng: random.Random) -> None:
+        """One client."""
+        with httpx.Client(trust_env=False) as client:
+            while not self._stopping.is_set():
+                body = rng.choice(self._bodies)
+                self.told.append((body, ask(client, self._url, body, is_stream=rng.random() < 0.6)))
+
+    def stop(self) -> None:
+        """Nothing new is asked."""
+        self._stopping.set()
+
+
+@contextmanager
+def steady_clients(town: Broken, seed: int) -> Iterator[SteadyClients]:
+    """Clients that ask until the block ends; then their last answers are there."""
+    clients = SteadyClients(town.fleet.url, long_requests(seed, NUM_BODIES))
+    threads = [
+        threading.Thread(target=clients.run, args=(random.Random(f"{seed} {number}"),), daemon=True)
+        for number in range(NUM_CLIENTS)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield clients
+    finally:
+        clients.stop()
+        for thread in threads:
+            thread.join(DRAIN_BOUND_S)
+    assert not any(thread.is_alive() for thread in threads), "requests hang"
+
+
+def drain_by_command(town: Broken, node: str) -> None:
+    """`baton drain`; the node's process has gone when it comes back."""
+    command = [BATON, "drain", node, "--router", town.fleet.registry_of("router"), "--timeout-s", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_BOUND_S, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.splitlines()[-1] == f"baton drain: {node} has drained"
+
+
+@pytest.mark.covers("C07", "D08", "H15", "C03", "P08", "R19")
+def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, fresh_seed: int) -> None:
+    fleet = town.fleet
+    moved, lost = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
+    with steady_clients(town, fresh_seed) as clients:
+        for node in fleet.nodes:
+            wait_until("it has work", lambda node=node: town.running(node) > 0)  # type: ignore[misc]
+            if node == "prefill-1":
+                drain_by_command(town, node)
+            else:
+                fleet.terminate(node)
+            assert fleet.wait_for_end(node, DRAIN_BOUND_S) == 0
+            assert "was_cut_short=False" in fleet.log_text(node)
+            num_told = len(clients.told)
+            fleet.start(node)
+            fleet.wait_until_ready()
+            assert len(clients.told) > num_told, "nothing was served meanwhile"
+    assert fleet.metric("moves_total", "done") >= moved + 2, "nothing moved"
+    assert fleet.metric("retries_total") == lost, "something was lost with a node"
+    town.mend()
+    bodies, told = [body for body, _ in clients.told], [each for _, each in clients.told]
+    verdicts = town.verdicts(told, bodies)
+    assert {verdict.kind for verdict in verdicts} == {"equal"}, [each for each in verdicts if each.kind != "equal"]
