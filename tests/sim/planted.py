@@ -78,10 +78,10 @@ def blocks_are_free_before_the_last_step_is_read(patch: Patch) -> None:
     right = Scheduler.abort
 
     def abort(self: Any, sequence_id: Any) -> bool:
-        last_read = self._last_read_step_id
-        self._last_read_step_id = 1 << 60
+        last_read = self._reader._last_read_step_id
+        self._reader._last_read_step_id = 1 << 60
         is_known = right(self, sequence_id)
-        self._last_read_step_id = last_read
+        self._reader._last_read_step_id = last_read
         return is_known
 
     patch.setattr(Scheduler, "abort", abort)

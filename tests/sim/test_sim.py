@@ -123,7 +123,6 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "circuit probing to closed",
         "circuit probing to open",
         "drained",
-        "moved",
         "moves_refused",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
