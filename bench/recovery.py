@@ -70,7 +70,7 @@ class Streams:
         }
         node = tuple(str(word) for pair in sizes.items() for word in pair)
         # The nodes that die here die of us, not of a request; and the second prefill node's cache is to be what is cold.
-        router = ("--max-nodes-lost", "100", "--local-prefill-max-tokens", "0")
+        router = ("--max-nodes-lost", "100", "--breaker-failures", "1000", "--local-prefill-max-tokens", "0")
         return {name: router if name == "router" else node for name in NAMES}
 
     @property
