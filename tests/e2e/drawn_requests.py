@@ -65,6 +65,7 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.3,
         "return_token_ids": True,
         "user": "somebody",
+        "timeout_s": 300,
     }
     body["min_tokens"] = rng.choice([0, 0, rng.randint(0, body["max_tokens"])])
     if rng.random() < 0.3:
