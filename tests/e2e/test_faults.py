@@ -146,7 +146,7 @@ def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_w
 ) -> None:
     """Its port still takes connections: the kernel does that for it."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 600)
+    fields = body(rng, 40, 2500)  # far more than it says before it is frozen
     stream = Stream(cluster, threads, fields)
     stream.take_tokens(5)
     incarnation = cluster.state("decode-0")["incarnation"]

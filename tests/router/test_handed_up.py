@@ -71,7 +71,6 @@ def test_what_is_handed_up_and_what_goes_on_with_it_are_together_the_run_without
         for body, expected, got in zip(bodies, whole, parts, strict=True):
             assert got == expected, body
         assert upper.num_handed_up > NUM_REQUESTS
-        assert upper.num_turned_away == 0, "each attempt told a token"
 
     play(model, scenario, nodes.script, core_config=NO_RETRY)
 
