@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
 
 from connector.kv_record import HEADER_BYTES, KvRecords
-from connector.kv_store import KvStoreLimits, RunRead
-from connector.tally import Tally
+from connector.kv_store import Count, KvStoreLimits, RunRead, count_nowhere
 
 
 class MemoryStore:
     """Implements KvStore. Nodes that live in one process may share one."""
 
-    def __init__(self, records: KvRecords, limits: KvStoreLimits) -> None:
+    def __init__(self, records: KvRecords, limits: KvStoreLimits, count: Count = count_nowhere) -> None:
         self._records = records
         self._max_records = limits.max_bytes // records.record_bytes
         self._lock = Lock()
         self._stored: OrderedDict[bytes, bytearray] = OrderedDict()  # by name, the least recently used first
-        self._tally = Tally()
+        self._count = count
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
@@ -48,7 +47,7 @@ class MemoryStore:
                 self._stored[self._records.name(key)] = record
                 while len(self._stored) > self._max_records:
                     self._stored.popitem(last=False)
-                    self._tally.add("evicted")
+                    self._count("evicted", 1)
             num_stored += 1
         return num_stored
 
@@ -72,7 +71,3 @@ class MemoryStore:
         """As KvStore.close; here nothing stays."""
         with self._lock:
             self._stored.clear()
-
-    def snapshot(self) -> Mapping[str, int]:
-        """As KvStore.snapshot."""
-        return self._tally.snapshot()
