@@ -3,16 +3,17 @@
     ROOT/ab/ab12…ef.kv     one record (kv_record.py), named by its name, whole or not there
     ROOT/tmp/…             records that are being written
 
-**No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is whole,
-whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits for the
-disk): then its length or its checksum gives it away, and it is removed. Two writers of a key rename equal records over each other.
+**No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is
+whole, whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits
+for the disk): then its length or its checksum gives it away, and it is removed. Two writers of a key rename equal records
+over each other.
 
-**Bounded.** What lies there is summed up before the first write, when it would be more than max_bytes, and after each 32nd of it written
-here, since others write, too: one process keeps the bound exactly, each one above the fourth may be a 32nd above it. What was read or
-written last (mtime, which a read renews) stays. Where it is full an eighth is freed at once, so that summing up is rare.
+**Bounded.** What lies there is summed up before the first write, and then whenever a 32nd of max_bytes was written here,
+since others write, too: up to four writing processes keep the bound, each one more may be a 32nd (or one block) above it.
+Where seven eighths are full, an eighth is freed at once; what was read or written last (mtime, which a read renews) stays.
 
-Ages are differences of the file system's own clock, never of a host's. Only what has a name as above is ever removed. A file system that hangs holds
-up the calling thread for as long: who must not wait gives up on the thread (node/kv_pool.py).
+Ages are differences of the file system's own clock, never of a host's. Only what has a name as above is ever removed. A file
+system that hangs holds up the calling thread for as long: who must not wait gives up on the thread (node/kv_pool.py).
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _TMP: Final = "tmp"
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _FILE: Final = re.compile(r"[0-9a-f]{64}\.kv")
 _PART: Final = re.compile(r"[0-9a-f]{16}-\d+")
-_SHARE_UNSEEN: Final = 32  # of max_bytes: written here between two looks at what others wrote
-_SHARE_FREED: Final = 8
+_SHARES: Final = 32  # of max_bytes: one is written here between two looks at what others wrote
+_NUM_WRITERS: Final = 4  # shares that are left to what is not seen
+_SHARES_FREED: Final = 4
 # A pipe or a device under a record's name must not hold up who opens it; a link leads elsewhere.
 _OPEN_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -57,9 +59,10 @@ class FileStore:
         self._records = records
         self._limits = limits
         self._count = count
-        self._lock = Lock()  # of the two below, and of summing up
-        self._num_bytes: int | None = None  # as far as known here; None: never summed up
-        self._num_unseen = 0  # bytes written here since
+        self._lock = Lock()  # of the next, and of summing up
+        self._num_unseen: int | None = (
+            None  # bytes written here since what lies there was summed up; None: it never was
+        )
         self._part_names = (f"{secrets.token_hex(8)}-{n}" for n in itertools.count())
         try:
             for folder in (self._root, f"{self._root}/{_TMP}"):
@@ -94,6 +97,7 @@ class FileStore:
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
         """As KvStore.read."""
+        self._records.check_lengths(into)
         for index, (key, block) in enumerate(zip(keys, into, strict=True)):
             path = self._path(key)
             try:
@@ -139,8 +143,7 @@ class FileStore:
                 Path(part).unlink()
             raise
         with self._lock:
-            self._num_bytes = (self._num_bytes or 0) + self._records.record_bytes
-            self._num_unseen += self._records.record_bytes
+            self._num_unseen = (self._num_unseen or 0) + self._records.record_bytes
 
     def _get(self, path: str, key: bytes, block: memoryview) -> bool | None:
         """Read it; None: it is not there; False: it is not right."""
@@ -165,16 +168,17 @@ class FileStore:
 
     def _has_room(self) -> bool:
         """Make room for one record; False if that cannot be."""
-        max_bytes, record_bytes = self._limits.max_bytes, self._records.record_bytes
+        record_bytes, share = self._records.record_bytes, self._limits.max_bytes // _SHARES
+        if record_bytes > self._limits.max_bytes:
+            return False
         with self._lock:
-            is_known = self._num_bytes is not None and self._num_unseen <= max_bytes // _SHARE_UNSEEN
-            if not is_known or (self._num_bytes or 0) + record_bytes > max_bytes:
-                self._num_bytes = self._sum_up(max_bytes - record_bytes)
+            if self._num_unseen is None or self._num_unseen + record_bytes > share:
+                self._sum_up(self._limits.max_bytes - _NUM_WRITERS * share - record_bytes, _SHARES_FREED * share)
                 self._num_unseen = 0
-            return (self._num_bytes or 0) + record_bytes <= max_bytes
+        return True
 
-    def _sum_up(self, most_bytes: int) -> int:
-        """Remove what is too old, and the least recently used of what is too much; the bytes that are left."""
+    def _sum_up(self, most_bytes: int, freed_bytes: int) -> None:
+        """Remove what is too old and, where there is more than `most_bytes`, that and some more, the least recently used first."""
         now_ns = self._clock_ns()
         num_leftovers = 0
         for part in _entries(f"{self._root}/{_TMP}", _PART):
@@ -183,17 +187,15 @@ class FileStore:
         folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
         files = sorted(file for folder in folders for file in _entries(folder, _FILE))
         num_bytes = sum(file.num_bytes for file in files)
-        is_full = num_bytes > most_bytes
-        keep_bytes = most_bytes - self._limits.max_bytes // _SHARE_FREED if is_full else most_bytes
+        kept_bytes = most_bytes if num_bytes <= most_bytes else most_bytes - freed_bytes
         num_evicted = 0
         for file in files:
-            if num_bytes <= keep_bytes and now_ns - file.mtime_ns <= self._limits.ttl_s * 1e9:
+            if num_bytes <= kept_bytes and now_ns - file.mtime_ns <= self._limits.ttl_s * 1e9:
                 break
             num_bytes -= file.num_bytes
             num_evicted += _remove(file)
         self._count("leftover", num_leftovers)
         self._count("evicted", num_evicted)
-        return num_bytes
 
     def _clock_ns(self) -> int:
         """What the file system's clock says."""

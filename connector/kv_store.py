@@ -1,11 +1,11 @@
 """The seam between a node and the cluster's KV pool: what a store of blocks is, whichever keeps them.
 
-A store maps a block's key (proto/block_key.py: seeded with the model's fingerprint, naming the whole prefix) to its bytes. It may forget
-anything at any time, be slow, fail, or lie: every record carries a checksum over key and bytes (kv_record.py), so the worst that
-it can cost is a recompute.
+A store maps a block's key (proto/block_key.py: seeded with the model's fingerprint, naming the whole prefix) to its bytes. It
+may forget anything at any time, be slow, fail, or lie: every record carries a checksum over key and bytes (kv_record.py), so
+the worst that it can cost is a recompute.
 
-Methods block, and are called by several threads at once (node/kv_pool.py has them). A store is of one block size; keys of other
-models, or of a cluster with another secret, are never found in it.
+Methods block, and are called by several threads at once (node/kv_pool.py has them). A store is of one block size; keys of
+other models, or of a cluster with another secret, are never found in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
-
 
 Count = Callable[[str, int], None]  # raises one of STORE_COUNTERS by an amount; from any thread
 

@@ -3,18 +3,20 @@
     baton:{kv}:block:NAME        one record (kv_record.py); expires ttl_s after it was last written or read
     baton:{kv}:used:BYTES        names of the records of this length, by when they were last used: the bound, kept by the scripts
 
-A batch of writes is three steps on one connection: room is made for it (the least recently used records go), the values are set where there is
-none, and how many were. What dies in between leaves an entry without a value, which counts against the bound until it is the oldest. All
-clocks are the server's. Its own eviction (maxmemory) may take anything at any time; where it is out of memory and takes nothing, writes fail.
+A batch of writes is one round trip: room is made for it (the least recently used records go), then the values are set. What
+dies in between leaves a name without a value, which counts against the bound until it is the oldest. All clocks are the
+server's. Its own eviction (maxmemory) may take anything at any time; where it is out of memory and takes nothing, writes
+fail.
 
-A connection that failed is never used again: what it still carries could be taken for the next call's answer. Every wait for the server is
-bounded by timeout_s, and there are no retries.
+A connection that failed is never used again: what it still carries could be taken for the next call's answer. Every wait for
+the server is bounded by timeout_s, and there are no retries.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -33,10 +35,10 @@ _USED: Final = "baton:{kv}:used:%d"
 
 _NOW: Final = "local t = redis.call('TIME') local now = t[1] * 1000000 + t[2] "
 
-# How many leading keys there are.
+# ARGV: length of a record. How many leading keys have such a value.
 _LEADING: Final = """
 for i, key in ipairs(KEYS) do
-  if redis.call('EXISTS', key) == 0 then return i - 1 end
+  if redis.pcall('STRLEN', key) ~= tonumber(ARGV[1]) then return i - 1 end
 end
 return #KEYS
 """
@@ -99,19 +101,11 @@ class RedisKvStore:
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
-
-        def ask() -> list[bool]:
-            pipe = self._client.pipeline(transaction=False)
-            for name in self._names(keys):
-                pipe.exists(name)
-            return [not found for found in pipe.execute()]
-
-        return self._answer_of(ask) if keys else []
+        return self._answer_of(partial(self._ask_missing, self._names(keys))) if keys else []
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """As KvStore.num_leading."""
-        names = self._names(keys)
-        return self._answer_of(lambda: int(self._client.eval(_LEADING, len(names), *names))) if keys else 0
+        return self._answer_of(partial(self._ask_leading, self._names(keys))) if keys else 0
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
         """As KvStore.write."""
@@ -122,16 +116,17 @@ class RedisKvStore:
         num_stored = 0
         for first in range(0, len(wanted), self._per_batch):
             batch = wanted[first : first + self._per_batch]
-            num_stored += self._answer_of(lambda batch=batch: self._write_batch(batch))
+            num_stored += self._answer_of(partial(self._write_batch, batch))
         return num_stored
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
         """As KvStore.read."""
+        self._records.check_lengths(into)
         num_read = 0
         run = list(zip(keys, into, strict=True))
         for first in range(0, len(run), self._per_batch):
             batch = run[first : first + self._per_batch]
-            found = self._answer_of(lambda batch=batch: self._read_batch(batch))
+            found = self._answer_of(partial(self._read_batch, batch))
             num_read += found.num_blocks
             if found.num_blocks < len(batch):
                 return RunRead(num_read, found.is_corrupt)
@@ -146,15 +141,25 @@ class RedisKvStore:
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [_BLOCK + self._records.name(key) for key in keys]
 
+    def _ask_missing(self, names: Sequence[bytes]) -> list[bool]:
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.strlen(name)
+        lengths = pipe.execute(raise_on_error=False)
+        return [_unless_error(length) != self._records.record_bytes for length in lengths]
+
+    def _ask_leading(self, names: Sequence[bytes]) -> int:
+        return int(self._client.eval(_LEADING, len(names), *names, self._records.record_bytes))
+
     def _write_batch(self, batch: Sequence[tuple[bytes, memoryview]]) -> int:
         names = self._names([key for key, _ in batch])
         pipe = self._client.pipeline(transaction=False)
         pipe.eval(_MAKE_ROOM, 1 + len(names), self._used, *names, self._max_records, self._ttl_ms)
         for name, (key, block) in zip(names, batch, strict=True):
-            pipe.set(name, b"".join((self._records.header(key, block), block)), nx=True, px=self._ttl_ms)
-        num_evicted, *was_set = pipe.execute()
+            pipe.set(name, b"".join((self._records.header(key, block), block)), px=self._ttl_ms)
+        num_evicted, *_ = pipe.execute()
         self._count("evicted", int(num_evicted))
-        return sum(map(bool, was_set))
+        return len(batch)
 
     def _read_batch(self, batch: Sequence[tuple[bytes, memoryview]]) -> RunRead:
         names = self._names([key for key, _ in batch])
@@ -166,9 +171,7 @@ class RedisKvStore:
         for index, ((key, block), name, value) in enumerate(zip(batch, names, values, strict=True)):
             if value == b"":
                 return RunRead(index, is_corrupt=False)
-            if isinstance(value, RedisError) and not str(value).startswith("WRONGTYPE"):
-                raise value
-            if not self._take(key, value, block):
+            if not self._take(key, _unless_error(value), block):
                 self._client.unlink(name)
                 return RunRead(index, is_corrupt=True)
         return RunRead(len(batch), is_corrupt=False)
@@ -186,6 +189,13 @@ class RedisKvStore:
         except (RedisError, OSError, TypeError, LookupError, RecursionError) as error:
             # The last three: of a server that does not speak its protocol.
             raise KvStoreError(f"redis: {_word_for(error)}") from None
+
+
+def _unless_error(answer: object) -> object:
+    """One answer of several; raises it if it is an error, unless what lies there is no value: then it is no record."""
+    if isinstance(answer, RedisError) and not str(answer).startswith("WRONGTYPE"):
+        raise answer
+    return answer
 
 
 def _word_for(error: Exception) -> str:

@@ -133,7 +133,8 @@ class NodeConfig:
     )
 
     cache_generated: Literal["on", "off"] = knob(
-        "on", "whether completion tokens, too, stay in the prefix cache (and go to the KV pool): of use to whoever asks on"
+        "on",
+        "whether completion tokens, too, stay in the prefix cache (and go to the KV pool): of use to whoever asks on",
     )
     kv_pool: str | None = knob(
         None,

@@ -1,7 +1,8 @@
 """The KV pool as a node's loop sees it: saves, looks and fetches go to threads, and each is answered by one event.
 
-Nothing here waits for the store, whatever it does (kv_pool_writer.py, kv_pool_reader.py). A store that keeps failing is left alone for a
-while, to write and to read each by itself (kv_pool_circuit.py). Not here: what is stored and read when (the cores).
+Nothing here waits for the store, whatever it does (kv_pool_writer.py, kv_pool_reader.py). A store that keeps failing is left
+alone for a while, to write and to read each by itself (kv_pool_circuit.py). Not here: what is stored and read when (the
+cores).
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class KvPoolThreads:
         self._reader = PoolReader(
             store, kv_bytes, bounds.num_readers, timeouts_s, self._circuits["read"], post, measures
         )
-        self.ended: tuple[Future[None], ...] = (*self._writer.ended, *self._reader.ended)  # each resolves when its thread ends
+        self.ended: tuple[Future[None], ...] = (
+            *self._writer.ended,
+            *self._reader.ended,
+        )  # each resolves when its thread ends
 
     def save(self, action: SaveBlocks) -> None:
         """See loop.KvPool."""

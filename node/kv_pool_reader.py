@@ -4,9 +4,10 @@
          ──fetch─► readers: store.read ──► a buffer of the thread's own ──verified, memcpy──► KV memory ──► BlocksFetched
          ──timer─► too late: answered with what there is by then
 
-A store may hang for ever, and a thread inside it cannot be ended. So a thread reads into a buffer of its own, and what it brings
-is copied to KV memory only if its call is not answered yet: from the answer on nobody writes into those blocks. A thread that hung takes the
-next call when the store lets it go; until then calls run out of time, the circuit opens, and they are answered at once.
+A store may hang for ever, and a thread inside it cannot be ended. So a thread reads into a buffer of its own, and what it
+brings is copied to KV memory only if its call is not answered yet: from the answer on nobody writes into those blocks. A
+thread that hung takes the next call when the store lets it go; until then calls run out of time, the circuit opens, and they
+are answered at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Call(Generic[_A]):
     """One look or fetch, until it is answered."""
 
     def __init__(self, action: _A) -> None:
-        self.action = action
+        self.action: _A = action
         self.asked_at = time.monotonic()
         self.lock = Lock()
         self.is_answered = False
@@ -117,7 +118,9 @@ class PoolReader:
             else:
                 self._answer_look(call, "found" if num_blocks else "nothing", num_blocks)
 
-    def _answer_look(self, call: _Call[LookInPool], outcome: str, num_blocks: int, why: str = "no answer in time") -> None:
+    def _answer_look(
+        self, call: _Call[LookInPool], outcome: str, num_blocks: int, why: str = "no answer in time"
+    ) -> None:
         if not call.claim():
             return
         match outcome:
@@ -186,7 +189,9 @@ class PoolReader:
         if num_read < num_asked:
             num_corrupt = outcome == "corrupt"
             self._measures.add("kv_pool_reads", "corrupt", num_corrupt)
-            self._measures.add("kv_pool_reads", "absent" if num_corrupt else outcome, num_asked - num_read - num_corrupt)
+            self._measures.add(
+                "kv_pool_reads", "absent" if num_corrupt else outcome, num_asked - num_read - num_corrupt
+            )
         seconds = time.monotonic() - began_at
         self._measures.observe("kv_pool_fetch_seconds", seconds)
         self._post(BlocksFetched(call.action.fetch_id, num_read, seconds))

@@ -55,7 +55,9 @@ class PoolWriter:
         self._changed = Condition()
         self._is_ending = False  # nothing is staged any more
         self._is_hurried = False  # nor written
-        self._saves: SimpleQueue[tuple[SaveBlocks, float] | None] = SimpleQueue()  # the core bounds what it has under way
+        self._saves: SimpleQueue[tuple[SaveBlocks, float] | None] = (
+            SimpleQueue()
+        )  # the core bounds what it has under way
         self.ended: tuple[Future[None], ...] = (
             started_thread("kv-pool-stager", self._stage_all),
             started_thread("kv-pool-writer", self._write_all),

@@ -2,8 +2,8 @@
 
     free --begin--> filling --filled--> waiting --take--> leaving --left--> free
 
-Bounded by the buffer: a block for which there is no free slot is not stored. Of a key there is one slot at most. Not here: the bytes,
-threads (node/kv_pool.py).
+Bounded by the buffer: a block for which there is no free slot is not stored. Of a key there is one slot at most. Not here:
+the bytes, threads (node/kv_pool.py).
 """
 
 from __future__ import annotations

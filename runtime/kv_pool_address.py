@@ -1,7 +1,8 @@
 """Where the cluster's KV pool is: a URL, checked before anything is started, and shown without its secrets. Pure.
 
-`file:///PATH` a directory, on a local disk or a shared file system; `redis://…`, `rediss://…`, `unix://…` a Redis, as redis_address.py
-takes them; `memory://` inside the process, which shares with nobody. What has a meaning in a URL is percent-encoded.
+`file:///PATH` a directory, on a local disk or a shared file system; `redis://…`, `rediss://…`, `unix://…` a Redis, as
+redis_address.py takes them; `memory://` inside the process, which shares with nobody. What has a meaning in a URL is
+percent-encoded.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def shown(registry: str) -> str:
 
 
 def url_problem(registry: str, others: str = "") -> str | None:
-    """What is wrong with it as a URL of a Redis, in a phrase without secrets; None: nothing. `others`: what else it might have been."""
+    """What is wrong with it as the URL of a Redis, in a phrase without secrets; `others`: what else it might have been."""
     must = f"must be {others}{_FORMS}"
     try:
         url = urlsplit(registry)

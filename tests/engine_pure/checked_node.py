@@ -118,6 +118,9 @@ class CheckedNode:
         self.saves: dict[int, Save] = {}  # handed out, and being copied
         self.saved: list[tuple[bytes, ...]] = []  # the keys of each that was ever handed out
         self.to_save: list[tuple[bytes, ...]] = []  # what they must be, in any order
+        self.on_host: set[int] = (
+            set()
+        )  # blocks that a device of its own memory has brought there since they were written
 
     # What a caller does
 
@@ -179,6 +182,7 @@ class CheckedNode:
         if plan is not None:
             self._check_plan(plan)
             self.unread.append(plan)
+        self._take_saves()
         self.check()
         return plan
 
@@ -188,6 +192,7 @@ class CheckedNode:
         slots = self.scheduler.snapshot()["slots"]
         assert isinstance(slots, tuple)
         progress = self.scheduler.complete(self.runner.run(plan))
+        self.on_host |= {*plan.leaving_block_ids}
         for item in progress:
             self._check_progress(item)
             if item.finish in ("stop", "length"):
@@ -221,6 +226,9 @@ class CheckedNode:
 
     def _take_saves(self) -> None:
         for save in self.scheduler.take_saves():
+            assert {block_id for _, block_id in save.blocks} <= self.on_host, (
+                "copied from where the device has not put it"
+            )
             self.saves[save.save_id] = save
             self.saved.append(tuple(key for key, _ in save.blocks))
 
@@ -296,6 +304,7 @@ class CheckedNode:
             self.positions[owner] = end
             written = set(table[first // self.sizes.block_size : (end - 1) // self.sizes.block_size + 1])
             assert not written & self.blocks_in_flight(but=owner), "reused while an unread step has it"
+            self.on_host -= written
 
     def _check_progress(self, item: Progress) -> None:
         sequence_id = item.sequence_id
