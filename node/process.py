@@ -39,7 +39,7 @@ from node.handoff_client import SERVER_OPTIONS, HandoffClient
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
-from node.loop import NodeLoop, Outlets
+from node.loop import NodeLoop, NoKvPool, Outlets
 from node.measures import Measures
 from node.metrics import Counters
 from node.routers import Routers
@@ -209,7 +209,8 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures, has_drained)
+        pool = NoKvPool(inbox.post)
+        outlets = Outlets(runner, transport, routers, self._calls, peers, pool, counters, measures, has_drained)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)

@@ -81,6 +81,8 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
             return "takes", f"Release {name_of(request.key)}"
         case ev.StepDone(result):
             return "step done", f"{result.step_id}: {result.token_ids.tolist()}"
+        case ev.BlocksStaged() | ev.PoolLooked() | ev.BlocksFetched():
+            return "takes", f"of the KV pool: {event}"
         case ev.DrainAsked():
             return "takes", "the wish that it drains"
         case _:
@@ -110,6 +112,11 @@ def describe_action(action: ev.Action) -> tuple[str, str] | None:
             return word, f"Commit {name_of(message.answer.key)}"
         case ev.RevokeLease() | ev.CloseLink():
             return "ends", "a lease" if isinstance(action, ev.RevokeLease) else f"link {action.link_id}"
+        case ev.SaveBlocks(number, blocks) | ev.FetchBlocks(number, blocks):
+            named = [block_id for _, block_id in blocks]
+            return "asks", f"{type(action).__name__} {number} of the KV pool: blocks {named}"
+        case ev.LookInPool(number, keys):
+            return "asks", f"LookInPool {number} of the KV pool: {len(keys)} blocks"
         case ev.Drained():
             return "has drained", ""
         case ev.Ended(key, outcome):
