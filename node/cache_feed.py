@@ -95,9 +95,9 @@ def _short(keys: Iterable[bytes]) -> bytes:
 class TellingCore:
     """A role's core, and what its pool's cache holds told beside what the core says."""
 
-    def __init__(self, core: ev.NodeCore, pool: BlockPool) -> None:
+    def __init__(self, core: ev.NodeCore, pool: BlockPool, piece: int = PIECE) -> None:
         self._core = core
-        self._feed = CacheFeed(pool)
+        self._feed = CacheFeed(pool, piece)
 
     def receive(self, event: ev.Event, now: float) -> Sequence[ev.Action]:
         """See NodeCore."""

@@ -107,9 +107,10 @@ class CacheIndex:
         for value, of_value in self._by_value(cells[cells >= 0]):
             self._set(of_value, value, self._live(value) | 1 << holder)
         new = keys[cells < 0]
-        num_lost = self._table.put(new, holder)
-        self._use(holder, len(new) - num_lost)
-        self.num_dropped += num_lost
+        self._use(holder, len(new))
+        for value in self._table.put(new, holder).tolist():
+            self._use(value, -1)
+            self.num_dropped += 1
 
     def evict(self, holder: int, keys: Keys) -> None:
         """This holder has these keys no more."""

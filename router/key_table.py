@@ -2,7 +2,8 @@
 
 Cells come in buckets of eight. A key may lie in either of two buckets (two-choice hashing: Azar, Broder, Karlin, Upfal, "Balanced
 allocations", 1994) and goes into the emptier one, so buckets fill evenly and nothing is ever searched beyond sixteen cells; where both
-are full, one of the sixteen moves to its own other bucket (cuckoo hashing, one step of it). Taking a key out empties its cell: no tombstones.
+are full it takes the place of one of the sixteen, which goes on to its own other bucket (cuckoo hashing: Pagh, Rodler, 2004). Taking a key out
+empties its cell: no tombstones.
 
 The table grows by splitting a few buckets at a time (linear hashing: Litwin, 1980): what lies in bucket b goes to b, or to b plus the
 number of buckets that the table had at the last power of two. No operation ever touches the whole table, so no request waits for one. The
@@ -25,6 +26,7 @@ BUCKET_BYTES: Final = BUCKET * (8 + 4)
 _FIRST_BUCKETS: Final = 64
 _LOAD: Final = 0.75  # cells in use, of those that there are: above it the table grows
 _MOST_LOAD: Final = 0.85  # when it cannot grow any more
+_MOST_STEPS: Final = 100  # before a key without a place is given up
 _SPLIT: Final = 4096  # buckets at once: a few milliseconds
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _HALF: Final = np.uint64(32)
@@ -77,30 +79,34 @@ class KeyTable:
         self._values[cells] = value
         self.num_keys -= 0 if value else len(cells)
 
-    def put(self, keys: Keys, value: int) -> int:
-        """Put in keys that are not there, all with this value; how many found no place (both their buckets full, and no way to make room)."""
+    def put(self, keys: Keys, value: int) -> Values:
+        """Put in keys that are not there, all with this value. Returns the values of keys that lost their place, for there is none: most
+        often none at all."""
         self._grow(len(keys))
-        num_lost = 0
-        while len(keys):
+        values = np.full(len(keys), value, dtype=np.uint32)
+        self.num_keys += len(keys)
+        for step in range(_MOST_STEPS):
+            if not len(keys):
+                return values
             cells = self._cells_of(keys)
             is_free = self._values[cells] == 0  # [num_keys, 2 * BUCKET]
-            free = is_free.reshape(-1, 2, BUCKET).sum(axis=2)
-            is_first = (free[:, 0] >= free[:, 1])[:, None]
-            of_choice = np.where(is_first, is_free[:, :BUCKET], is_free[:, BUCKET:])
+            num_free = is_free.reshape(-1, 2, BUCKET).sum(axis=2)
+            second = BUCKET * (num_free[:, 0] < num_free[:, 1])  # the emptier of both
             rows = np.arange(len(keys))
-            chosen = cells[rows, of_choice.argmax(axis=1) + np.where(is_first[:, 0], 0, BUCKET)]
-            has_place = of_choice.any(axis=1)
-            stuck = keys[~has_place]
-            keys, chosen = keys[has_place], chosen[has_place]
+            columns = second + is_free[rows[:, None], second[:, None] + _OFFSETS].argmax(axis=1)
+            # Who finds both buckets full takes the place of one of the sixteen, another one at each step.
+            columns = np.where(num_free.any(axis=1), columns, (5 * step + rows) % (2 * BUCKET))
+            chosen = cells[rows, columns]
+            before_keys, before_values = self._keys[chosen], self._values[chosen]
             # Of several keys that chose one cell the last one written has it; the others choose again.
             self._keys[chosen] = keys
             has_won = self._keys[chosen] == keys
-            self._values[chosen[has_won]] = value
-            self.num_keys += int(has_won.sum())
-            keys = keys[~has_won]
-            for key in stuck:  # behind the others, who know which cells they chose
-                num_lost += not self._make_place(key, value)
-        return num_lost
+            self._values[chosen[has_won]] = values[has_won]
+            is_out = has_won & (before_values != 0)
+            keys = np.concatenate((keys[~has_won], before_keys[is_out]))
+            values = np.concatenate((values[~has_won], before_values[is_out]))
+        self.num_keys -= len(keys)
+        return values
 
     def taken_cells(self, first_bucket: int, num_buckets: int) -> Cells:
         """Cells of these buckets that hold a key."""
@@ -125,26 +131,6 @@ class KeyTable:
     def _cells_of(self, keys: Keys) -> Cells:
         """The sixteen cells in which each key may lie, [num_keys, 2 * BUCKET]."""
         return (self._buckets_of(keys)[:, :, None] * BUCKET + _OFFSETS).reshape(len(keys), 2 * BUCKET)
-
-    def _make_place(self, key: np.uint64, value: int) -> bool:
-        """Move one of the sixteen in the way to its own other bucket, and take its cell."""
-        (cells,) = self._cells_of(np.array([key]))
-        if (free := cells[self._values[cells] == 0]).size:  # somebody else has just made room
-            self._take(int(free[0]), key, value)
-            return True
-        others = self._cells_of(self._keys[cells])  # [16, 16]
-        is_free = self._values[others] == 0
-        if not is_free.any():
-            return False
-        mover = int(is_free.any(axis=1).argmax())
-        to, origin = int(others[mover, is_free[mover].argmax()]), int(cells[mover])
-        self._keys[to], self._values[to] = self._keys[origin], self._values[origin]
-        self._take(origin, key, value)
-        return True
-
-    def _take(self, cell: int, key: np.uint64, value: int) -> None:
-        self._keys[cell], self._values[cell] = key, value
-        self.num_keys += 1
 
     def _grow(self, num_keys: int) -> None:
         wanted = min(int((self.num_keys + num_keys) / (BUCKET * _LOAD)) + 1, self._max_buckets)
