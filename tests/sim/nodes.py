@@ -212,7 +212,8 @@ class SimNode(Process):
             match action:
                 case ev.ToRouter(router, message):
                     self.listener.send(Peer(router.name, router.incarnation), message)
-                    self._around.moment("tokens", self.host)
+                    if message.WhichOneof("kind") != "cache":
+                        self._around.moment("tokens", self.host)
                 case ev.RunStep(plan):
                     self.runner.submit(plan)
                 case ev.SendReserve() | ev.SendRenew() | ev.SendRelease():
@@ -287,6 +288,8 @@ class SimNode(Process):
             case "move":
                 problem = move_problem(message.move, self._bounds)
                 self._around.moment("move", self.host)
+            case "cache":
+                problem = None
             case _:
                 problem = cancel_problem(message.cancel)
         assert problem is None, f"{router.name} said what {self.label} cannot act on: {problem}"
