@@ -314,7 +314,6 @@ class SimRouter(Process):
                 for branch in message.dispatch.branches:
                     client.trials[branch.choice].dispatched(message.dispatch.attempt, pair)
                 sender, receiver = (self._hosts[each] for each in pair)
-                client.hosts |= {sender: None, receiver: None}
                 roles = [host.partition("-")[0] for host in (sender, receiver)]
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
@@ -323,7 +322,6 @@ class SimRouter(Process):
             key, target = message.move.key, message.move.target.node
             ref = rev.NodeRef(target.name, target.incarnation)
             client = self.clients[key.request_id]
-            client.hosts[self._hosts[ref]] = None
             client.trials[key.choice].may_move(message.move.next_attempt, ref)
         self.dialer.send(Peer(node.name, node.incarnation), message)
 
