@@ -72,10 +72,17 @@ class Trials:
 
     def lost_node(self, node: NodeRef) -> None:
         """A node is gone."""
-        target = self.moves.get(max(self.moves, default=-1))  # which may have it, and not have said so
-        if self.pair is not None and node in (*self.pair, target):
+        if node in self.nodes:
             self.lost[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
+
+    @property
+    def nodes(self) -> tuple[NodeRef, ...]:
+        """Where it is: on a pair, and perhaps at the node that it was to move to last, which has not said so."""
+        if self.pair is None:
+            return ()
+        target = self.moves.get(max(self.moves, default=-1))
+        return self.pair if target is None else (*self.pair, target)
 
     @property
     def may_compute_again(self) -> bool:
