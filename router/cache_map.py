@@ -128,7 +128,9 @@ class CacheMap:
         known.is_asked = False
         self._due.put(ref, now + self._pace.rest_s)
         is_new = not news.HasField("after")
-        is_sound = (is_new or news.after == known.taken) and not (len(news.stored) | len(news.evicted)) % SHORT_KEY_BYTES
+        is_sound = (is_new or news.after == known.taken) and not (
+            len(news.stored) | len(news.evicted)
+        ) % SHORT_KEY_BYTES
         if (is_new or not is_sound) and known.taken is not None and not self._forget_blocks(ref, known):
             return is_sound
         if not is_sound:

@@ -23,7 +23,9 @@ from router.retry import Tries
 
 ROUTER = RouterId("router", 1)
 FINGERPRINT = pb.Fingerprint(architecture="a", num_layers=1, block_size=4, weights="w", kernels="k")
-SEED = seed_key(fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields}))
+SEED = seed_key(
+    fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields})
+)
 
 
 def shorts(pool: BlockPool) -> set[int]:

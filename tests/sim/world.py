@@ -226,7 +226,10 @@ class World:
             if node.role == pb.ROLE_DECODE:
                 continue
             keys, _ = node.pool.keys_from(0, node.pool.num_blocks)
-            held, ref = {int.from_bytes(key[:8], "little") for key in keys}, NodeRef(node.identity.name, node.identity.incarnation)
+            held, ref = (
+                {int.from_bytes(key[:8], "little") for key in keys},
+                NodeRef(node.identity.name, node.identity.incarnation),
+            )
             for router, caches in followed:
                 if not caches.is_whole(ref) or caches.keys_of(ref) != held:
                     return False
