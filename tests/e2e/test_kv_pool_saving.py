@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from connector.file_store import FileStore
@@ -142,8 +141,8 @@ def stored_in(pool: Path, model: Path) -> set[bytes]:
     keys = [bytes.fromhex(path.stem) for path in pool.glob("??/*.kv")]
     records = KvRecords(block_bytes(model, block_size=BLOCK_SIZE))
     store = FileStore(pool, records, KvStoreLimits())
-    into = np.empty((len(keys), records.block_bytes), np.uint8)
-    assert store.read(keys, [memoryview(row) for row in into]).num_blocks == len(keys)
+    into = [memoryview(bytearray(records.block_bytes)) for _ in keys]
+    assert store.read(keys, into).num_blocks == len(keys)
     return set(keys)
 
 
