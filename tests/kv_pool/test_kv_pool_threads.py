@@ -77,7 +77,7 @@ def test_a_store_that_hangs_delays_no_save_and_what_finds_no_room_is_dropped_and
                 bed.pool.save(save(number, 4 * number, 4))
             await bed.until(lambda: len(bed.events) == 5)
             assert bed.events == [BlocksStaged(n, num) for n, num in enumerate((4, 4, 2, 0, 0))]
-            assert bed.store.asked == ["write"], "the writer hangs in its first call"
+            await bed.until(lambda: bed.store.asked == ["write"])  # in which the writer hangs
             assert bed.amount("kv_pool_saves", "full") == 10
             assert bed.pool.snapshot()["staging_blocks_used"] == bed.pool.snapshot()["staging_blocks"] == 10
             bed.store.may_write.set()
@@ -246,6 +246,30 @@ def test_a_pool_that_claims_blocks_and_never_gives_one_is_left_alone() -> None:
                 bed.pool.fetch(FetchBlocks(number, tuple((KEYS[n], n) for n in range(4))))
                 assert (await bed.one(BlocksFetched)).num_blocks == 0
             assert bed.pool.snapshot()["circuits"] == {"read": "open", "write": "closed"}
+
+    run(test())
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_calls_too_many_for_the_threads_come_too_late_which_is_the_store_s_fault_only_if_it_hangs(hangs: bool) -> None:
+    async def test() -> None:
+        bounds = dataclasses.replace(
+            HASTY, fetch_timeout_s=0.2, num_readers=1, breaker=BreakerTiming(2, first_s=LONG_S)
+        )
+        async with pool_bed(bounds=bounds) as bed:
+            await stored(bed, 1)
+            bed.store.may_read.clear()
+            bed.pool.fetch(FetchBlocks(0, ((KEYS[0], 9),)))
+            await bed.until(lambda: bed.store.asked == ["read"])
+            if not hangs:
+                bed.store.in_read = bed.store.may_read.clear
+                asyncio.get_running_loop().call_later(0.1, bed.store.may_read.set)  # for one of them
+            for number in range(1, 6):
+                bed.pool.fetch(FetchBlocks(number, ((KEYS[0], 10),)))
+            await bed.until(lambda: len(bed.events) == 6)
+            assert bed.amount("kv_pool_reads", "late") == (6 if hangs else 5)
+            assert bed.pool.snapshot()["circuits"] == {"read": "open" if hangs else "closed", "write": "closed"}
 
     run(test())
 
