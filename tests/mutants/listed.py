@@ -8,6 +8,7 @@ from tests.mutants import (
     of_answers,
     of_engine,
     of_handoff,
+    of_kv_pool,
     of_mixed,
     of_moves,
     of_nodes,
@@ -35,4 +36,5 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
     *of_session.MUTANTS,
+    *of_kv_pool.MUTANTS,
 )
