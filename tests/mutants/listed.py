@@ -30,11 +30,11 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
+    *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
     *of_session.MUTANTS,
-    *of_kv_pool.MUTANTS,
 )
