@@ -133,6 +133,7 @@ class Prefill:
 
     num_blocks: int = 16
     num_slots: int = 4
+    reads_kv_pool: bool = False
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: PrefillCore = field(init=False)
@@ -140,7 +141,9 @@ class Prefill:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN), self.pool, SEED)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8)
+        limits = NodeLimits(
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8, reads_kv_pool=self.reads_kv_pool
+        )
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
 
     def dispatch(
