@@ -17,6 +17,7 @@ from tests.mutants import (
     of_retry,
     of_router,
     of_runner,
+    of_saving,
     of_session,
 )
 from tests.mutants.mutant import Mutant
@@ -34,5 +35,6 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
+    *of_saving.MUTANTS,
     *of_session.MUTANTS,
 )
