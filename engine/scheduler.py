@@ -354,6 +354,7 @@ class Scheduler:
             "reserve": self._room.reserve.value,
             "steps_in_flight": len(self._unread),
             "num_saves": len(self._saves),
+            "references_of_saves": self._saves.num_references,
         }
 
     # Steps
