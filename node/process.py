@@ -32,6 +32,7 @@ import zmq
 
 from connector.choosing import ChoosingTransport, choose_transports
 from node.assembly import CoreParts, NodeEngine, build_engine
+from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
@@ -91,7 +92,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
     try:
-        asyncio.run(_serve(role, config, engine, make_core(engine.parts)))
+        core = TellingCore(make_core(engine.parts), engine.parts.pool)
+        asyncio.run(_serve(role, config, engine, core))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
     log_event(LOG, logging.INFO, "node_stopped", node=name)

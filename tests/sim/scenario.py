@@ -130,6 +130,9 @@ class Knobs:
     local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
     local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
+    follows_caches: bool = False  # --placement-prefill cache_aware
+    cache_piece: int = 4096  # of a node's news of its cache
+    key_log: int = 1 << 16  # changes of it that a node keeps
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
@@ -187,6 +190,7 @@ def draw_scenario(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     knobs = _with_kv_pool(knobs, random.Random(f"kv pool {seed}"))
+    knobs = _with_caches(knobs, random.Random(f"caches {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _sharing_more(_draw_clients(rng, knobs, load_s), knobs, random.Random(f"shared prompts {seed}"))
     scenario = Scenario(seed, knobs, clients)
@@ -264,6 +268,13 @@ def _sharing_more(clients: tuple[ClientPlan, ...], knobs: Knobs, rng: random.Ran
     return tuple(
         replace(plan, prompt=shared[:length] + plan.prompt) for plan, length in zip(clients, lengths, strict=True)
     )
+
+
+def _with_caches(knobs: Knobs, rng: random.Random) -> Knobs:
+    """Routers that place by cache, in a part of the seeds; drawn apart too."""
+    if rng.random() < 0.5:
+        return knobs
+    return replace(knobs, follows_caches=True, cache_piece=rng.choice((1, 3, 16)), key_log=rng.choice((2, 16, 1 << 16)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:
