@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants import (
     of_answers,
     of_engine,
+    of_fetching,
     of_handoff,
     of_kv_pool,
     of_mixed,
@@ -26,6 +27,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_handoff.MUTANTS,
     *of_nodes.MUTANTS,
     *of_mixed.MUTANTS,
+    *of_fetching.MUTANTS,
     *of_engine.MUTANTS,
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,

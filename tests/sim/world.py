@@ -29,6 +29,7 @@ from tests.sim.ends import Circumstances, problem
 from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel
+from tests.sim.kv_pool import SimKvPool
 from tests.sim.links import Links
 from tests.sim.lives import Lives
 from tests.sim.network import Network
@@ -62,6 +63,7 @@ class World:
             self.kernel,
             self.hub,
             self.calls,
+            SimKvPool(self.kernel, scenario.knobs),
             scenario.knobs,
             self._moment,
             self.links.look,
