@@ -1,4 +1,4 @@
-"""A router follows the caches of nodes: whatever becomes of sessions, processes and messages, in the end it knows what they hold."""
+"""A router follows nodes' caches: whatever becomes of sessions, processes and messages, it comes to know what they hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from router.retry import Tries
 
 ROUTER = RouterId("router", 1)
 FINGERPRINT = pb.Fingerprint(architecture="a", num_layers=1, block_size=4, weights="w", kernels="k")
-SEED = seed_key(fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields}))
+SEED = seed_key(
+    fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields})
+)
 
 
 def shorts(pool: BlockPool) -> set[int]:
