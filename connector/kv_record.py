@@ -2,10 +2,10 @@
 
     [magic 4][version 1][algorithm 1][0 0][length 8][key 32][checksum 16][block's bytes, length]
 
-The checksum covers key, length and bytes: the right bytes under the wrong key, or of another length, do not pass either. Without a
-secret it is xxh3-128, which finds accidents; with the cluster's secret it is BLAKE2b keyed with it (RFC 7693), which whoever can
-write into the store, but does not know the secret, cannot make. Then the name under which a record lies is keyed, too: clusters with
-different secrets in one store never meet, and names say nothing about prompts.
+The checksum covers key, length and bytes: the right bytes under the wrong key, or of another length, do not pass either.
+Without a secret it is xxh3-128, which finds accidents; with the cluster's secret it is BLAKE2b keyed with it (RFC 7693),
+which whoever can write into the store, but does not know the secret, cannot make. Then the name under which a record lies is
+keyed, too: clusters with different secrets in one store never meet, and names say nothing about prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Iterable
 from typing import Final
 
 import xxhash
@@ -53,6 +54,12 @@ class KvRecords:
             return key
         return hashlib.blake2b(key, digest_size=KEY_BYTES, key=self._secret, person=b"baton kv name").digest()
 
+    def check_lengths(self, blocks: Iterable[memoryview]) -> None:
+        """Raises ValueError for what is no whole block."""
+        for block in blocks:
+            if block.nbytes != self.block_bytes:
+                raise ValueError(f"a block of {block.nbytes} bytes, not {self.block_bytes}")
+
     def header(self, key: bytes, block: memoryview) -> bytes:
         """What stands before the block's bytes: [HEADER_BYTES]. Raises ValueError for a key or block of another length."""
         head = self._head(key, block)
@@ -68,8 +75,7 @@ class KvRecords:
     def _head(self, key: bytes, block: memoryview) -> bytes:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key of {len(key)} bytes, not {KEY_BYTES}")
-        if block.nbytes != self.block_bytes:
-            raise ValueError(f"a block of {block.nbytes} bytes, not {self.block_bytes}")
+        self.check_lengths([block])
         return _HEAD.pack(_MAGIC, _VERSION, _XXH3 if self._secret is None else _BLAKE2B, self.block_bytes, key)
 
     def _checksum(self, head: bytes, block: memoryview) -> bytes:

@@ -1,18 +1,30 @@
 """The seam between a node and the cluster's KV pool: what a store of blocks is, whichever keeps them.
 
-A store maps a block's key (proto/block_key.py: seeded with the model's fingerprint, naming the whole prefix) to its bytes. It may forget
-anything at any time, be slow, fail, or lie: every record carries a checksum over key and bytes (kv_record.py), so the worst that
-it can cost is a recompute.
+A store maps a block's key (proto/block_key.py: seeded with the model's fingerprint, naming the whole prefix) to its bytes. It
+may forget anything at any time, be slow, fail, or lie: every record carries a checksum over key and bytes (kv_record.py), so
+the worst that it can cost is a recompute.
 
-Methods block, and are called by several threads at once (node/kv_pool.py has them). A store is of one block size; keys of other
-models, or of a cluster with another secret, are never found in it.
+Methods block, and are called by several threads at once (node/kv_pool.py has them). A store is of one block size; keys of
+other models, or of a cluster with another secret, are never found in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
+
+Count = Callable[[str, int], None]  # raises one of STORE_COUNTERS by an amount; from any thread
+
+# What a store tells of itself, and what each unit is.
+STORE_COUNTERS: Final[Mapping[str, str]] = {
+    "evicted": "a block that this process dropped because the store was full, or for its age",
+    "leftover": "a file of a writer that died, removed",
+}
+
+
+def count_nowhere(name: str, amount: int) -> None:
+    """A Count for who wants none."""
 
 
 class KvStoreError(Exception):
@@ -58,12 +70,3 @@ class KvStore(Protocol):
 
     def close(self) -> None:
         """Give back what is held; what is stored stays. No other call is under way, and none follows."""
-
-    def snapshot(self) -> Mapping[str, int]:
-        """Counts of this process, by the names of STORE_COUNTERS."""
-
-
-STORE_COUNTERS: Final[Mapping[str, str]] = {
-    "evicted": "Blocks that this process dropped from the KV pool because it was full",
-    "leftovers": "Files of writers that had died, removed",
-}

@@ -1,32 +1,44 @@
-"""The KV pool inside one process: for one node, for tests, and for the simulation. Keeps max_bytes exactly; nothing expires."""
+"""The KV pool inside one process: for one node, for tests, and for the simulation. Keeps max_bytes exactly; nothing expires.
+
+The shelf is apart from the store, so that nodes of one process may share one, and so that what lies there can be tampered with.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
 
 from connector.kv_record import HEADER_BYTES, KvRecords
-from connector.kv_store import KvStoreLimits, RunRead
-from connector.tally import Tally
+from connector.kv_store import Count, KvStoreLimits, RunRead, count_nowhere
+
+
+class Shelf:
+    """Records by name, the least recently used first; under `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.records: OrderedDict[bytes, bytearray] = OrderedDict()
 
 
 class MemoryStore:
-    """Implements KvStore. Nodes that live in one process may share one."""
+    """Implements KvStore."""
 
-    def __init__(self, records: KvRecords, limits: KvStoreLimits) -> None:
-        self._records = records
+    def __init__(
+        self, records: KvRecords, limits: KvStoreLimits, count: Count = count_nowhere, shelf: Shelf | None = None
+    ) -> None:
+        """`shelf`: one that others use, too, with records of this length; None: one of its own."""
+        self._form = records
         self._max_records = limits.max_bytes // records.record_bytes
-        self._lock = Lock()
-        self._stored: OrderedDict[bytes, bytearray] = OrderedDict()  # by name, the least recently used first
-        self._tally = Tally()
+        self._count = count
+        self._shelf = Shelf() if shelf is None else shelf
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
-        with self._lock:
-            return [self._records.name(key) not in self._stored for key in keys]
+        with self._shelf.lock:
+            return [self._form.name(key) not in self._shelf.records for key in keys]
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """As KvStore.num_leading."""
@@ -37,42 +49,49 @@ class MemoryStore:
         """As KvStore.write."""
         num_stored = 0
         for key, block in blocks:
-            header = self._records.header(key, block)
-            with self._lock:
-                if self._max_records == 0 or self._records.name(key) in self._stored:
+            header = self._form.header(key, block)
+            with self._shelf.lock:
+                if self._max_records == 0 or self._form.name(key) in self._shelf.records:
                     continue
-            record = bytearray(self._records.record_bytes)
+            record = bytearray(self._form.record_bytes)
             record[:HEADER_BYTES] = header
             np.copyto(np.frombuffer(record, np.uint8)[HEADER_BYTES:], np.frombuffer(block, np.uint8))
-            with self._lock:
-                self._stored[self._records.name(key)] = record
-                while len(self._stored) > self._max_records:
-                    self._stored.popitem(last=False)
-                    self._tally.add("evicted")
-            num_stored += 1
+            num_stored += self._put(self._form.name(key), record)
         return num_stored
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
         """As KvStore.read."""
+        self._form.check_lengths(into)
         for index, (key, block) in enumerate(zip(keys, into, strict=True)):
-            name = self._records.name(key)
-            with self._lock:
-                record = self._stored.get(name)
+            name = self._form.name(key)
+            with self._shelf.lock:
+                record = self._shelf.records.get(name)
                 if record is None:
                     return RunRead(index, is_corrupt=False)
-                self._stored.move_to_end(name)
-            np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(record, np.uint8)[HEADER_BYTES:])
-            if not self._records.is_right(key, record[:HEADER_BYTES], block):
-                with self._lock:
-                    self._stored.pop(name, None)
+                self._shelf.records.move_to_end(name)
+            if not self._take(key, record, block):
+                with self._shelf.lock:
+                    self._shelf.records.pop(name, None)
                 return RunRead(index, is_corrupt=True)
         return RunRead(len(keys), is_corrupt=False)
 
     def close(self) -> None:
-        """As KvStore.close; here nothing stays."""
-        with self._lock:
-            self._stored.clear()
+        """As KvStore.close; what lies on the shelf goes with its last user."""
 
-    def snapshot(self) -> Mapping[str, int]:
-        """As KvStore.snapshot."""
-        return self._tally.snapshot()
+    def _put(self, name: bytes, record: bytearray) -> bool:
+        """False: somebody else was faster."""
+        with self._shelf.lock:
+            if name in self._shelf.records:
+                return False
+            self._shelf.records[name] = record
+            while len(self._shelf.records) > self._max_records:
+                self._shelf.records.popitem(last=False)
+                self._count("evicted", 1)
+        return True
+
+    def _take(self, key: bytes, record: bytearray, block: memoryview) -> bool:
+        """Copy a record's bytes to their place; whether they are right there."""
+        if len(record) != self._form.record_bytes:
+            return False
+        np.copyto(np.frombuffer(block, np.uint8), np.frombuffer(record, np.uint8)[HEADER_BYTES:])
+        return self._form.is_right(key, record[:HEADER_BYTES], block)

@@ -46,6 +46,12 @@ HANDED_ON: Final = (
     "local_prefill_chunk",
     "device",
     "transport",
+    "cache_generated",
+    "kv_pool_max_mib",
+    "kv_pool_staging_mib",
+    "kv_pool_secret_file",
+    "save_preempted_kv",
+    "save_finished_kv",
 )
 
 
@@ -185,6 +191,7 @@ class _Launcher:
         # By variable: a password in a command line is everybody's to see.
         environment = child_environment(threads) | {"BATON_REGISTRY": self._config.registry}
         environment["BATON_REGISTRY_NAMESPACE"] = self._config.registry_namespace or ""
+        environment["BATON_KV_POOL"] = self._config.kv_pool or ""
         child = await ChildProcess.start(name, command, self._config.run_dir, environment)
         self._children.append(child)
         task = asyncio.create_task(child.ended())

@@ -30,7 +30,7 @@ Every public operation is one transition: it checks all of its arguments, then c
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -110,9 +110,9 @@ class BlockPool:
         """Whether acquiring this block would take it out of what is available (nobody references it)."""
         return self._states[block_id] is BlockState.CACHED
 
-    def num_sole(self, block_ids: Sequence[int]) -> int:
-        """How many of these used blocks have one reference: dropping it makes them available."""
-        return sum(self._num_references[block_id] == 1 for block_id in block_ids)
+    def num_freed_by(self, block_ids: Iterable[int]) -> int:
+        """How many used blocks become available when a reference is dropped for each time that one is named here."""
+        return sum(self._num_references[block_id] == number for block_id, number in Counter(block_ids).items())
 
     def find(self, key: bytes) -> int | None:
         """The block, used or cached, that holds this content."""

@@ -177,6 +177,10 @@ class RouterCore:
                 if side is Side.SENDER and isinstance(branch.phase, Moving):
                     word = Word.SENDER_UNSURE  # it ends once it has handed over: its target is about to speak
             self._ends.hear(branch, branch.pair, word, error, now)
+        for ref in (*change.lost, *change.drained):
+            for branch in self._live.unscored_at(ref):
+                if branch.pair is not None:
+                    self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions
         if not isinstance(event, ev.LoadReported):
             if self._caches is not None:

@@ -51,7 +51,7 @@ class Blames(Protocol):
     def excuses(self, hosts: frozenset[str]) -> bool:
         """Whether a fault is felt that excuses what needs all of these hosts."""
 
-    def struck(self, kind: str, hosts: frozenset[str]) -> None:
+    def struck(self, hosts: frozenset[str]) -> None:
         """A fault has just hurt something of these hosts."""
 
 
@@ -265,7 +265,7 @@ class SimNode(Process):
     def _step_done(self, result: StepResult) -> None:
         self._around.moment("step", self.host)
         if BROKEN_ROW in result.token_ids:
-            self._around.blames.struck("broken row", frozenset((self.host,)))
+            self._around.blames.struck(frozenset((self.host,)))
         self.post(ev.StepDone(result))
 
     def block_states(self) -> tuple[BlockState, ...]:

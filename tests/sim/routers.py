@@ -197,7 +197,7 @@ class SimRouter(Process):
         if is_open and error.key.attempt == trials.attempt and trials.pair is not None:
             if COST.get(error.code) is Cost.RETRY:
                 code = pb.ErrorCode.Name(error.code)
-                hosts = {self.host, *(self._hosts[node] for node in trials.pair)}
+                hosts = {self.host, *(self._hosts[node] for node in trials.nodes)}
                 self._check_struck(f"{client.plan.name}/{error.key.choice} fails with {code}, {error.message},", hosts)
             trials.heard_error(error)
 
@@ -314,18 +314,21 @@ class SimRouter(Process):
                 for branch in message.dispatch.branches:
                     client.trials[branch.choice].dispatched(message.dispatch.attempt, pair)
                 sender, receiver = (self._hosts[each] for each in pair)
-                client.hosts |= {sender: None, receiver: None}
                 roles = [host.partition("-")[0] for host in (sender, receiver)]
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
                 )
-        if message.WhichOneof("kind") == "move" and message.move.HasField("target"):
-            key, target = message.move.key, message.move.target.node
-            ref = rev.NodeRef(target.name, target.incarnation)
-            client = self.clients[key.request_id]
-            client.hosts[self._hosts[ref]] = None
-            client.trials[key.choice].may_move(message.move.next_attempt, ref)
+        if message.WhichOneof("kind") == "move":
+            self._note_move(node, message.move)
         self.dialer.send(Peer(node.name, node.incarnation), message)
+
+    def _note_move(self, holder: rev.NodeRef, move: pb.Move) -> None:
+        if not move.HasField("target"):
+            self.kernel.count(f"no room for what {self._hosts[holder]} runs")
+            return
+        ref = rev.NodeRef(move.target.node.name, move.target.node.incarnation)
+        client = self.clients[move.key.request_id]
+        client.trials[move.key.choice].may_move(move.next_attempt, ref)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
         if client.end in ("aborted", "router lost"):

@@ -102,16 +102,14 @@ class World:
                 client = self._ask(router, plan)
                 break
         else:
-            client = new_client(plan, "nobody", f"router-{plan.router}", self.kernel.now, FOREVER)
+            client = new_client(plan, "nobody", self.kernel.now, FOREVER)
             client.close("no router", self.kernel.now)
         self.clients.append(client)
         return client
 
     def _ask(self, router: SimRouter, plan: ClientPlan) -> Client:
         now = self.kernel.now
-        client = new_client(
-            plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
-        )
+        client = new_client(plan, router.label, now, max(now, router.paused_until) + router.seconds(plan.timeout_s))
         client.on_end = self._resubmit
         self._asked[plan.name] = client
         self.kernel.tell(router.label, "is asked", f"{plan.name}: {plan}")
@@ -206,7 +204,6 @@ class World:
                 has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
-                was_repeated=self.faults.repeated(frozenset(client.hosts), *span),
                 had_no_pair=client.had_no_pair,
             )
             flaw = problem(end, client.error, self.scenario.knobs, met)
