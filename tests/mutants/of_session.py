@@ -161,7 +161,7 @@ MUTANTS: Final = (
         "runtime/session_dialer.py",
         "while any(map(_has_to_say, self._lines.values())) and",
         "while False and",
-        ("tests/session/test_streams.py", "tests/router/test_draining.py"),
+        ("tests/session/test_partings.py", "tests/router/test_draining.py"),
     ),
     Mutant(
         "missed-is-gone",
