@@ -76,7 +76,7 @@ class Population:
             block_ids=block_ids,
             num_promised=num_promised,
             is_lending=spec.lends,
-            last_key=self._key_seed,
+            key_seed=self._key_seed,
             arrival=waiting.arrival,
         )
         self.slots.own(sequence, num_computed)

@@ -19,6 +19,7 @@ from engine.model_config import ModelConfig, read_model_config
 from engine.probe import find_inexactness
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from node.config import NodeConfig
 from node.identity import NodeIdentity, NodeLimits
@@ -91,6 +92,8 @@ def build_engine(
             decay_steps=config.new_token_ratio_decay_steps,
             clip_max_new_tokens=config.clip_max_new_tokens,
         ),
+        cache_generated=config.cache_generated == "on",
+        saves=SaveRules(of_preempted=config.saves_preempted, of_finished=config.saves_finished),
         resumes_preempted=resumes_preempted,
         keeps_preempted=config.preempt_move_ms > 0,
     )

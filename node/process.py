@@ -32,6 +32,7 @@ import zmq
 
 from connector.choosing import ChoosingTransport, choose_transports
 from node.assembly import CoreParts, NodeEngine, build_engine
+from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
@@ -39,7 +40,7 @@ from node.handoff_client import SERVER_OPTIONS, HandoffClient
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
-from node.loop import NodeLoop, Outlets
+from node.loop import NodeLoop, NoKvPool, Outlets
 from node.measures import Measures
 from node.metrics import Counters
 from node.routers import Routers
@@ -91,7 +92,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
     try:
-        asyncio.run(_serve(role, config, engine, make_core(engine.parts)))
+        core = TellingCore(make_core(engine.parts), engine.parts.pool)
+        asyncio.run(_serve(role, config, engine, core))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
     log_event(LOG, logging.INFO, "node_stopped", node=name)
@@ -209,7 +211,8 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        outlets = Outlets(runner, transport, routers, self._calls, peers, counters, measures, has_drained)
+        pool = NoKvPool(inbox.post)
+        outlets = Outlets(runner, transport, routers, self._calls, peers, pool, counters, measures, has_drained)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)

@@ -29,7 +29,7 @@ from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.pd_error import ENDS_WITHOUT_TOKEN, refusal
 from node.sampling import to_logprobs_message
-from node.steps import plan_ahead
+from node.steps import plan_ahead, saves_of
 from node.timers import Timers
 from node.token_batches import TokenBatches
 from prefill_node import messages
@@ -70,8 +70,7 @@ class PrefillCore:
     def receive(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event; see NodeCore."""
         self.take(event, now)
-        self._out += plan_ahead(self._scheduler)
-        return self.settle(now)
+        return self._finish_turn(now)
 
     def take(self, event: ev.Event, now: float) -> None:
         """See PartOfCore."""
@@ -87,14 +86,20 @@ class PrefillCore:
                 self._drain(deadline, now)
             case ev.StepDone(result):
                 self.read(self._scheduler.complete(result), now)
+            case ev.BlocksStaged(save_id):
+                self._scheduler.saved(save_id)
             case _:
                 self._out.append(ev.Count("unexpected_events"))  # a peer took us for a decode node
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire what is due; see NodeCore."""
         self.expire(now)
+        return self._finish_turn(now)
+
+    def _finish_turn(self, now: float) -> list[ev.Action]:
+        """Alone over its scheduler, it plans for itself."""
         self._out += plan_ahead(self._scheduler)
-        return self.settle(now)
+        return [*self.settle(now), *saves_of(self._scheduler)]
 
     def expire(self, now: float) -> None:
         """See PartOfCore."""
@@ -244,7 +249,7 @@ class PrefillCore:
             del self._not_started[key]
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
-        is_empty = not (len(self._tasks) or self._handovers.num_asked)
+        is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.num_saves)
         if self._drain_deadline < inf and is_empty and not self._has_said_drained:
             self._has_said_drained = True
             self._out.append(ev.Drained())

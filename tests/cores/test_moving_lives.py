@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.saving import SaveRules
 from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, decode_nodes, dispatch_of
 from tests.cores.nodes import Decode
@@ -16,7 +17,7 @@ from tests.cores.nodes import Decode
 NUM_SEEDS = 120
 
 
-@pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08")
+@pytest.mark.covers("D10", "D08", "H05", "H06", "H07", "Q02", "P08", "W01", "W09")
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_whatever_is_lost_there_is_one_owner_one_stream_and_no_block_left(seed: int) -> None:
     happened_in(seed)
@@ -36,6 +37,7 @@ def live(random: Random) -> MovingWorld:
         "num_blocks": random.choice((16, 24, 40)),
         "num_slots": random.randint(3, 8),
         "policy": random.choice(("ratio", "none", "full")),
+        "saves": SaveRules(of_preempted=random.random() < 0.6, of_finished=random.random() < 0.3),
     }
     preempt_move_s = random.choice((0.0, 0.2, 0.2))
     resumes = random.random() < 0.3
@@ -67,6 +69,7 @@ def live(random: Random) -> MovingWorld:
         if all(stream.end for stream in world.streams.values()):
             break
     world.run_out()
+    world.happened["saved"] += world.kv_pool.num_saves
     return world
 
 
@@ -87,7 +90,7 @@ def fault(world: MovingWorld, random: Random) -> None:
 def test_everything_does_happen() -> None:
     wanted = (
         "moved, moves_refused, moves_failed, wants MOVE_DRAINING, wants MOVE_PREEMPTED, ended PREEMPTED, ended moved"
-        ", cut, answer lost, lost reserve, lost reserve's answer, lost release, ended DRAINING"
+        ", saved, cut, answer lost, lost reserve, lost reserve's answer, lost release, ended DRAINING"
     )
     missing = {*wanted.split(", ")}
     for seed in range(NUM_SEEDS):

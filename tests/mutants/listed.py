@@ -16,6 +16,7 @@ from tests.mutants import (
     of_retry,
     of_router,
     of_runner,
+    of_saving,
     of_session,
 )
 from tests.mutants.mutant import Mutant
@@ -32,5 +33,6 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
+    *of_saving.MUTANTS,
     *of_session.MUTANTS,
 )

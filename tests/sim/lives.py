@@ -158,7 +158,7 @@ class Lives:
         if node.listener.num_unacknowledged and node.clock() < until:
             self._kernel.after(_LOOKS_EVERY_S, partial(self._deliver, node, until, down_s), node)
             return
-        self._around.blames.struck("end of a drain", frozenset((node.host,)))
+        self._around.blames.struck(frozenset((node.host,)))
         self._say_goodbye(node)
         self._kernel.after(0.02, lambda: self._die(node, False, 0.0, down_s))
 
