@@ -203,6 +203,8 @@ class World:
             met = Circumstances(
                 plan=client.plan,
                 trials=client.trials,
+                is_unscored=client.plan.wants_prompt_logprobs
+                and any(choice.finish_reason is None and not choice.is_prompt_scored for choice in client.choices),
                 has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
