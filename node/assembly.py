@@ -80,11 +80,36 @@ def build_engine(
     memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
-    scheduler_config = SchedulerConfig(
+    scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
+    parts = CoreParts(
+        identity=identity,
+        limits=NodeLimits(
+            max_model_len=sizes.max_model_len,
+            vocab_size=model_config.vocab_size,
+            lease_life_s=config.lease_life_s,
+            reserve_wait_s=config.reserve_wait_s,
+            max_waiting_reserves=config.max_waiting_reserves,
+            reserves_for_running=config.decode_reserve == "on",
+            preempt_move_s=config.preempt_move_ms / 1000,
+            reads_kv_pool=config.kv_pool is not None,
+        ),
+        scheduler=Scheduler(scheduler_config, pool, key_seed),
+        pool=pool,
+        fingerprint=pb.Fingerprint(**asdict(fields)),
+        key_seed=key_seed,
+    )
+    runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
+    return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)
+
+
+def _scheduler_config(
+    config: NodeConfig, sizes: EngineSizes, resumes_preempted: bool, max_beside_decodes: int | None
+) -> SchedulerConfig:
+    return SchedulerConfig(
         num_slots=config.max_num_seqs,
         max_batched_tokens=config.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
-        max_prompt_tokens_beside_decodes=max_prompt_tokens_beside_decodes,
+        max_prompt_tokens_beside_decodes=max_beside_decodes,
         reserve=ReserveConfig(
             policy=config.reserve_policy,
             init_ratio=config.new_token_ratio_init,
@@ -97,21 +122,3 @@ def build_engine(
         resumes_preempted=resumes_preempted,
         keeps_preempted=config.preempt_move_ms > 0,
     )
-    parts = CoreParts(
-        identity=identity,
-        limits=NodeLimits(
-            max_model_len=sizes.max_model_len,
-            vocab_size=model_config.vocab_size,
-            lease_life_s=config.lease_life_s,
-            reserve_wait_s=config.reserve_wait_s,
-            max_waiting_reserves=config.max_waiting_reserves,
-            reserves_for_running=config.decode_reserve == "on",
-            preempt_move_s=config.preempt_move_ms / 1000,
-        ),
-        scheduler=Scheduler(scheduler_config, pool, key_seed),
-        pool=pool,
-        fingerprint=pb.Fingerprint(**asdict(fields)),
-        key_seed=key_seed,
-    )
-    runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
-    return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)
