@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.sim.outcome import Outcome, run_scenario
-from tests.sim.scenario import FAULT_KINDS, Scenario, draw_scenario
+from tests.sim.scenario import FAULT_KINDS, KV_POOL_FLAWS, Scenario, draw_scenario
 from tests.sim.shrink import Shrinker
 
 NUM_SEEDS = 160
@@ -124,5 +124,12 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "circuit probing to open",
         "drained",
         "moves_refused",
+        "kv saves",
+        "kv blocks fetched",
+        "kv fetches short",
+        *(f"kv pool {flaw}" for flaw in KV_POOL_FLAWS),
+        "kv_pool_too_late",
+        "kv_pool_not_worth",
+        "kv_pool_probes",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
