@@ -28,12 +28,17 @@ class FenceFloor:
         self._max_branches = max_branches
         self._floors: dict[BranchKey, int] = {}
         self._until: dict[BranchKey, float] = {}
+        self._refused: dict[BranchKey, int] = {}  # the last attempt that was
         self._expiry: list[tuple[float, BranchKey]] = []  # of each branch one entry counts: the one at _looked_at
         self._looked_at: dict[BranchKey, float] = {}  # never later than _until
 
     def admits(self, key: AttemptKey) -> bool:
         """Whether this attempt is at or above its branch's floor."""
         return key.attempt >= self._floors.get(key.branch, 0)
+
+    def was_refused(self, key: AttemptKey) -> bool:
+        """Whether this attempt was refused here, and nothing is known of a newer one."""
+        return self._refused.get(key.branch) == key.attempt == self._floors[key.branch] - 1
 
     def has_room(self, *branches: BranchKey) -> bool:
         """Whether floors for all these different branches can be remembered."""
@@ -63,6 +68,11 @@ class FenceFloor:
             self._keep(branch, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S))
         return True
 
+    def refuse(self, key: AttemptKey, deadline: float, now: float) -> None:
+        """The same, of an attempt that begins here in vain: whoever asks again for it is told so (`was_refused`)."""
+        if self.end(key, deadline, now):
+            self._refused[key.branch] = key.attempt
+
     def _keep(self, branch: BranchKey, until: float) -> None:
         self._until[branch] = until
         if until < self._looked_at.get(branch, float("inf")):
@@ -80,6 +90,7 @@ class FenceFloor:
                 self._keep(branch, until)
             else:
                 del self._floors[branch], self._until[branch]
+                self._refused.pop(branch, None)
 
     def next_expiry(self) -> float | None:
         """When tick has something to look at."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -14,11 +15,14 @@ _T = TypeVar("_T")
 
 
 class Mailbox(Generic[_T]):
-    """Commands in order. `put` never blocks; one thread drains. Unbounded: the cores bound what they have under way."""
+    """Commands in order. `put` waits for nobody; one thread drains. Unbounded: the cores bound what they have under way."""
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
         self._is_closed = False
+        self._lock = (
+            threading.Lock()
+        )  # held for no longer than a send that cannot block: nobody writes to a closed descriptor
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -29,11 +33,14 @@ class Mailbox(Generic[_T]):
 
     def put(self, item: _T) -> None:
         """Queue an item and wake the thread; does nothing after close."""
-        if self._is_closed:
-            return
-        self._items.append(item)
-        with contextlib.suppress(BlockingIOError):  # full of wake-ups that nobody has read: one is on its way already
-            self._wake_writer.send(b"\0")
+        with self._lock:
+            if self._is_closed:
+                return
+            self._items.append(item)
+            with contextlib.suppress(
+                BlockingIOError
+            ):  # full of wake-ups that nobody has read: one is on its way already
+                self._wake_writer.send(b"\0")
 
     def drain(self) -> list[_T]:
         """Take all that is queued."""
@@ -44,8 +51,9 @@ class Mailbox(Generic[_T]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:
-        """Release the descriptors; called by the thread that puts, after the draining thread has ended."""
-        self._is_closed = True
-        self._items.clear()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        """Release the descriptors; called by the thread that drains, as its last act, whenever that is."""
+        with self._lock:
+            self._is_closed = True
+            self._items.clear()
+            self._wake_reader.close()
+            self._wake_writer.close()

@@ -33,19 +33,17 @@ class SocketThread(ABC, Generic[_C]):
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Close the sockets and end the thread; False if it did not end in time."""
+        """Close the sockets and end the thread; False if it did not end in time: it closes them when it does."""
         self._mailbox.put(Stop())
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        self._mailbox.close()
-        return True
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._serve()
         finally:
             self._close_all()
+            self._mailbox.close()
             self.ended.set_result(None)
 
     def _perform_commands(self) -> None:

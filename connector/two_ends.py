@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ class TwoEnds(ABC):
         self._sender = sender
         self._receiver = receiver
         self._is_stopped = False
+        self._is_released = threading.Lock()  # taken once, by whoever releases
         receiver.start()
         sender.start()
 
@@ -98,10 +100,15 @@ class TwoEnds(ABC):
         instant = time.monotonic() + _STOP_S
         is_ended = self._sender.stop(_STOP_S)
         is_ended &= self._receiver.stop(max(0.0, instant - time.monotonic()))
-        if is_ended:
-            self._release()
-        else:  # a daemon thread that is stuck in `emit`: the process can end without it, this call must
+        if not is_ended:  # a daemon thread that is stuck in `emit`: the process can end without it, this call must
             _LOG.error("event=transport_stuck")
+        for end in self.ended:
+            end.add_done_callback(self._release_behind_the_last)
+
+    def _release_behind_the_last(self, _: Future[None]) -> None:
+        """Called here or, of a thread that `stop` did not wait for, by that thread."""
+        if all(end.done() for end in self.ended) and self._is_released.acquire(blocking=False):
+            self._release()
 
     @abstractmethod
     def _release(self) -> None:

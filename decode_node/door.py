@@ -1,6 +1,8 @@
 """What becomes of a Reserve: refused, a lease, or a place in the line. Pure; the core ends what a newer attempt ends.
 
     flaw, stale, no room for its fence -------------------------> refused at once
+    the same again: granted, or in line ------------------------> the same lease, the same place
+                    refused ------------------------------------> refused
     room, and nobody before it ---------------------------------> a lease
     no room: may wait, and the line is not full ----------------> in line, until room, its time, or its end comes
              else ----------------------------------------------> refused
@@ -79,7 +81,10 @@ class Door:
             self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is committed already"))
         elif not any(map(self._fence.admits, keys)):
             self.out.append(ev.Count("stale_refused"))
-            self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor"))
+            refusal: _Refusal = (pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor")
+            if any(map(self._fence.was_refused, keys)):  # it came twice: that costs its request nothing either
+                refusal = (pb.BUSY, f"attempt {keys[0].attempt} was refused here before")
+            self._refuse([call_id], keys[0], refusal)
         elif self.is_draining:
             self._refuse([call_id], keys[0], _DRAINING)
         elif len(keys) > self._scheduler.num_slots:
@@ -195,7 +200,7 @@ class Door:
 
     def _give_up(self, asked: WaitingReserve, refusal: _Refusal, now: float) -> None:
         for key in asked.open:
-            self._fence.end(key, asked.deadline, now)
+            self._fence.refuse(key, asked.deadline, now)
         self._refuse(asked.call_ids, asked.keys[0], refusal)
 
     def _refuse(self, call_ids: list[int], key: AttemptKey, refusal: _Refusal) -> None:

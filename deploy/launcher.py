@@ -210,6 +210,8 @@ class _Launcher:
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
         if config.local_prefill_max_tokens is not None:
             command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
+        if config.placement_prefill is not None:
+            command += ["--placement-prefill", config.placement_prefill]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:

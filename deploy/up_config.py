@@ -55,6 +55,9 @@ class UpConfig:
     local_prefill_max_tokens: int | None = knob(
         None, "handed on to the router: tokens of short prompts that a decode node computes itself", low=0
     )
+    placement_prefill: Literal["cache_aware", "least_loaded", "power_of_two", "random", "round_robin"] | None = knob(
+        None, "handed on to the router: how a prefill node is chosen"
+    )
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
     cache_generated: Literal["on", "off"] | None = _of_nodes("whether completion tokens are cached", low=None)

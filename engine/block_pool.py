@@ -34,6 +34,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.key_log import KeyLog
+
 
 class BlockPoolError(Exception):
     """The pool was used against its rules: a bug in the caller."""
@@ -79,6 +81,7 @@ class BlockPool:
         self._arrived: dict[int, None] = {}  # of committed leases, not taken yet; in order
         self._num_quarantined = 0
         self._num_promised = 0
+        self.key_log = KeyLog()  # hears of every key that can be found, and no more
 
     # What there is
 
@@ -114,6 +117,12 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         """The block, used or cached, that holds this content."""
         return self._block_of_key.get(key)
+
+    def keys_from(self, block_id: int, most: int) -> tuple[list[bytes], int | None]:
+        """Keys that can be found, of `most` blocks from this one on, and the block behind them; None: there is none."""
+        behind = block_id + most
+        keys = [key for key in self._keys[block_id:behind] if key is not None]
+        return keys, behind if behind < self.num_blocks else None
 
     # Promises
 
@@ -176,7 +185,9 @@ class BlockPool:
             raise BlockPoolError(f"publish: block {block_id} already holds other content")
         if self._block_of_key.setdefault(key, block_id) != block_id:
             return False
-        self._keys[block_id] = key
+        if self._keys[block_id] is None:
+            self._keys[block_id] = key
+            self.key_log.add(key, True)
         return True
 
     # Leases
@@ -247,6 +258,7 @@ class BlockPool:
         assert key is not None, "only keyed blocks are cached"
         del self._block_of_key[key]
         self._keys[block_id] = None
+        self.key_log.add(key, False)
         return block_id
 
     def _check_room(self, num_blocks: int, room: int, operation: str) -> None:

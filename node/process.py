@@ -34,6 +34,7 @@ import zmq
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
 from node.assembly import CoreParts, NodeEngine, build_engine
+from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
@@ -98,7 +99,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
-    process = partial(_NodeProcess, role, config, engine, make_core(engine.parts), measures, store)
+    core = TellingCore(make_core(engine.parts), engine.parts.pool)
+    process = partial(_NodeProcess, role, config, engine, core, measures, store)
     try:
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:

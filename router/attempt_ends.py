@@ -74,9 +74,14 @@ class AttemptEnds:
         else:
             self._retry(branch, pair, error, now)
 
-    def unscored(self, branch: LiveBranch, pair: Pair, now: float) -> None:
-        """The branch is complete, and its prompt's logprobs have not come: its prefill node died with them, or its session."""
-        self._retry(branch, pair, node_lost(pair.prefill, "before the prompt's logprobs arrived"), now)
+    def unscored(self, branch: LiveBranch, pair: Pair, now: float, *, has_drained: bool = False) -> None:
+        """The prompt's logprobs have not come, and will not: the prefill node died with them, or its session.
+
+        At once, even while the branch decodes: its client gets nothing before it has them.
+        """
+        prefill = pair.prefill
+        error = node_drained(prefill) if has_drained else node_lost(prefill, "before the prompt's logprobs arrived")
+        self._retry(branch, pair, error, now)
 
     def fail_at(self, name: str, what: str, now: float) -> None:
         """Note for a node's circuit what failed there."""
@@ -96,7 +101,7 @@ class AttemptEnds:
         ends = ends_of(branch.phase)
         blamed = culprit(error, *ends)
         if error.code == pb.NODE_LOST:
-            branch.tries.nodes_lost.add(blamed)
+            branch.tries.lost(blamed, now)
         is_at_decode = blamed != pair.prefill or pair.prefill == pair.decode
         again = branch.tries.after(error, is_at_decode, self._draw)
         if isinstance(again, Over):

@@ -18,7 +18,7 @@ from router.entrance import RouterCoreConfig
 from router.keyed_heap import KeyedHeap
 from router.node_state import Session
 from router.nodes import NodeTable
-from router.phases import AwaitingPrompt, MoveUnknown, Moving, Phase, nodes_of
+from router.phases import AwaitingPrompt, Decoding, MoveUnknown, Moving, Phase, nodes_of
 from router.requests import KnownEnd, LiveBranch
 from router.retry import STATUS
 from router.token_log import Appended
@@ -54,6 +54,17 @@ class LiveRequests:
     def find(self, key: BranchKey) -> LiveBranch | None:
         """The branch, if it has not ended."""
         return self._requests.get(key.request_id, {}).get(key.choice)
+
+    def unscored_at(self, prefill: ev.NodeRef) -> list[LiveBranch]:
+        """Branches with a receiver whose prompt's logprobs only this sender has."""
+        return [
+            branch
+            for branches in self._requests.values()
+            for branch in branches.values()
+            if branch.awaits_prompt_logprobs
+            and isinstance(branch.phase, Decoding | AwaitingPrompt)
+            and branch.phase.pair.prefill == prefill
+        ]
 
     def has_told(self, request_id: str) -> bool:
         """Whether the request's client has got anything, of any choice."""

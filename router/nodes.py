@@ -41,7 +41,7 @@ class NodeChange:
     actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
-    drained: set[NodeRef] = field(default_factory=set)  # nodes that are gone as they said they would
+    drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
 
 
 class NodeTable:
@@ -125,7 +125,7 @@ class NodeTable:
 
     def _lose(self, node: Node, change: NodeChange) -> None:
         if node.entry.draining:
-            change.drained.add(node.ref)
+            change.drained.append(node.ref)
         elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
         node.session = Session.LOST

@@ -92,7 +92,9 @@ class Tries:
         self._credit = config.preempt_retry_count * PREEMPTIONS_PER_RETRY
         self.num_refusals = 0  # that it met so far
         self.failures_in_row = 0  # attempts that failed since a receiver was heard
-        self.nodes_lost: set[NodeRef] = set()  # that it was on
+        self.num_losses = 0  # deaths of nodes that it was on
+        self._nodes_lost: set[NodeRef] = set()
+        self._joins_until: float | None = None  # when another death found no longer belongs to the last one
 
     @property
     def retries_left(self) -> int:
@@ -103,12 +105,27 @@ class Tries:
         """A receiver was heard: what fails now is no repetition."""
         self.failures_in_row = 0
 
+    def lost(self, node: NodeRef, now: float) -> None:
+        """It was on this node, which is found dead at `now`.
+
+        Two that are found dead at nearly one time died of one thing, such as their host, and count as one: whoever goes on
+        elsewhere after the first may be sent to the second before that is missed.
+        """
+        if node in self._nodes_lost:
+            return
+        self._nodes_lost.add(node)
+        if self._joins_until is not None and now <= self._joins_until:
+            self._joins_until = None
+        else:
+            self.num_losses += 1
+            self._joins_until = now + self._config.one_event_s
+
     def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
         """Decide, and pay. `is_at_decode`: the node to blame is the attempt's decode node."""
         cost = COST.get(error.code)
         if cost is None or not (error.retryable or error.code in _WHATEVER_THEY_SAY):
             return Over.FINAL
-        if error.code == pb.NODE_LOST and len(self.nodes_lost) >= self._config.max_nodes_lost:
+        if error.code == pb.NODE_LOST and self.num_losses >= self._config.max_nodes_lost:
             return Over.FINAL  # it may be what kills them
         wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
         is_held = cost is Cost.NOTHING or self._config.preempt_retry_exclude_decode or not is_at_decode

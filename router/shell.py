@@ -104,13 +104,13 @@ class RouterShell:
         return self._core.snapshot()
 
     async def close(self) -> None:
-        """End every request with an error, then every session."""
+        """End every request with an error, then every session, once the nodes have heard that they may stop."""
         for request_id in list(self._answers):
             self._end(request_id, Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0))
             self._feed(Aborted(request_id))
         self._run()
-        self._alarm.cancel()
         await self._dialer.close()
+        self._alarm.cancel()
 
     # ---------------------------------------------------------------- sessions and registry
 
@@ -167,8 +167,8 @@ class RouterShell:
                     self._emit(action, now)
                 case ToNode(node, message):
                     self._dialer.send(node.name, node.incarnation, message)
-                case Count(name, label):
-                    self.metrics.count(name, label)
+                case Count(name, label, amount):
+                    self.metrics.count(name, label, amount)
                 case Observe(name, seconds):
                     self.metrics.observe(name, seconds)
                 case PromptScored(request_id, choice, logprobs):

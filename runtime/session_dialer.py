@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.logs import log_event
-from runtime.session import Peer, SessionTiming
+from runtime.session import Peer, SessionTiming, State
 from runtime.session_driver import CHANNEL_OPTIONS, SessionDriver, surface, write_frames
 from runtime.session_end import SessionEnd
 from runtime.session_events import (
@@ -48,6 +48,9 @@ from runtime.session_events import (
 )
 
 LOG = logging.getLogger(__name__)
+
+PARTING_S: Final = 0.5  # ten times what an acknowledgement may take
+_PARTING_POLL_S: Final = 0.005
 
 _OWN_CONNECTION: Final = (("grpc.use_local_subchannel_pool", 1),)  # else channels to one address share one
 
@@ -125,7 +128,14 @@ class SessionDialer:
             line.driver.feed(Send(message))
 
     async def close(self) -> None:
-        """Hang up everywhere, and wait until every stream is closed."""
+        """Hang up everywhere as soon as all that was said has arrived, and wait until every stream is closed.
+
+        A node that does not answer is given PARTING_S: what runs there for this router ends with the session's grace.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + PARTING_S
+        while any(map(_has_to_say, self._lines.values())) and loop.time() < give_up_at:  # noqa: ASYNC110 - of many sessions
+            await asyncio.sleep(_PARTING_POLL_S)
         for line in list(self._lines.values()):
             self._end(line, HangUp())
         if self._tasks:
@@ -220,6 +230,14 @@ class SessionDialer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(surface)
+
+
+def _has_to_say(line: _Line) -> bool:
+    """Whether messages are on their way over a stream that is up."""
+    if line.driver is None:
+        return False
+    session = line.driver.session
+    return session.state is State.OPEN and session.num_unacknowledged > 0
 
 
 async def _run_stream(address: str, driver: SessionDriver, stream: int, wake: asyncio.Event) -> None:

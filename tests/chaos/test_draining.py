@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from bench.cluster import BATON
 from bench.fleet import wait_until
 from tests.chaos.answers import Told, ask
-from tests.chaos.conftest import Broken
+from tests.chaos.conftest import Broken, started_town
 from tests.chaos.test_real_faults import long_requests
 
 NUM_CLIENTS: Final = 6
@@ -28,6 +29,11 @@ def prefilled(town: Broken, *nodes: str) -> float:
     return sum(town.fleet.node_metric(node, "tokens_computed_total", 'phase="prefill"') for node in nodes)
 
 
+def is_all_prefilled(town: Broken) -> bool:
+    """Whether every request is past its prompt, as the router knows."""
+    return not town.fleet.metric("node_prefilling") + town.fleet.metric("queued_requests")
+
+
 @pytest.mark.covers("D08", "C03", "R19")
 def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_one_lets_it_finish(
     town: Broken, fresh_seed: int
@@ -36,7 +42,7 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     bodies = long_requests(fresh_seed)
     moved, retries = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
     asked = town.send(bodies)
-    wait_until("nothing is prefilled", lambda: not fleet.metric("node_prefilling") + fleet.metric("queued_requests"))
+    wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
     assert town.running("decode-0"), "there is nothing to move"
     computed = prefilled(town, "prefill-0", "prefill-1", "decode-1")
     fleet.terminate("decode-0")
@@ -46,13 +52,40 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     assert prefilled(town, "prefill-0", "prefill-1", "decode-1") == computed, "something was computed again"
 
     more = town.send(bodies)
-    wait_until("nothing is prefilled", lambda: not fleet.metric("node_prefilling") + fleet.metric("queued_requests"))
+    wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
     assert town.running("decode-1"), "there is nothing to wait for"
     fleet.terminate("decode-1")
     assert fleet.wait_for_end("decode-1", DRAIN_BOUND_S) == 0
     town.told(more)
     assert fleet.metric("retries_total") == retries
     town.assert_equal([*asked, *more], bodies * 2)
+
+
+@pytest.mark.covers("D08", "C03", "H15", "R19")
+def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the_last_one_lets_it_finish(
+    tiny_model: Path, tmp_path: Path, fresh_seed: int
+) -> None:
+    with started_town(tiny_model, tmp_path, ("router", "mixed-0", "mixed-1")) as town:
+        fleet = town.fleet
+        bodies, begun = long_requests(fresh_seed), long_requests(fresh_seed + 1, 4, prompt_tokens=1000)
+        asked = town.send(bodies)
+        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+        assert town.running("mixed-0"), "there is nothing to move"
+        computed = prefilled(town, "mixed-0")
+        asked += town.send(begun)
+        wait_until("it computes a prompt", lambda: prefilled(town, "mixed-0") > computed)
+        fleet.terminate("mixed-0")
+        assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
+        assert "was_cut_short=False" in fleet.log_text("mixed-0")
+        moved = fleet.metric("moves_total", "done")
+        assert moved >= 2
+        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+        assert town.running("mixed-1"), "there is nothing to wait for"
+        fleet.terminate("mixed-1")
+        assert fleet.wait_for_end("mixed-1", DRAIN_BOUND_S) == 0
+        town.told(asked)
+        assert fleet.metric("moves_total", "done") == moved and fleet.metric("retries_total") == 0
+        town.assert_equal(asked, [*bodies, *begun])
 
 
 class SteadyClients:

@@ -83,6 +83,7 @@ class Life:
         self.revoking: list[int] = []
         self.asked: list[tuple[pb.ReserveRequest, list[int]]] = []
         self.floors: dict[BranchKey, int] = {}
+        self.refused: set[AttemptKey] = set()
         self.leased: dict[AttemptKey, int] = {}  # -> lease id
         self.running: dict[AttemptKey, int] = {}  # -> tokens that the router was told of
         self.router_of: dict[AttemptKey, ev.RouterId] = {}
@@ -293,12 +294,14 @@ class Life:
             assert is_known and self.granted[reply.lease.lease_id].keys == keys
             self.happened["the same lease"] += 1
         elif is_known or not admitted:
-            assert reply.error.code == pb.CANCELLED
+            was_refused = any(key in self.refused and self.floors[key.branch] == key.attempt + 1 for key in keys)
+            assert reply.error.code == (pb.BUSY if was_refused and not is_known else pb.CANCELLED)
         else:
             assert reply.error.code == pb.BUSY or (reply.error.code == pb.NO_BLOCKS and has_fences)
             self.happened[pb.ErrorCode.Name(reply.error.code)] += 1
             for key in admitted if has_fences else ():
                 self.raise_floor(key)
+                self.refused.add(key)
         self.take(actions)
         assert not is_known or held == {key: self.leased.get(key) for key in keys}
 

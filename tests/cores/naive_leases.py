@@ -45,9 +45,13 @@ class NaiveFloors:
     """Per branch the lowest attempt that is accepted, and until when."""
 
     floors: dict[BranchKey, tuple[int, float]] = field(default_factory=dict)
+    refused: set[AttemptKey] = field(default_factory=set)
 
     def admits(self, key: AttemptKey) -> bool:
         return key.attempt >= self.floors.get(key.branch, (0, 0.0))[0]
+
+    def was_refused(self, key: AttemptKey) -> bool:
+        return key in self.refused and self.floors[key.branch][0] == key.attempt + 1
 
     def begin(self, key: AttemptKey, deadline: float) -> None:
         floor, until = self.floors.get(key.branch, (0, 0.0))
@@ -59,6 +63,7 @@ class NaiveFloors:
 
     def tick(self, now: float) -> None:
         self.floors = {branch: (floor, until) for branch, (floor, until) in self.floors.items() if until > now}
+        self.refused = {key for key in self.refused if key.branch in self.floors}
 
 
 class NaiveLeases:
@@ -85,7 +90,8 @@ class NaiveLeases:
                 (each.keys, *sets, each.num_own, each.state, each.refusal, each.choices, each.expires_at - now)
             )
         floors = tuple(sorted((branch, floor, until - now) for branch, (floor, until) in self.floors.floors.items()))
-        return (tuple(leases), tuple(sorted(self.running)), floors)
+        refused = tuple(sorted(filter(self.floors.was_refused, self.floors.refused)))
+        return (tuple(leases), tuple(sorted(self.running)), floors, refused)
 
     # What is asked
 
@@ -105,8 +111,10 @@ class NaiveLeases:
         if lease is not None and lease.keys == keys and lease.is_open:
             return lease
         admitted = tuple(key for key in keys if self.floors.admits(key))
-        if lease is not None or any(key in self.lingering for key in keys) or not admitted:
+        if lease is not None or any(key in self.lingering for key in keys):
             return pb.CANCELLED
+        if not admitted:
+            return pb.BUSY if any(map(self.floors.was_refused, keys)) else pb.CANCELLED
         for key in admitted:
             self.floors.begin(key, deadline)
             self.end_below(key, now)
@@ -115,6 +123,7 @@ class NaiveLeases:
     def no_room(self, admitted: Iterable[AttemptKey], deadline: float, now: float) -> None:
         for key in admitted:
             self.floors.end(key, deadline, now)
+            self.floors.refused.add(key)
 
     def landed(self, lease_id: int, indices: Iterable[int], now: float) -> None:
         lease = self.leases.get(lease_id)

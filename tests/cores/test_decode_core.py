@@ -52,6 +52,19 @@ def test_the_same_attempt_twice_gets_the_same_lease() -> None:
     assert decode.core.load().blocks_leased == 2, "the repeat leased again"
 
 
+@pytest.mark.covers("H06", "R19")
+def test_a_refused_attempt_that_comes_again_is_refused_again_and_may_be_retried_for_nothing() -> None:
+    decode = Decode()
+    decode.pool.lease(15)
+    assert decode.reserve(KEY, PROMPT, 4).error.code == pb.NO_BLOCKS
+    for _ in range(2):
+        error = decode.reserve(KEY, PROMPT, 4).error
+        assert error.code == pb.BUSY and error.retryable and error.retry_after_ms > 0
+    assert decode.reserve(KEY._replace(attempt=2), PROMPT, 4).error.code == pb.NO_BLOCKS
+    error = decode.reserve(KEY, PROMPT, 4).error
+    assert error.code == pb.CANCELLED and not error.retryable, "a newer one has been here since"
+
+
 @pytest.mark.covers("H10")
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -10,28 +10,36 @@ from connector.fence import MAX_REST_S, MIN_REST_S, FenceFloor
 from proto.attempt_key import AttemptKey, BranchKey
 
 BRANCHES = [BranchKey(f"r{n}", 0) for n in range(3)]
-moves = st.tuples(st.booleans(), st.sampled_from(BRANCHES), st.integers(0, 5), st.floats(0, 200))
+moves = st.tuples(
+    st.sampled_from(["begin", "end", "refuse"]), st.sampled_from(BRANCHES), st.integers(0, 5), st.floats(0, 200)
+)
 
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(moves, st.floats(0, 30)), max_size=30))
 @pytest.mark.covers("R04", "H05")
 def test_a_floor_stands_while_its_attempt_lives_and_for_a_bounded_rest(
-    events: list[tuple[bool, BranchKey, int, float] | float],
+    events: list[tuple[str, BranchKey, int, float] | float],
 ) -> None:
     fence = FenceFloor(max_branches=2)
     model: dict[BranchKey, tuple[int, float]] = {}
+    refused: set[AttemptKey] = set()
     now = 0.0
     for event in events:
         if isinstance(event, float):
             now += event
         else:
-            is_end, branch, attempt, life_s = event
+            what, branch, attempt, life_s = event
             has_room = branch in model or len(model) < 2
             floor, until = model.get(branch, (0, 0.0))
             key, deadline = AttemptKey(*branch, attempt), now + life_s
-            if is_end:
-                assert fence.end(key, deadline, now) == has_room
+            if what != "begin":
+                if what == "end":
+                    assert fence.end(key, deadline, now) == has_room
+                else:
+                    fence.refuse(key, deadline, now)
+                    refused = {each for each in refused if each.branch != branch or not has_room}
+                    refused |= {key} if has_room else set()
                 if attempt >= floor:
                     floor, until = attempt + 1, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S)
             else:
@@ -41,11 +49,15 @@ def test_a_floor_stands_while_its_attempt_lives_and_for_a_bounded_rest(
                 model[branch] = (floor, until)
         fence.tick(now)
         model = {branch: (floor, until) for branch, (floor, until) in model.items() if until > now}
+        refused = {key for key in refused if key.branch in model}
         assert len(fence) == len(model)
         for branch in BRANCHES:
             floor = model.get(branch, (0, 0.0))[0]
             assert not floor or not fence.admits(AttemptKey(*branch, floor - 1))
             assert fence.admits(AttemptKey(*branch, floor))
+            for attempt in range(6):
+                key = AttemptKey(*branch, attempt)
+                assert fence.was_refused(key) == (key in refused and attempt == floor - 1)
 
 
 @pytest.mark.covers("R04")

@@ -127,6 +127,14 @@ MUTANTS: Final = (
         _LEASES,
     ),
     Mutant(
+        "refused-twice-is-cancelled",
+        "A Reserve that comes twice and finds no room is told the second time that it was cancelled, which costs a retry.",
+        "decode_node/door.py",
+        "if any(map(self._fence.was_refused, keys)):",
+        "if False:",
+        _DECODE,
+    ),
+    Mutant(
         "older-lease-lives-on",
         "A newer attempt's Reserve leaves the older attempt's lease in place.",
         "decode_node/core.py",

@@ -156,6 +156,14 @@ MUTANTS: Final = (
         _LISTING,
     ),
     Mutant(
+        "last-words-unsaid",
+        "A router that ends in good order hangs up before its Cancels are out: nodes work on for the session's grace.",
+        "runtime/session_dialer.py",
+        "while any(map(_has_to_say, self._lines.values())) and",
+        "while False and",
+        ("tests/session/test_streams.py", "tests/router/test_draining.py"),
+    ),
+    Mutant(
         "silent-node-stays-listed",
         "A node that went silent stays on the list.",
         "runtime/listing.py",

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import Finished, SessionLost
+from router.events import Finished, NodeListed, SessionLost
 from router.seeds import branch_seed
-from tests.router.core_world import CoreWorld, ref
+from tests.router.core_world import CoreWorld, node_entry, ref
 
 SCORE = [pb.TokenLogprobs(logprob=-value) for value in range(9)]
 
@@ -297,7 +297,7 @@ def test_a_stop_string_found_ahead_of_the_prompts_logprobs_waits_for_them() -> N
 @pytest.mark.covers("A02")
 @pytest.mark.parametrize("ended_by", ["itself", "a stop string"])
 def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended_by: str) -> None:
-    world = CoreWorld.with_nodes("p1", "d1", prompt_logprobs_grace_s=2.0)
+    world = CoreWorld.with_nodes("p1", "d1")
     world.submit("a", max_tokens=2, num_logprobs=0, wants_prompt_logprobs=True)
     if ended_by == "itself":
         world.tokens_from("d1", "a", 0, [7, 8], pb.FINISH_LENGTH, **scored(1, 2))
@@ -305,10 +305,8 @@ def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended
         world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
         world.stop("a", 1)
     world.feed(SessionLost(ref("p1")))
+    assert not world.ends
     world.join_all("p2")
-    world.pass_time(1.9)
-    assert not world.ends and len(world.dispatches("a")) == 1
-    world.pass_time(0.2)
     _, (name, again) = world.dispatches("a")
     assert (name, list(again.branches[0].generated_token_ids)) == ("p2", [7]), "the last token is its excuse"
     assert again.sampling.prompt_logprobs
@@ -318,6 +316,29 @@ def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended
     assert world.ends["a"] == expected
     assert world.prompt_logprobs["a"] == (SCORE[0], SCORE[1])
     world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "R11")
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_a_stream_whose_prompts_logprobs_died_is_begun_anew_at_once_and_not_at_its_end(is_drained: bool) -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "p2", preempt_retry_count=int(not is_drained))
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.submit("b", num_logprobs=0, wants_prompt_logprobs=True)
+    ((first, _),) = world.dispatches("a")
+    world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
+    if is_drained:
+        entry = node_entry(first, pb.ROLE_PREFILL)
+        entry.draining = True
+        world.feed(NodeListed(entry))
+    world.feed(SessionLost(ref(first)))
+    _, (name, again) = world.dispatches("a")
+    assert (name == first, list(again.branches[0].generated_token_ids)) == (False, [7, 8])
+    assert again.sampling.prompt_logprobs and ("d1", 0) in world.cancels("a")
+    world.tokens_from(name, "a", 2, [9], attempt=1, **scored(3), prompt_logprobs=SCORE[:2])
+    world.tokens_from("d1", "a", 2, [9, 10], pb.FINISH_LENGTH, attempt=1, **scored(3, 4))
+    assert world.ends["a"] == Finished("a", "length", (7, 8, 9, 10))
+    assert world.prompt_logprobs["a"] == (SCORE[0], SCORE[1])
+    assert len(world.dispatches("b")) == 1, "whose sender lives"
 
 
 @pytest.mark.covers("A02", "R03")

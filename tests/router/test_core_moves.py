@@ -220,6 +220,7 @@ def test_a_target_that_died_with_the_branch_is_known_by_the_holders_silence() ->
     ((_, dispatch),) = world.dispatches("a")
     assert (dispatch.attempt, list(dispatch.branches[0].generated_token_ids)) == (2, [7, 8])
     world.tokens_from(dispatch.target.node.name, "a", 2, [9], attempt=2)
+    world.pass_time(3.0)
     world.feed(SessionLost(ref(dispatch.target.node.name)))
     assert world.failure("a").code == "NODE_LOST", "it was on two that died"
     world.assert_nothing_is_left()

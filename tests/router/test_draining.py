@@ -34,6 +34,7 @@ class Scene:
     client: httpx.AsyncClient
     lines: AsyncIterator[str]
     may_finish: asyncio.Event
+    nodes: tuple[ScriptedNode, ...]
 
     async def rest(self) -> list[Any]:
         """The events that are still to come, parsed but for [DONE]."""
@@ -74,7 +75,7 @@ async def streaming_router(folder: Path, *flags: str) -> AsyncIterator[Scene]:
                 async with client.stream("POST", "/v1/completions", json=body) as answer:
                     lines = answer.aiter_lines()
                     assert (await anext(lines)).startswith("data: ")
-                    yield Scene(process, client, lines, may_finish)
+                    yield Scene(process, client, lines, may_finish, (prefill, decode))
             await pair.close()
             for each in registrations:
                 await each.deregister()
@@ -121,7 +122,7 @@ def test_a_draining_router_takes_nothing_new_and_ends_with_0_once_its_streams_ha
 @pytest.mark.parametrize(
     ("number", "flags"), [(signal.SIGTERM, ("--drain-timeout-s", "0.2")), (signal.SIGINT, ())], ids=["late", "ctrl_c"]
 )
-def test_when_the_time_is_over_and_at_ctrl_c_a_stream_ends_with_one_error(
+def test_when_the_time_is_over_and_at_ctrl_c_a_stream_ends_with_one_error_and_its_nodes_stop_at_once(
     tmp_path: Path, number: signal.Signals, flags: tuple[str, ...]
 ) -> None:
     async def scene() -> None:
@@ -130,6 +131,8 @@ def test_when_the_time_is_over_and_at_ctrl_c_a_stream_ends_with_one_error(
             (error,) = await router.rest()
             assert error["error"]["code"] == "SHUTTING_DOWN"
             assert await router.process.wait() == 0
+            for node in router.nodes:  # who hears nothing works on until the session's grace is over
+                assert [cancel.key.attempt for cancel in node.cancels] == [0]
 
     asyncio.run(scene())
 

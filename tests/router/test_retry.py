@@ -63,10 +63,27 @@ def test_who_was_on_as_many_nodes_as_allowed_when_they_died_is_not_sent_to_anoth
     tries = Tries(RouterCoreConfig(max_nodes_lost=2))
     lost = pb.PDError(code=pb.NODE_LOST, retryable=True)
     for number, expected in ((1, Again), (1, Again), (2, Over)):
-        tries.nodes_lost.add(NodeRef("d", number))
+        tries.lost(NodeRef("d", number), now=10.0 * number)
         assert isinstance(tries.after(lost, True, Draw(1)), expected)
     other = tries.after(pb.PDError(code=pb.CHECKSUM, retryable=True), True, Draw(1))
     assert isinstance(other, Again), "other errors kill nobody"
+
+
+@pytest.mark.covers("R19")
+@given(st.lists(st.floats(0, 3), max_size=12))
+def test_deaths_count_once_in_pairs_that_are_found_together_and_else_each(gaps_s: list[float]) -> None:
+    """What kills whatever it is sent to kills one more than it may, however fast it is."""
+    tries, now = Tries(RouterCoreConfig(one_event_s=2.5)), 0.0
+    events: list[list[float]] = []
+    for number, gap_s in enumerate(gaps_s):
+        now += gap_s
+        tries.lost(NodeRef("d", number), now)
+        tries.lost(NodeRef("d", number), now)  # the same again is nothing new
+        if events and len(events[-1]) == 1 and now <= events[-1][0] + 2.5:
+            events[-1].append(now)
+        else:
+            events.append([now])
+        assert tries.num_losses == len(events)
 
 
 def test_who_failed_together_does_not_come_back_together() -> None:

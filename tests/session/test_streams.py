@@ -8,6 +8,7 @@ import operator
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -21,7 +22,7 @@ import pytest
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.session import PROTOCOL, Peer, SessionTiming
-from runtime.session_dialer import SessionDialer
+from runtime.session_dialer import PARTING_S, SessionDialer
 from tests.session.ends import (
     NODE,
     ROUTER,
@@ -256,6 +257,25 @@ def test_a_router_that_goes_silent_or_hangs_up_is_lost_to_the_node() -> None:
             assert await until(lambda: node.handler.lost == [ROUTER]) < 2 * FOUND_S
             assert [what for what, _ in router.happened] == ["up"], "who hangs up wants to hear no more"
             node.send(1)  # dropped
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R12", "C03")
+def test_what_a_router_says_last_arrives_before_it_hangs_up_and_who_does_not_answer_holds_it_up_for_a_moment() -> None:
+    async def scenario() -> None:
+        async with connected() as (node, _, dialer, _):
+            for number in range(100):
+                dialer.send(*NODE, to_node(number))
+            await dialer.close()
+            assert node.handler.got == list(range(100))
+        async with connected() as (node, proxy, dialer, _):
+            proxy.black_hole()
+            dialer.send(*NODE, to_node(0))
+            began = time.monotonic()
+            await dialer.close()
+            assert PARTING_S <= time.monotonic() - began < FOUND_S
+            assert not node.handler.got
 
     asyncio.run(scenario())
 

@@ -40,7 +40,6 @@ class Client:
     router: str  # label of the process that took the request
     submitted_at: float
     deadline_at: float  # in the world's time; its router, if awake, has ended it by then
-    hosts: dict[str, None]  # that had to do with it
     end: str | None = None  # "finished", "aborted", "router lost", "refused", or an error code
     ended_at: float = 0.0
     error: str = ""
@@ -125,7 +124,7 @@ class Client:
             self.on_end(self)
 
 
-def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at: float) -> Client:
+def new_client(plan: ClientPlan, router: str, now: float, deadline_at: float) -> Client:
     """A client with the right answers to its request."""
     stops = dict(plan.stops)
     choices = []
@@ -142,7 +141,7 @@ def new_client(plan: ClientPlan, router: str, host: str, now: float, deadline_at
         expected = tuple(tokens[: ends[0] + 1] if ends else tokens)
         choices.append(Choice(expected, "stop" if ends else "length", stops.get(number), [*plan.generated]))
     trials = [Trials() for _ in choices]
-    return Client(plan, choices, router, now, deadline_at, {host: None}, trials=trials)
+    return Client(plan, choices, router, now, deadline_at, trials=trials)
 
 
 def resubmission_of(client: Client, number: int, now: float) -> ClientPlan:

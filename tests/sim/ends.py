@@ -4,7 +4,6 @@ A request ends well once there is a pair of nodes that can serve it, whatever wa
 
     aborted, router lost, no router    the client has gone, its router has died, none was there to ask
     OVERLOADED                         the router's queue was full (looked at where it is said, routers.py)
-    CANCELLED                          a Reserve of it came twice: refused the first time, below its fence the second
     DEADLINE                           the request's own limit, which is shorter than the work and the faults that it met
     LATE                               the same, as the router foresaw it
     NO_NODES                           no pair of nodes since the router's start, or for longer than its grace
@@ -73,10 +72,17 @@ class Trials:
 
     def lost_node(self, node: NodeRef) -> None:
         """A node is gone."""
-        target = self.moves.get(max(self.moves, default=-1))  # which may have it, and not have said so
-        if self.pair is not None and node in (*self.pair, target):
+        if node in self.nodes:
             self.lost[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
+
+    @property
+    def nodes(self) -> tuple[NodeRef, ...]:
+        """Where it is: on a pair, and perhaps at the node that it was to move to last, which has not said so."""
+        if self.pair is None:
+            return ()
+        target = self.moves.get(max(self.moves, default=-1))
+        return self.pair if target is None else (*self.pair, target)
 
     @property
     def may_compute_again(self) -> bool:
@@ -97,7 +103,6 @@ class Circumstances:
     has_tokens: bool
     patience_s: float  # what all the work of the scenario can take without any fault
     felt_s: float  # for so long faults were felt while the request was open
-    was_repeated: bool  # calls between its hosts were, while it was open
     had_no_pair: bool  # at its end, as long as NO_NODES demands
 
 
@@ -112,8 +117,6 @@ def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | Non
     if end == "DEADLINE":
         needed_s = met.patience_s + met.felt_s + _SLACK_S
         return None if met.plan.timeout_s < needed_s else f"{needed_s:.1f} s would have been enough"
-    if end == "CANCELLED":
-        return None if met.was_repeated else "no call came twice"
     if end == "NO_NODES":
         return None if met.had_no_pair else "there was a pair of nodes, a moment ago at most"
     if end == "NODE_LOST" and "logprobs" in error:

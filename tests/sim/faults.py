@@ -26,7 +26,6 @@ class Blame:
     hosts: frozenset[str]
     begins: float
     ends: float
-    kind: str
 
 
 class Faults:
@@ -66,7 +65,7 @@ class Faults:
         seconds = fault.seconds
         self.ends_at = max(self.ends_at, now + seconds)
         if fault.kind != "drain":  # which costs nobody anything, unless its time is over
-            self.struck(fault.kind, frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
+            self.struck(frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
         world.kernel.tell("FAULT", fault.kind, str(fault))
         if seconds:
             world.kernel.after(seconds, lambda: world.kernel.tell("FAULT", "over", str(fault)))
@@ -114,22 +113,15 @@ class Faults:
 
     # ---------------------------------------------------------------- excuses
 
-    def struck(self, kind: str, hosts: frozenset[str], seconds: float = 0.0) -> None:
+    def struck(self, hosts: frozenset[str], seconds: float = 0.0) -> None:
         """Something strikes now, for so long. What lies in wait strikes when it finds something to hurt."""
         now = self._world.kernel.now
-        self._blames.append(Blame(hosts, now, now + seconds + AFTERMATH_S, kind))
+        self._blames.append(Blame(hosts, now, now + seconds + AFTERMATH_S))
 
     def excuses(self, hosts: frozenset[str]) -> bool:
         """Whether something is felt now that struck hosts that are all among these."""
         now = self._world.kernel.now
         return any(blame.hosts <= hosts and blame.begins <= now <= blame.ends for blame in self._blames)
-
-    def repeated(self, hosts: frozenset[str], begins: float, ends: float) -> bool:
-        """Whether calls between some of these hosts came twice between these instants."""
-        return any(
-            blame.kind == "repeat calls" and blame.hosts <= hosts and blame.begins <= ends and blame.ends >= begins
-            for blame in self._blames
-        )
 
     def felt_s(self, begins: float, ends: float) -> float:
         """For how long faults are felt between these instants, one after the other."""

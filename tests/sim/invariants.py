@@ -47,6 +47,8 @@ def check_node(node: SimNode) -> None:
         check_leases(node, state, states)
         check_what_is_touched(node, states)
         check_bounds(node, state)
+        if node.has_drained:
+            check_drained(node)
         node.is_busy = any(state.get(name) for name in _WORK)
     check_timer(node, node.core_deadline(), node.is_busy)
     check_sessions(node.label, node.listener.take_touched())
@@ -145,6 +147,14 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
     assert num_waiting <= most_waiting, f"{node.label}: {num_waiting} sequences wait, {most_waiting} at most"
     assert len(node.runner.unread) <= 2, f"{node.label}: {len(node.runner.unread)} steps are unread"
     assert node.num_events_waiting <= MAX_EVENTS_WAITING, f"{node.label}: {node.num_events_waiting} events wait"
+
+
+def check_drained(node: SimNode) -> None:
+    """Who says that it has drained holds nothing, and nobody reads of it."""
+    counts = node.pool.counts()
+    assert (counts.used, counts.leased, counts.quarantined) == (0, 0, 0), f"{node.label} has drained and holds {counts}"
+    assert not any(node.reading.values()), f"{node.label} has drained, and a link will read its blocks"
+    assert node.runner.is_idle, f"{node.label} has drained, and computes"
 
 
 def check_timer(process: Process, deadline: float | None, must_be_set: bool) -> None:

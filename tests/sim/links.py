@@ -25,9 +25,9 @@ class Links:
     """Every link between nodes."""
 
     def __init__(
-        self, kernel: Kernel, network: Network, hub: MemoryHub, struck: Callable[[str, frozenset[str]], None]
+        self, kernel: Kernel, network: Network, hub: MemoryHub, struck: Callable[[frozenset[str]], None]
     ) -> None:
-        """`struck`: hears which armed fault has found something to hurt, between which hosts."""
+        """`struck`: hears between which hosts an armed fault has found something to hurt."""
         self._kernel = kernel
         self._struck = struck
         self._network = network
@@ -136,5 +136,5 @@ class Links:
             if is_struck:
                 self._armed.remove(armed)
                 self._kernel.count(kind)
-                self._struck(kind, frozenset(hosts))
+                self._struck(frozenset(hosts))
                 self._kernel.tell("NETWORK", kind, f"on the link from {sender} to {receiver}")

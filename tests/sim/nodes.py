@@ -51,7 +51,7 @@ class Blames(Protocol):
     def excuses(self, hosts: frozenset[str]) -> bool:
         """Whether a fault is felt that excuses what needs all of these hosts."""
 
-    def struck(self, kind: str, hosts: frozenset[str]) -> None:
+    def struck(self, hosts: frozenset[str]) -> None:
         """A fault has just hurt something of these hosts."""
 
 
@@ -212,7 +212,8 @@ class SimNode(Process):
             match action:
                 case ev.ToRouter(router, message):
                     self.listener.send(Peer(router.name, router.incarnation), message)
-                    self._around.moment("tokens", self.host)
+                    if message.WhichOneof("kind") != "cache":
+                        self._around.moment("tokens", self.host)
                 case ev.RunStep(plan):
                     self.runner.submit(plan)
                 case ev.SendReserve() | ev.SendRenew() | ev.SendRelease():
@@ -264,7 +265,7 @@ class SimNode(Process):
     def _step_done(self, result: StepResult) -> None:
         self._around.moment("step", self.host)
         if BROKEN_ROW in result.token_ids:
-            self._around.blames.struck("broken row", frozenset((self.host,)))
+            self._around.blames.struck(frozenset((self.host,)))
         self.post(ev.StepDone(result))
 
     def block_states(self) -> tuple[BlockState, ...]:
@@ -287,6 +288,8 @@ class SimNode(Process):
             case "move":
                 problem = move_problem(message.move, self._bounds)
                 self._around.moment("move", self.host)
+            case "cache":
+                problem = None
             case _:
                 problem = cancel_problem(message.cancel)
         assert problem is None, f"{router.name} said what {self.label} cannot act on: {problem}"

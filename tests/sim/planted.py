@@ -19,7 +19,7 @@ from proto import baton_pb2 as pb
 from router.breaker import Breakers
 from router.core import RouterCore
 from router.entrance import Entrance, RouterCoreConfig
-from router.events import RESCHEDULED, NodeRef
+from router.events import RESCHEDULED
 from router.live import LiveRequests
 from router.nodes import NodeTable
 from router.requests import KnownEnd, LiveBranch
@@ -186,8 +186,8 @@ def a_node_that_died_counts_twice(patch: Patch) -> None:
     right = Tries.after
 
     def after(self: Any, error: Any, is_at_decode: bool, draw: Any) -> Again | Over:
-        if error.code == pb.NODE_LOST and self.nodes_lost:
-            self.nodes_lost.add(NodeRef("another", 1))
+        if error.code == pb.NODE_LOST and self.num_losses:
+            self.num_losses += 1
         return right(self, error, is_at_decode, draw)
 
     patch.setattr(Tries, "after", after)

@@ -128,6 +128,9 @@ class Knobs:
     local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
     local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
+    follows_caches: bool = False  # --placement-prefill cache_aware
+    cache_piece: int = 4096  # of a node's news of its cache
+    key_log: int = 1 << 16  # changes of it that a node keeps
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
@@ -182,6 +185,7 @@ def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
+    knobs = _with_caches(knobs, random.Random(f"caches {seed}"))
     load_s = rng.uniform(0.5, 4.0)
     clients = _draw_clients(rng, knobs, load_s)
     scenario = Scenario(seed, knobs, clients)
@@ -239,6 +243,13 @@ def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
     if rng.random() < 0.2:
         knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
     return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
+
+
+def _with_caches(knobs: Knobs, rng: random.Random) -> Knobs:
+    """Routers that place by cache, in a part of the seeds; drawn apart too."""
+    if rng.random() < 0.5:
+        return knobs
+    return replace(knobs, follows_caches=True, cache_piece=rng.choice((1, 3, 16)), key_log=rng.choice((2, 16, 1 << 16)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:

@@ -37,6 +37,8 @@ def describe_to_node(message: pb.RouterMessage) -> str:
         move = message.move
         where = f"as #{move.next_attempt} to {move.target.node.name}" if move.HasField("target") else "nowhere"
         return f"Move {name_of(move.key)} {where}"
+    if message.WhichOneof("kind") == "cache":
+        return f"CacheAsk behind {message.cache.taken}"
     dispatch = message.dispatch
     choices = ",".join(str(branch.choice) for branch in dispatch.branches)
     generated = sum(len(branch.generated_token_ids) for branch in dispatch.branches)
@@ -52,6 +54,10 @@ def describe_to_router(message: pb.NodeMessage) -> str:
         return f"PD Error {pb.ErrorCode.Name(error.code)} {name_of(error.key)}{unsure}: {error.message}"
     if message.WhichOneof("kind") == "wants_move":
         return f"WantsMove {name_of(message.wants_move.key)} {pb.MoveReason.Name(message.wants_move.reason)}"
+    if message.WhichOneof("kind") == "cache":
+        news = message.cache
+        whole = f", and on from block {news.next_block}" if news.HasField("next_block") else ""
+        return f"CacheNews to {news.taken}: {len(news.stored) // 8} stored, {len(news.evicted) // 8} evicted{whole}"
     parts = []
     for tokens in message.tokens.branches:
         end = tokens.first_index + len(tokens.token_ids)

@@ -19,8 +19,10 @@ from typing import Final
 
 from connector.fence import MAX_REST_S
 from connector.memory_transport import MemoryHub
+from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
 from router.entrance import RouterCoreConfig
+from router.events import NodeRef
 from tests.sim.calls import Calls
 from tests.sim.clients import Client, new_client, resubmission_of
 from tests.sim.ends import Circumstances, problem
@@ -39,6 +41,7 @@ _ENDS_WITHIN_S: Final = 60.0  # of world time, once no fault is felt any more: w
 _NOTICED_S: Final = 3.0  # after a fault: a session's grace, by any clock
 _WHOLE_WITHIN_S: Final = 10.0
 _SERVED_WITHIN_S: Final = 20.0
+_FOLLOWED_WITHIN_S: Final = 30.0  # until a router has heard all that a node's cache holds, a block at a time
 _MAX_EVENTS: Final = 400_000  # a run that has more goes round in circles
 
 
@@ -99,16 +102,14 @@ class World:
                 client = self._ask(router, plan)
                 break
         else:
-            client = new_client(plan, "nobody", f"router-{plan.router}", self.kernel.now, FOREVER)
+            client = new_client(plan, "nobody", self.kernel.now, FOREVER)
             client.close("no router", self.kernel.now)
         self.clients.append(client)
         return client
 
     def _ask(self, router: SimRouter, plan: ClientPlan) -> Client:
         now = self.kernel.now
-        client = new_client(
-            plan, router.label, router.host, now, max(now, router.paused_until) + router.seconds(plan.timeout_s)
-        )
+        client = new_client(plan, router.label, now, max(now, router.paused_until) + router.seconds(plan.timeout_s))
         client.on_end = self._resubmit
         self._asked[plan.name] = client
         self.kernel.tell(router.label, "is asked", f"{plan.name}: {plan}")
@@ -154,6 +155,7 @@ class World:
         )
         for router in self.lives.routers:
             check_idle_router(router)
+        self._run_until(self._do_indices_agree, _FOLLOWED_WITHIN_S, "a router knows other blocks than a node holds")
         self._run_down()
 
     @property
@@ -202,7 +204,6 @@ class World:
                 has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
-                was_repeated=self.faults.repeated(frozenset(client.hosts), *span),
                 had_no_pair=client.had_no_pair,
             )
             flaw = problem(end, client.error, self.scenario.knobs, met)
@@ -217,6 +218,23 @@ class World:
             if nodes.keys() != names or not all(each["session"] == "up" and each["listed"] for each in nodes.values()):
                 return False
         return len(names) == len(self.scenario.hosts) - self.scenario.knobs.num_routers
+
+    def _do_indices_agree(self) -> bool:
+        """Every router that follows caches knows exactly the blocks that the nodes that prefill hold (R02)."""
+        followed = [(router, router.caches) for router in self.lives.routers if router.caches is not None]
+        for node in self.lives.nodes if followed else ():
+            if node.role == pb.ROLE_DECODE:
+                continue
+            keys, _ = node.pool.keys_from(0, node.pool.num_blocks)
+            held, ref = (
+                {int.from_bytes(key[:8], "little") for key in keys},
+                NodeRef(node.identity.name, node.identity.incarnation),
+            )
+            for router, caches in followed:
+                if not caches.is_whole(ref) or caches.keys_of(ref) != held:
+                    return False
+                self.kernel.count("index agrees", len(held))
+        return True
 
     def _probes(self) -> list[ClientPlan]:
         rng = self.kernel.rng("probes")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from connector.checksum import piece_checksum
 from connector.mailbox import Mailbox
+from connector.socket_thread import SocketThread
 from connector.tally import Tally
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
 from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, gather, pack
@@ -126,3 +127,34 @@ def test_a_tally_adds_up_over_threads() -> None:
     for thread in threads:
         thread.join()
     assert list(tally.snapshot().items()) == [("a", 1), ("b", 80_000)]
+
+
+class Hanging(SocketThread[int]):
+    """A thread that hangs until it is let go, as one does whose `emit` does not return."""
+
+    def __init__(self) -> None:
+        super().__init__("hanging")
+        self.may_end = threading.Event()
+        self.wakes = self._mailbox
+
+    def _serve(self) -> None:
+        self.may_end.wait(20)
+
+    def _perform(self, command: int) -> None:
+        raise AssertionError(command)
+
+    def _close_all(self) -> None:
+        assert self.wakes.fileno() != -1, "closed under a thread that is still there"
+
+
+def test_a_thread_that_outlives_its_stop_closes_its_mailbox_itself() -> None:
+    thread = Hanging()
+    thread.start()
+    assert not thread.stop(0.01), "it hangs"
+    assert thread.wakes.fileno() != -1
+    thread.wakes.put(1)
+    thread.may_end.set()
+    thread.ended.result(timeout=20)
+    assert thread.wakes.fileno() == -1
+    thread.wakes.put(2)
+    assert thread.stop(20)

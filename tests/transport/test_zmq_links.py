@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import threading
@@ -15,7 +16,7 @@ import zmq
 from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
-from tests.transport.net import Node, ZmqNet, answer, commit, fill_at_random
+from tests.transport.net import WAIT_S, Node, Recorder, ZmqNet, answer, commit, fill_at_random
 from tests.transport.tcp_proxy import TcpProxy
 
 SECRET = b"0123456789abcdef"
@@ -228,6 +229,25 @@ def test_stop_ends_every_thread_within_a_second_also_with_stuck_links(zmq_net: Z
         assert time.monotonic() - began < 1
     num_threads = sum(thread.name.startswith("zmq-") for thread in threading.enumerate())
     assert num_threads == 2  # the other node's
+
+
+def test_a_thread_that_stop_does_not_wait_for_leaves_nothing_open_when_it_ends(zmq_net: ZmqNet) -> None:
+    changed = threading.Condition()
+    said = Recorder(changed)
+    held = ZmqTransport(np.zeros((1, 512), np.uint8), "held", 1, said)
+    said.may_go_on.clear()
+    sender = zmq_net.node("sender")
+    sender.transport.open("held@1/1", held.endpoint())
+    sender.transport.notify("held@1/1", commit(1))
+    with changed:
+        assert changed.wait_for(lambda: bool(said.all()), WAIT_S)  # its thread is in `emit`, and stays there
+    held.stop()
+    assert not all(ended.done() for ended in held.ended)
+    said.may_go_on.set()
+    for ended in held.ended:
+        ended.result(timeout=20)
+    del held
+    gc.collect()  # an open socket or context would warn here, and warnings are errors
 
 
 def test_a_host_that_cannot_be_bound_raises_and_leaves_nothing() -> None:
