@@ -29,6 +29,7 @@ from tests.sim.ends import Circumstances, problem
 from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel
+from tests.sim.kv_pool import SimKvPool
 from tests.sim.links import Links
 from tests.sim.lives import Lives
 from tests.sim.network import Network
@@ -62,6 +63,7 @@ class World:
             self.kernel,
             self.hub,
             self.calls,
+            SimKvPool(self.kernel, scenario.knobs),
             scenario.knobs,
             self._moment,
             self.links.look,
@@ -201,6 +203,8 @@ class World:
             met = Circumstances(
                 plan=client.plan,
                 trials=client.trials,
+                is_unscored=client.plan.wants_prompt_logprobs
+                and any(choice.finish_reason is None and not choice.is_prompt_scored for choice in client.choices),
                 has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
