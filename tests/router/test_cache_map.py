@@ -118,6 +118,8 @@ class Following:
             if followed.node.prefills:
                 assert self.map.is_whole(ref)
                 assert self.map.keys_of(ref) == shorts(followed.pool)
+        held = [shorts(each.pool) for each in self.nodes.values() if each.node.prefills]
+        assert self.map.snapshot()["keys"] == len(set().union(*held)), "nothing else is kept"
 
 
 @pytest.mark.covers("R02")
