@@ -133,7 +133,7 @@ def measure(config: CacheIndexConfig, nodes: int, max_mib: int, told: Callable[[
         too_many = any(bits & ~(1 << holders[node]) for number, bits in said.items() if number > SHARED)
         wrong += too_many or of_node > len(prompt)
         short_by += len(prompt) - of_node
-    bytes_per_key, keys = index.num_bytes / index.num_keys, index.num_keys
+    bytes_per_key, num_keys = index.num_bytes / index.num_keys, index.num_keys
     index.close(holders[0])
     sweeps = []
     while index.is_sweeping:
@@ -142,7 +142,7 @@ def measure(config: CacheIndexConfig, nodes: int, max_mib: int, told: Callable[[
         nodes=nodes,
         max_mib=max_mib,
         blocks=nodes * (config.blocks + SHARED),
-        keys=keys,
+        keys=num_keys,
         share=index.share,
         mib=index.num_bytes / 2**20,
         bytes_per_key=bytes_per_key,

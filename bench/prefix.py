@@ -162,10 +162,10 @@ def run_way(config: PrefixConfig, kind: str, name: str, asks: Sequence[Ask]) -> 
     with tempfile.TemporaryDirectory(prefix="baton-prefix-") as folder:
         sizes = ("--block-size", str(BLOCK), "--max-model-len", str(config.max_model_len))
         prefill = (*sizes, "--num-blocks", str(config.num_blocks), "--max-num-batched-tokens", "512")
-        prefill += ("--kv-pool", f"file://{folder}/pool", "--save-finished-kv", "on") if has_pool else ()
+        pool = ("--kv-pool", f"file://{folder}/pool", "--save-finished-kv", "on") if has_pool else ()
         names = [f"prefill-{index}" for index in range(config.prefill)]
         router = ("--placement-prefill", policy, "--local-prefill-max-tokens", "0")
-        flags = {"router": router, "decode-0": sizes, **dict.fromkeys(names, prefill)}
+        flags = {"router": router, "decode-0": sizes, **dict.fromkeys(names, (*prefill, *pool))}
         with Fleet.started(config.model, Path(folder), flags) as fleet:
             before = _computed(fleet, names)
             sender = Sender(Server.parse(fleet.url), is_stream=True, timeout_s=600.0)

@@ -1,4 +1,4 @@
-"""The core follows the caches of nodes that prefill, and places by what they hold: the question, the answer, the dispatch, the load."""
+"""The core follows the caches of nodes that prefill, and places by what they hold: question, answer, dispatch, load."""
 
 from __future__ import annotations
 
