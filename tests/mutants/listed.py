@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.mutants import (
     of_answers,
+    of_caches,
     of_engine,
     of_fetching,
     of_handoff,
@@ -30,6 +31,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_engine.MUTANTS,
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
+    *of_caches.MUTANTS,
     *of_answers.MUTANTS,
     *of_fetching.MUTANTS,
     *of_kv_pool.MUTANTS,
