@@ -261,6 +261,19 @@ class NodeTable:
             and self._nodes[each.node].has_blocks_for(num_tokens)
         ]
 
+    def has_target(self, holder: NodeRef, total_tokens: int, without: Collection[str]) -> bool:
+        """Whether some other node could take a branch over from its holder, had it room, that is none of these."""
+        known = self._nodes.get(holder)
+        return known is not None and any(
+            node.ref != holder
+            and node.decodes
+            and node.can_take_work
+            and node.fingerprint == known.fingerprint
+            and total_tokens <= node.max_total_tokens
+            and node.ref.name not in without
+            for node in self
+        )
+
     def spare_candidates(
         self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
     ) -> list[Candidate]:

@@ -134,6 +134,14 @@ MUTANTS: Final = (
         _MOVES,
     ),
     Mutant(
+        "nowhere-rather-than-to-the-left-alone",
+        "Where every other node is left alone for its failures nothing moves: a drain ends with everything computed again.",
+        "router/moves.py",
+        "            broken = broken[1:]  # the least bad first\n",
+        "            break\n",
+        _MOVES,
+    ),
+    Mutant(
         "move-leaks-its-target",
         "A move that came to nothing counts at its target for ever.",
         "router/moves.py",
