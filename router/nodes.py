@@ -212,6 +212,12 @@ class NodeTable:
         prefills = {node.fingerprint for node in able if node.prefills}
         return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
 
+    def decoding(self, total_tokens: int = 0) -> set[NodeRef]:
+        """Nodes that decode and can take work, were there room, that can hold so long a sequence."""
+        return {
+            node.ref for node in self if node.decodes and node.can_take_work and total_tokens <= node.max_total_tokens
+        }
+
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
         return [

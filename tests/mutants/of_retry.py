@@ -70,6 +70,22 @@ MUTANTS: Final = (
         _RETRY,
     ),
     Mutant(
+        "a-claim-on-everything",
+        "Whoever finds no room holds up those as well who fit where it does not.",
+        "router/waiting.py",
+        "if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:",
+        "if True:",
+        ("tests/router/test_core_queue.py",),
+    ),
+    Mutant(
+        "claims-are-overtaken",
+        "Small requests take the blocks that a large one waits for, for ever.",
+        "router/waiting.py",
+        "                claimed |= self._nodes.decoding(branch.total_tokens)\n",
+        "",
+        ("tests/router/test_core_queue.py",),
+    ),
+    Mutant(
         "rest-holds-up-the-queue",
         "While a branch waits out its backoff nobody behind it is dispatched.",
         "router/waiting.py",
