@@ -89,8 +89,8 @@ MUTANTS: Final = (
         "rest-holds-up-the-queue",
         "While a branch waits out its backoff nobody behind it is dispatched.",
         "router/waiting.py",
-        "            if branch.rests_until <= now and (",
-        "            if branch.rests_until > now:\n                return None\n            if (",
+        "            if branch.rests_until > now or (",
+        "            if branch.rests_until > now:\n                claimants.append(branch)\n                break\n            if (",
         _RETRY,
     ),
     Mutant(
