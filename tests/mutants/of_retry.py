@@ -90,7 +90,7 @@ MUTANTS: Final = (
         "While a branch waits out its backoff nobody behind it is dispatched.",
         "router/waiting.py",
         "            if branch.rests_until > now or (",
-        "            if branch.rests_until > now:\n                claimants.append(branch)\n                break\n            if (",
+        "            if branch.rests_until > now:\n                claimants = [branch]\n                break\n            if (",
         _RETRY,
     ),
     Mutant(
@@ -273,8 +273,8 @@ MUTANTS: Final = (
         "drained-counts-as-lost",
         "What was on its way to a node that has ended as it said it would pays a retry, and a few of them end the request.",
         "router/nodes.py",
-        "        if node.entry.draining:\n            change.drained.add(node.ref)\n",
-        "        if node.entry.draining and node.session is Session.LOST:\n            change.drained.add(node.ref)\n",
+        "        if node.drains:\n            change.drained.append(node.ref)\n",
+        "        if node.drains and node.session is Session.LOST:\n            change.drained.append(node.ref)\n",
         ("tests/router/test_core_draining.py",),
     ),
 )
