@@ -20,13 +20,8 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple, Protocol
-=======
-from collections.abc import Collection, Iterator, Sequence, Set
-from typing import Final, NamedTuple
->>>>>>> mend
 
 from proto.attempt_key import BranchKey
 from router.breaker import Breakers
@@ -114,21 +109,6 @@ class WaitingBranches:
         placed: Placed | None = None
         while placed is None and (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
-<<<<<<< HEAD
-            if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
-                found = self._find_pair(branch, now)
-                if found is None:
-                    self._pace.waits(now)
-                    return None
-                pair, kind, num_cached = found
-                num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
-                group = [branch, *self._mates(branch)][:num_fitting]
-                self._pace.dispatched(len(group), now)
-                for each in group:
-                    self.discard(each.key)
-                return Placed(group, pair, kind, num_cached)
-=======
->>>>>>> mend
             self._by_arrival.discard(branch.key)
             if branch.rests_until > now or (longest is not None and branch.total_tokens > longest):
                 self._aside[branch.key] = None
@@ -149,12 +129,12 @@ class WaitingBranches:
             self._pace.dispatched(len(placed.group), now)
         return placed
 
-    def _placed(self, branch: LiveBranch, pair: Pair, kind: str) -> Placed:
+    def _placed(self, branch: LiveBranch, pair: Pair, kind: str, num_cached: int) -> Placed:
         num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
         group = [branch, *self._mates(branch)][:num_fitting]
         for each in group:
             self.discard(each.key)
-        return Placed(group, pair, kind)
+        return Placed(group, pair, kind, num_cached)
 
     def wait_s(self, now: float) -> float:
         """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
@@ -167,11 +147,7 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-<<<<<<< HEAD
-    def _find_pair(self, branch: LiveBranch, now: float) -> tuple[Pair, str, int] | None:
-=======
-    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str] | None:
->>>>>>> mend
+    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int] | None:
         broken, last = self._broken(branch, now), branch.last_pair
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
         excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
