@@ -34,7 +34,7 @@ from tests.sim.planted import (
     the_queue_has_no_end,
     writes_run_on_into_blocks_that_are_free,
 )
-from tests.sim.scenario import ClientPlan, Knobs, Scenario, draw_scenario
+from tests.sim.scenario import ClientPlan, Fault, Knobs, Scenario, draw_scenario
 
 MAX_SEEDS = 120
 
@@ -86,9 +86,23 @@ def leaving_while_kv_is_written(seed: int) -> Scenario:
     return Scenario(seed, Knobs(network="heavy", is_one_sided=True, max_batched_tokens=8), clients)
 
 
+def leaving_while_a_node_is_probed(seed: int) -> Scenario:
+    """A node fails once, and is left alone for it; every client leaves soon, whoever's attempt tries the node next too."""
+    rng = random.Random(seed)
+    clients = tuple(
+        ClientPlan(
+            f"r{number}", 1.0 + 0.1 * number, 0, (1, 2, number % 11), 24, number, aborts_after_s=rng.uniform(0.1, 0.9)
+        )
+        for number in range(30)
+    )
+    knobs = Knobs(num_decode=2, breaker_failures=1, step_s=0.05)
+    return Scenario(seed, knobs, clients, (Fault(1.3, "broken row", "decode-0"),))
+
+
 # What drawn seeds find too seldom.
 SCENARIOS: dict[Callable[[Patch], None], Callable[[int], Scenario]] = {
     sent_blocks_are_dropped_before_they_are_read: leaving_while_kv_is_written,
+    a_probe_that_says_nothing_probes_for_ever: leaving_while_a_node_is_probed,
 }
 
 
