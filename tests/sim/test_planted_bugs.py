@@ -87,16 +87,22 @@ def leaving_while_kv_is_written(seed: int) -> Scenario:
 
 
 def leaving_while_a_node_is_probed(seed: int) -> Scenario:
-    """A node fails once, and is left alone for it; every client leaves soon, whoever's attempt tries the node next too."""
+    """A node fails now and then, and is left alone for it; clients leave soon, whoever's attempt tries the node next too."""
     rng = random.Random(seed)
     clients = tuple(
         ClientPlan(
-            f"r{number}", 1.0 + 0.1 * number, 0, (1, 2, number % 11), 24, number, aborts_after_s=rng.uniform(0.1, 0.9)
+            f"r{number}",
+            1.0 + 0.1 * number,
+            0,
+            tuple(rng.randrange(11) for _ in range(20)),
+            24,
+            number,
+            aborts_after_s=rng.uniform(0.02, 0.6),
         )
-        for number in range(30)
+        for number in range(40)
     )
-    knobs = Knobs(num_decode=2, breaker_failures=1, step_s=0.05)
-    return Scenario(seed, knobs, clients, (Fault(1.3, "broken row", "decode-0"),))
+    knobs = Knobs(num_decode=2, breaker_failures=1, step_s=0.05, max_batched_tokens=8)
+    return Scenario(seed, knobs, clients, tuple(Fault(at, "broken row", "decode-0") for at in (1.2, 2.5, 3.8)))
 
 
 # What drawn seeds find too seldom.
