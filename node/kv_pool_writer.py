@@ -128,13 +128,13 @@ class PoolWriter:
     def _write_all(self) -> None:
         while batch := self._next_batch():
             outcome, num_written = self._write(batch)
-            self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
-            self._measures.add("kv_pool_saves", "written", num_written)
             with self._changed:
                 if outcome == "present":
                     self._recent.note((key for key, _ in batch), time.monotonic())
                 for _, slot in batch:
                     self._staging.left(slot)
+            self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
+            self._measures.add("kv_pool_saves", "written", num_written)
 
     def _next_batch(self) -> list[tuple[bytes, int]]:
         """Blocks to write; none: there will be no more."""

@@ -297,8 +297,8 @@ def test_what_the_pool_has_said_to_have_is_not_copied_again_for_a_while_and_leav
         async with pool_bed(bounds=bounds) as bed:
             await stored(bed, 4)
             bed.store.may_write.clear()
-            staged = await bed.saved(save(1, 0, 8))  # a prompt that everybody has, and something new behind it
-            assert staged == BlocksStaged(1, 8 if recent_s else 4)
+            # A prompt that everybody has, and something new behind it.
+            assert await bed.saved(save(1, 0, 8)) == BlocksStaged(1, 8 if recent_s else 4)
             bed.store.may_write.set()
             await bed.until(lambda: bed.amount("kv_pool_saves", "present") == 4)
             await bed.until(lambda: bed.amount("kv_pool_saves", "written") == num_asked)

@@ -93,8 +93,8 @@ MUTANTS: Final = (
         "kv-read-does-not-renew",
         "What is read all the time goes all the same, for it was written long ago.",
         "connector/file_store.py",
-        "                os.utime(file)",
-        "                os.fstat(file)",
+        "        os.utime(file)",
+        "        str(file)",
         _CONTRACT,
     ),
     Mutant(
