@@ -173,7 +173,8 @@ class PrefillCore:
         offer = messages.offer_of(work, self._limits.reserve_wait_s)
         self._tasks.add(PrefillTask(work, Handover(offer)))
         self._timers.set(work.key, work.deadline)
-        if not self._fetching.hold(work.key, work.matchable_keys(self._pool.block_size), now):
+        matchable, goes_on = work.matchable_keys(self._pool.block_size), bool(work.generated_token_ids)
+        if not self._fetching.hold(work.key, matchable, now, goes_on=goes_on):
             self._queue((work.key,))
 
     def _queue(self, keys: Iterable[AttemptKey]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine.block_pool import BlockState
 from node import events as ev
 from prefill_node.fetch_cost import COLD_WAIT_S
-from prefill_node.fetching import PROBE_BLOCKS, PROBE_PAUSE_S
+from prefill_node.fetching import LOOK_AGAIN_S, LOOKS_FOR, PROBE_BLOCKS, PROBE_PAUSE_S
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from tests.cores.mixed import MIXED, Mixed
@@ -75,6 +75,53 @@ def test_two_requests_with_one_beginning_fetch_it_once() -> None:
     node.fetch_brings(4)
     assert [start for start, _ in node.step()] == [16, 16, 16] and not node.fetches
     node.assert_empty()
+
+
+@pytest.mark.covers("W07")
+def test_who_waited_for_anothers_blocks_then_asks_for_its_own() -> None:
+    node = Reading()
+    node.dispatch(A, prompt_of(4))
+    node.look_says(4)
+    longer = [*prompt_of(4)[:-1], *[9] * BLOCK_SIZE, 2]
+    node.dispatch(B, longer)
+    assert not node.looks
+    node.fetch_brings(4)
+    assert node.looks[0].keys == (keys_of(longer)[4],), "nobody has asked whether the pool has this one"
+    node.look_says(1)
+    node.fetch_brings(1)
+    assert [start for start, _ in (*node.step(), *node.step())] == [16, 20]
+    node.assert_empty()
+
+
+@pytest.mark.covers("W07")
+def test_who_goes_on_from_elsewhere_looks_again_for_what_is_being_saved_of_it_a_quarter_of_its_patience_long() -> None:
+    node = Reading()
+    node.warm_up()
+    began_at = node.now
+    whole = prompt_of(8)
+    node.dispatch(A, whole[:20], generated=whole[20:])
+    node.look_says(0)
+    assert not node.plans and not node.looks
+    node.wait(LOOK_AGAIN_S)
+    node.look_says(3)
+    node.fetch_brings(3)
+    assert not node.plans and not node.looks, "more of it may come"
+    node.wait(LOOK_AGAIN_S)
+    assert node.looks[0].keys == tuple(keys_of(whole)[3:])
+    node.look_says(2)
+    node.fetch_brings(2)
+    while not node.plans:
+        node.wait(LOOK_AGAIN_S)
+        if node.looks:
+            node.look_says(0)
+    patience_s = 8 * BLOCK_SIZE * STEP_S / 8
+    assert node.now - began_at == pytest.approx(patience_s * LOOKS_FOR, abs=2 * LOOK_AGAIN_S)
+    assert node.step()[0][0] == 20
+    node.run()
+    node.assert_empty()
+    node.dispatch(B, [3] * 20)
+    node.look_says(0)
+    assert node.plans, "nothing is being saved of who is new"
 
 
 @pytest.mark.covers("W07", "S12")
