@@ -144,6 +144,10 @@ class PrefillCore:
         """See NodeCore."""
         return load_report(self._scheduler, self._pool)
 
+    def hold_back(self, is_held_up: bool) -> None:
+        """Whether no blocks are to be taken to read the KV pool into, because somebody who was here before does not find room."""
+        self._fetching.is_held_up = is_held_up
+
     # ------------------------------------------------------------ from the router
 
     def _from_router(self, router: ev.RouterId, message: pb.RouterMessage, now: float) -> None:

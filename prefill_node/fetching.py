@@ -91,6 +91,7 @@ class Fetching:
         self._cache = PrefixCache(pool)
         self._out = out
         self._is_on = is_on
+        self.is_held_up = False  # no fetch is to begin
         self.cost = FetchCost(pool.block_size)
         self._held: dict[AttemptKey, _Held] = {}
         self._patience: Timers[AttemptKey] = Timers()
@@ -289,7 +290,8 @@ class Fetching:
         num_blocks = min(num_needed, self._pool.num_blocks // POOL_SHARE - self._num_leased)
         matched = self._cache.match(behind, len(behind))
         num_taken = sum(map(self._pool.is_cached, matched)) + num_blocks + self._scheduler.backlog().num_blocks
-        if num_blocks < 1 or len(self._fetches) >= MAX_FETCHES or not self._scheduler.admits(num_taken, ()):
+        has_room = num_blocks > 0 and not self.is_held_up and self._scheduler.admits(num_taken, ())
+        if not has_room or len(self._fetches) >= MAX_FETCHES:
             self._out.append(ev.Count("kv_pool_no_room"))
             return None
         continued = self._cache.acquire_match(behind, len(behind))  # before the lease: it would evict just these

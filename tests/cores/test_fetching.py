@@ -12,7 +12,7 @@ from prefill_node.fetching import LOOK_AGAIN_S, LOOKS_FOR, PROBE_BLOCKS, PROBE_P
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from tests.cores.mixed import MIXED, Mixed
-from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, only
+from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, only, reserve_request
 from tests.cores.reading import STEP_S, Reading, keys_of, prompt_of
 
 A, B, C, D, E = (AttemptKey(name, 0, 0) for name in "abcde")
@@ -346,12 +346,9 @@ def test_a_twin_that_was_computed_while_the_fetch_ran_stays_the_one_found() -> N
     node.assert_empty()
 
 
-@pytest.mark.covers("W07")
-def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
-    node = Mixed(reads_kv_pool=True)
-    node.memory[:] = 0
-    prompt = prompt_of(4)
-    dispatch = pb.Dispatch(
+def to_another(prompt: list[int]) -> pb.Dispatch:
+    """A mixed node computes it for a decode node."""
+    return pb.Dispatch(
         request_id="a",
         branches=[pb.Branch(seed=1)],
         prompt_token_ids=prompt,
@@ -359,7 +356,13 @@ def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
         target=pb.Target(node=DECODE.to_proto(), grpc_address="decode-0:1"),
         ms_left=60_000,
     )
-    look = only(node.send(dispatch), ev.LookInPool)
+
+
+@pytest.mark.covers("W07")
+def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
+    node = Mixed(reads_kv_pool=True)
+    prompt = prompt_of(4)
+    look = only(node.send(to_another(prompt)), ev.LookInPool)
     assert node.identity is MIXED and not node.plans
     fetch = only(node.feed(ev.PoolLooked(look.look_id, 4)), ev.FetchBlocks)
     for _, block_id in fetch.blocks:
@@ -369,3 +372,21 @@ def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
     assert [chunk.start for chunk in node.plans[0].chunks] == [16]
     node.step()
     node.assert_empty()
+
+
+@pytest.mark.covers("S12", "P04")
+@pytest.mark.parametrize("is_somebody_in_line", [False, True])
+def test_on_a_mixed_node_a_fetch_takes_no_room_while_somebody_waits_for_a_lease(is_somebody_in_line: bool) -> None:
+    node = Mixed(num_blocks=20, policy="none", reads_kv_pool=True)
+
+    def reserve(name: str, num_tokens: int) -> list[ev.Action]:
+        request = reserve_request(AttemptKey(name, 0, 0), [3] * num_tokens, 4)
+        request.to_incarnation, request.wait_ms = MIXED.incarnation, 10_000
+        return node.feed(ev.ReserveAsked(ord(name), request))
+
+    only(reserve("x", 40), ev.AnswerReserve)
+    if is_somebody_in_line:
+        assert not reserve("y", 40), "it finds room, and was to wait"
+    look = only(node.send(to_another(prompt_of(2))), ev.LookInPool)
+    actions = node.feed(ev.PoolLooked(look.look_id, 2))
+    assert any(isinstance(action, ev.FetchBlocks) for action in actions) == (not is_somebody_in_line)

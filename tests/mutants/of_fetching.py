@@ -23,8 +23,8 @@ MUTANTS: Final = (
         "fetch-takes-any-room",
         "A fetch takes blocks that were promised, or that the policy leaves to what runs.",
         "prefill_node/fetching.py",
-        "or not self._scheduler.admits(num_taken, ())",
-        "or num_blocks > self._pool.counts().free",
+        "and self._scheduler.admits(num_taken, ())",
+        "and num_blocks <= self._pool.counts().free",
         _CORE,
     ),
     Mutant(
@@ -185,6 +185,14 @@ MUTANTS: Final = (
         "prefill_node/fetching.py",
         "self._held[key] = _Held(block_keys, end, now, num_in_front, give_up_at, looks_until)",
         "self._held[key] = _Held(block_keys, end, now, num_in_front, give_up_at, looks_until, end > num_local)",
+        _CORE,
+    ),
+    Mutant(
+        "fetch-overtakes-who-waits-for-a-lease",
+        "On a mixed node fetches take, one after the other, the room that somebody waits for in line.",
+        "mixed_node/core.py",
+        "        self._prefill.hold_back(self._decode.has_line)\n",
+        "",
         _CORE,
     ),
     Mutant(
