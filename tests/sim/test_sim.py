@@ -124,5 +124,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "circuit probing to open",
         "drained",
         "moves_refused",
+        "cached_tokens:",
+        "index agrees",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
