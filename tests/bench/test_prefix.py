@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.cache_index import CacheIndexConfig, measure
+from bench.block_index import CacheIndexConfig, measure
 from bench.prefix import PrefixConfig
 from bench.prefix_load import Ask, Chats, chat_asks, fresh_tokens, trace_asks
 
