@@ -44,13 +44,20 @@ class Fleet:
     """Processes by name: `router` or `router-<number>`, and `<role>-<number>`; made by `started`."""
 
     def __init__(
-        self, model: Path, folder: Path, flags: Mapping[str, Sequence[str]], network: Network | None = None
+        self,
+        model: Path,
+        folder: Path,
+        flags: Mapping[str, Sequence[str]],
+        network: Network | None = None,
+        registry: str | None = None,
     ) -> None:
-        """`flags` are those of each process, by its name; `network` has a party of each of these names."""
+        """`flags` are those of each process, by its name; `network` has a party of each of these names; `registry` is the url of
+        the one that they share: without it each router has its own."""
         self._model = model
         self._folder = folder
         self._flags = flags
         self._network = network
+        self._registry = registry
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._disowned: list[subprocess.Popen[bytes]] = []
         self._ready: dict[str, dict[str, Any]] = {}  # what each wrote when it began to listen; kept for its next life
@@ -59,10 +66,15 @@ class Fleet:
     @classmethod
     @contextmanager
     def started(
-        cls, model: Path, folder: Path, flags: Mapping[str, Sequence[str]], network: Network | None = None
+        cls,
+        model: Path,
+        folder: Path,
+        flags: Mapping[str, Sequence[str]],
+        network: Network | None = None,
+        registry: str | None = None,
     ) -> Iterator[Self]:
         """A ready cluster of the processes that `flags` names; all are killed at the end. ClusterProblem."""
-        fleet = cls(model, folder, flags, network)
+        fleet = cls(model, folder, flags, network, registry)
         try:
             fleet.start(*fleet.routers)
             fleet.start(*fleet.nodes)
@@ -92,7 +104,7 @@ class Fleet:
         return url
 
     def registry_of(self, router: str) -> str:
-        """Where nodes announce themselves to it."""
+        """Where nodes announce themselves to it, if each router has a registry of its own."""
         address: str = self._ready[router]["registry"]
         return address
 
@@ -222,11 +234,14 @@ class Fleet:
         words = [role, "--model", str(self._model)]
         if self._network:
             words += ["--host", self._network.address(name)]
+        words += ["--registry", self._registry] if self._registry else []
         if role == "router":
-            addresses = {"--port": old and old["url"], "--registry-port": old and old["registry"]}
+            addresses = {"--port": old and old["url"]}
+            addresses |= {} if self._registry else {"--registry-port": old and old["registry"]}
         else:
-            registries = ",".join(self._ready[router]["registry"] for router in self.routers)
-            words += ["--node-id", name, "--router", registries, "--threads", "1"]
+            registries = ",".join(self._ready[router]["registry"] for router in self.routers if not self._registry)
+            words += ["--router", registries] if registries else []
+            words += ["--node-id", name, "--threads", "1"]
             addresses = {"--http-port": old and old["http"], "--grpc-port": old and old["grpc"]}
         for flag, address in addresses.items():
             words += [flag, address.rpartition(":")[2] if address else "0"]

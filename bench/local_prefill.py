@@ -14,10 +14,9 @@ import asyncio
 import json
 import random
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -31,7 +30,10 @@ from rich.table import Table
 from bench.cluster import ClusterProblem
 from bench.http_exchange import Server, exchange
 from bench.load import PATH
+from bench.local_prefill_figures import Figures, Probe, figures_of, seen
+from bench.local_prefill_plot import plot
 from bench.machine import machine, utc_date
+from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.two_ways import WAYS, TwoWays, started_two_ways
 from runtime.config import knob, load
@@ -57,12 +59,20 @@ class LocalPrefillConfig:
     vocab_size: int = knob(256, "token ids are drawn below it", low=2, high=1 << 24)
     seed: int = knob(0, "of the prompts", low=0, high=(1 << 63) - 1)
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+    plot: Path | None = knob(
+        None, f"picture of the ratios, its suffix {', '.join(SUFFIXES)}; needs matplotlib", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         numbers_of("--lengths", self.lengths)
         numbers_of("--chunks", self.chunks)
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        for flag, path in (("--output", self.output), ("--plot", self.plot)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{flag} {path}: its folder does not exist")
+        if self.plot is not None and self.plot.suffix not in SUFFIXES:
+            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}")
+        if self.plot is not None and not can_plot():
+            raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
         if not (self.model / "config.json").is_file():
             raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
 
@@ -73,31 +83,6 @@ def numbers_of(flag: str, text: str) -> list[int]:
     if not all(part.isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
         raise ValueError(f"{flag} {text}: must be whole numbers from 1 on with commas between")
     return [int(part) for part in parts]
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One request, and what those that decoded beside it saw. Seconds."""
-
-    ttft_s: float
-    second_token_s: float  # from the request's beginning
-    gaps_s: tuple[float, ...]  # between tokens of each stream, that touch the time until the probe's second token
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One length and chunk: medians over rounds, and ratios of local to handoff, medians over rounds too."""
-
-    chunk: int
-    prompt_tokens: int
-    ttft_s: dict[str, float]  # by way, as the next two
-    second_token_s: dict[str, float]
-    longest_gap_s: dict[str, float]
-    quiet_gap_s: float  # the streams' median gap when no probe was there
-    ttft_ratio: float
-    second_token_ratio: float
-    longest_gap_ratio: float
-    stall_ratio: float  # of what the streams waited beyond their quiet gaps, in sum
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         write_atomically(config.output, {**facts, "figures": [asdict(each) for each in figures]})
         console.print(f"written: {config.output}")
+    if config.plot is not None:
+        plot(figures, config.plot)
+        console.print(f"written: {config.plot}")
     return 0
 
 
@@ -176,8 +164,8 @@ class _Run:
                 with suppress(asyncio.CancelledError):
                     await stream
             if number >= 0:
-                rounds.append({way: _seen(window, instants) for way, window in windows.items()})
-        return _figures(chunk, length, rounds, quiet)
+                rounds.append({way: seen(window, instants) for way, window in windows.items()})
+        return figures_of(chunk, length, rounds, quiet)
 
     async def _settled(self, instants: Sequence[Sequence[float]]) -> None:
         """Until every stream has said a few tokens, and for a while longer, which is the quiet that gaps are compared with."""
@@ -219,42 +207,6 @@ class _Run:
 
         await exchange(server, server.post(PATH, json.dumps(fields).encode()), take, lambda _at: None, None)
         return last[-300:].decode("utf-8", "replace").strip()
-
-
-def _seen(probe: Sequence[float], streams: Sequence[Sequence[float]]) -> Probe:
-    began_at, first_at, second_at = probe[:3]
-    gaps = tuple(b - a for each in streams for a, b in pairwise(each) if b > began_at and a < second_at)
-    return Probe(first_at - began_at, second_at - began_at, gaps)
-
-
-def _figures(chunk: int, length: int, rounds: Sequence[dict[str, Probe]], quiet: Sequence[float]) -> Figures:
-    quiet_gap_s = statistics.median(quiet) if quiet else 0.0
-
-    def median(value: Callable[[Probe], float], way: str) -> float:
-        return statistics.median(value(each[way]) for each in rounds)
-
-    def ratio(value: Callable[[Probe], float]) -> float:
-        pairs = [(value(each["local"]), value(each["handoff"])) for each in rounds]
-        return statistics.median(local / handoff for local, handoff in pairs) if all(b for _, b in pairs) else 0.0
-
-    def longest(probe: Probe) -> float:
-        return max(probe.gaps_s, default=0.0)
-
-    def stalled(probe: Probe) -> float:
-        return sum(max(gap - quiet_gap_s, 0.0) for gap in probe.gaps_s)
-
-    return Figures(
-        chunk=chunk,
-        prompt_tokens=length,
-        ttft_s={way: median(lambda probe: probe.ttft_s, way) for way in WAYS},
-        second_token_s={way: median(lambda probe: probe.second_token_s, way) for way in WAYS},
-        longest_gap_s={way: median(longest, way) for way in WAYS},
-        quiet_gap_s=quiet_gap_s,
-        ttft_ratio=ratio(lambda probe: probe.ttft_s),
-        second_token_ratio=ratio(lambda probe: probe.second_token_s),
-        longest_gap_ratio=ratio(longest),
-        stall_ratio=ratio(stalled),
-    )
 
 
 def show(console: Console, figures: Sequence[Figures]) -> None:

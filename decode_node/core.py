@@ -42,7 +42,7 @@ from node import events as ev
 from node.handing_over import Handovers
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
-from node.steps import StepsAhead
+from node.steps import StepsAhead, saves_of
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
@@ -101,6 +101,8 @@ class DecodeCore:
                 self._receiving.take(event, now)
             case ev.StepDone(result):
                 self.read(self._scheduler.complete(result), now)
+            case ev.BlocksStaged(save_id):
+                self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._cancel(message.cancel, now)
             case ev.FromRouter(router, message) if message.WhichOneof("kind") == "dispatch":
@@ -125,7 +127,7 @@ class DecodeCore:
         """Alone over its scheduler, it plans for itself."""
         steps = self._steps.plan()
         self.hold_back(self._steps.is_held_up)
-        return [*steps, *self.settle(now)]
+        return [*steps, *self.settle(now), *saves_of(self._scheduler)]
 
     def expire(self, now: float) -> None:
         """See PartOfCore."""

@@ -282,7 +282,7 @@ class Mover:
         if self._scheduler.resumes_preempted:
             self._scheduler.resume(key)
         else:
-            self._scheduler.abort(key)
+            self._scheduler.abandon(key)
             self._verdicts.append(Verdict(move.branch, Outcome.PREEMPTED))
 
     def _withdraw(self, move: Move, now: float) -> None:

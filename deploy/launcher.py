@@ -46,6 +46,13 @@ HANDED_ON: Final = (
     "local_prefill_chunk",
     "device",
     "transport",
+    "cache_generated",
+    "kv_pool_max_mib",
+    "kv_pool_ttl_s",
+    "kv_pool_staging_mib",
+    "kv_pool_secret_file",
+    "save_preempted_kv",
+    "save_finished_kv",
 )
 
 
@@ -185,6 +192,7 @@ class _Launcher:
         # By variable: a password in a command line is everybody's to see.
         environment = child_environment(threads) | {"BATON_REGISTRY": self._config.registry}
         environment["BATON_REGISTRY_NAMESPACE"] = self._config.registry_namespace or ""
+        environment["BATON_KV_POOL"] = self._config.kv_pool or ""
         child = await ChildProcess.start(name, command, self._config.run_dir, environment)
         self._children.append(child)
         task = asyncio.create_task(child.ended())
@@ -202,6 +210,8 @@ class _Launcher:
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
         if config.local_prefill_max_tokens is not None:
             command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
+        if config.placement_prefill is not None:
+            command += ["--placement-prefill", config.placement_prefill]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.config import knob
+from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 
@@ -54,8 +55,26 @@ class UpConfig:
     local_prefill_max_tokens: int | None = knob(
         None, "handed on to the router: tokens of short prompts that a decode node computes itself", low=0
     )
+    placement_prefill: Literal["cache_aware", "least_loaded", "power_of_two", "random", "round_robin"] | None = knob(
+        None, "handed on to the router: how a prefill node is chosen"
+    )
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
     transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
+    cache_generated: Literal["on", "off"] | None = _of_nodes("whether completion tokens are cached", low=None)
+    kv_pool: str | None = knob(
+        None,
+        "handed on to every node: where nodes keep KV blocks for each other, file:///DIR or redis://HOST:PORT/DB; a password is "
+        "better off in the variable, where ps does not show it",
+        metavar="URL",
+    )
+    kv_pool_max_mib: int | None = _of_nodes("MiB that the KV pool may hold")
+    kv_pool_ttl_s: float | None = _of_nodes("seconds that a block stays in a Redis unused")
+    kv_pool_staging_mib: int | None = _of_nodes("MiB for blocks that wait to be written there")
+    kv_pool_secret_file: Path | None = knob(
+        None, "handed on to every node: file with the secret by which they know their own blocks there", metavar="FILE"
+    )
+    save_preempted_kv: Literal["on", "off"] | None = _of_nodes("whether who gave way is saved there", low=None)
+    save_finished_kv: Literal["on", "off"] | None = _of_nodes("whether who is done is saved there", low=None)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
@@ -70,6 +89,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
+        if self.kv_pool is not None:
+            read_kv_pool_address(self.kv_pool)
         if self.port and self.port + self.routers > 1 << 16:
             raise ValueError(
                 f"--port {self.port}: there are not {self.routers} ports from there on, one for each router"

@@ -30,9 +30,11 @@ Every public operation is one transition: it checks all of its arguments, then c
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from engine.key_log import KeyLog
 
 
 class BlockPoolError(Exception):
@@ -79,6 +81,7 @@ class BlockPool:
         self._arrived: dict[int, None] = {}  # of committed leases, not taken yet; in order
         self._num_quarantined = 0
         self._num_promised = 0
+        self.key_log = KeyLog()  # hears of every key that can be found, and no more
 
     # What there is
 
@@ -107,13 +110,19 @@ class BlockPool:
         """Whether acquiring this block would take it out of what is available (nobody references it)."""
         return self._states[block_id] is BlockState.CACHED
 
-    def num_sole(self, block_ids: Sequence[int]) -> int:
-        """How many of these used blocks have one reference: dropping it makes them available."""
-        return sum(self._num_references[block_id] == 1 for block_id in block_ids)
+    def num_freed_by(self, block_ids: Iterable[int]) -> int:
+        """How many used blocks become available when a reference is dropped for each time that one is named here."""
+        return sum(self._num_references[block_id] == number for block_id, number in Counter(block_ids).items())
 
     def find(self, key: bytes) -> int | None:
         """The block, used or cached, that holds this content."""
         return self._block_of_key.get(key)
+
+    def keys_from(self, block_id: int, most: int) -> tuple[list[bytes], int | None]:
+        """Keys that can be found, of `most` blocks from this one on, and the block behind them; None: there is none."""
+        behind = block_id + most
+        keys = [key for key in self._keys[block_id:behind] if key is not None]
+        return keys, behind if behind < self.num_blocks else None
 
     # Promises
 
@@ -176,7 +185,9 @@ class BlockPool:
             raise BlockPoolError(f"publish: block {block_id} already holds other content")
         if self._block_of_key.setdefault(key, block_id) != block_id:
             return False
-        self._keys[block_id] = key
+        if self._keys[block_id] is None:
+            self._keys[block_id] = key
+            self.key_log.add(key, True)
         return True
 
     # Leases
@@ -247,6 +258,7 @@ class BlockPool:
         assert key is not None, "only keyed blocks are cached"
         del self._block_of_key[key]
         self._keys[block_id] = None
+        self.key_log.add(key, False)
         return block_id
 
     def _check_room(self, num_blocks: int, room: int, operation: str) -> None:

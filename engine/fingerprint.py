@@ -6,7 +6,6 @@ Field names are those of proto's Fingerprint message. Not here: comparing two of
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 from engine.config_values import ModelError
 from engine.model_config import read_model_config
 from engine.weights import find_weight_files
+from proto.block_key import fingerprint_bytes
 
 _SAMPLE_BYTES: Final = 64 << 10
 _NUM_SAMPLES: Final = 16  # per file, evenly spaced: a megabyte read of files that may have a hundred gigabytes
@@ -35,7 +35,7 @@ class Fingerprint:
 
     def to_bytes(self) -> bytes:
         """Same fields, same bytes, on every machine: what block keys are seeded with."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return fingerprint_bytes(asdict(self))
 
 
 def fingerprint_fields(model_dir: Path, dtype: str, block_size: int, kernels: str) -> Fingerprint:

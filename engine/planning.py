@@ -12,6 +12,7 @@ import numpy as np
 from engine.plan import Decodes, Plan, PrefillChunk, SlotMark, SlotStart
 from engine.population import Population
 from engine.room import Room
+from engine.saving import Saves
 from engine.sequence import NEVER, Phase, Sequence
 
 # Whose blocks a plan puts where links read: its slot and generation, which a resumed one changes, and how many leading ones.
@@ -22,11 +23,17 @@ class Planner:
     """Makes one plan after the other over a population and its room."""
 
     def __init__(
-        self, population: Population, room: Room, max_batched_tokens: int, max_beside_decodes: int | None = None
+        self,
+        population: Population,
+        room: Room,
+        saves: Saves,
+        max_batched_tokens: int,
+        max_beside_decodes: int | None = None,
     ) -> None:
         self._population = population
         self._slots = population.slots
         self._room = room
+        self._saves = saves
         self._max_batched_tokens = max_batched_tokens
         self._max_beside_decodes = max_batched_tokens if max_beside_decodes is None else max_beside_decodes
         self._next_step_id = 0
@@ -157,7 +164,7 @@ class Planner:
         population.prefilling = sequence
         return sequence
 
-    # Sequences that move
+    # Sequences that move, or are saved
 
     def _is_preempting(self, sequence: Sequence) -> bool:
         """Whether it still has its slot, and was not ended since it was to be marked."""
@@ -165,9 +172,16 @@ class Planner:
         return is_owner and bool(self._slots.phases[sequence.slot] == Phase.PREEMPTING)
 
     def _show(self) -> tuple[int, ...]:
-        """Blocks for links to read: those that are final, and all of who is paused, or marked in the plan being made."""
+        """Blocks for links to read: those that are final, and all of who is paused, or marked in the plan being made.
+
+        And those that are saved: the full ones of who finished, and of who is marked because it gives way.
+        """
         shown: list[tuple[Sequence, tuple[int, int], int]] = []
-        leaving: list[int] = []
+        leaving = self._saves.name(self._next_step_id)
+        for sequence in self._to_mark if self._saves.of_preempted else ():
+            if not sequence.is_pausing:
+                num_full = int(self._slots.num_planned[sequence.slot]) // self._room.block_size
+                leaving += sequence.block_ids[:num_full]
         for sequence_id, sequence in self._population.read.items():
             num_blocks = len(sequence.block_ids)
             if sequence_id not in self._population.paused and not any(each is sequence for each in self._to_mark):
@@ -183,7 +197,7 @@ class Planner:
 
     def _give_way(self, num_lacking: int, needy: Sequence) -> int:
         """Have the youngest give way until as many blocks come as are lacking; 1 if the needy one itself was it, else 0."""
-        while self._room.num_coming(self._population.leaving()) < num_lacking:
+        while self._room.num_coming(self._population.leaving(), self._saves.block_ids()) < num_lacking:
             # Of a lending sequence somebody reads the blocks. The youngest of the others is never older than the needy one.
             decoding = self._slots.decoding()
             candidates = decoding[~self._slots.is_lending[decoding]]

@@ -19,6 +19,7 @@ from engine.plan import (
 )
 from engine.population import Population
 from engine.room import Room
+from engine.saving import Saves
 from engine.sequence import NEVER, Phase, Progress, Sequence
 
 PREEMPTED: Final = "preempted"
@@ -28,9 +29,12 @@ PAUSED: Final = "paused"
 class Reader:
     """Reads one step after the other, in the order of their plans."""
 
-    def __init__(self, population: Population, room: Room, *, resumes_preempted: bool, keeps_preempted: bool) -> None:
+    def __init__(
+        self, population: Population, room: Room, saves: Saves, *, resumes_preempted: bool, keeps_preempted: bool
+    ) -> None:
         self._all = population
         self._room = room
+        self._saves = saves
         self._resumes_preempted = resumes_preempted
         self._keeps_preempted = keeps_preempted
         self._last_read_step_id = NEVER
@@ -80,7 +84,7 @@ class Reader:
                 continue
             sequence.token_ids.append(token_id)
             if fills:
-                self._room.publish(sequence, end)
+                self._room.publish(sequence, end, decodes=True)
             progress.append(Progress(sequence.spec.sequence_id, end, token_id, None))
         return progress
 
@@ -100,6 +104,8 @@ class Reader:
             elif isinstance(row, PrefillChunk) and not sequence.is_broken:
                 self._keep_computed(sequence, row, answer)
         if self.is_finished(sequence) and not self.has_unread_rows(sequence):
+            if sequence.is_complete:
+                self._saves.finished(sequence)
             self._all.retire(sequence)
         return progress
 
@@ -118,12 +124,13 @@ class Reader:
         if samples != (token_id >= 0):
             kind = "samples" if samples else "does not sample"
             raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
-        self._room.publish(sequence, num_computed)
+        self._room.publish(sequence, num_computed, decodes=isinstance(row, DecodeRow))
         if not samples:
             return Progress(sequence_id, num_computed, None, None, None, answer.prompt_logprobs)
         sequence.token_ids.append(token_id)
         finish = sequence.finish_reason()
         if finish is not None:
+            sequence.is_complete = True
             self._all.finish(sequence)
         told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
         return Progress(sequence_id, num_computed, token_id, finish, *told)
@@ -131,7 +138,7 @@ class Reader:
     def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
         """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
         if answer.token_id != BROKEN_ROW:
-            self._room.publish(sequence, row.start + len(row.token_ids))
+            self._room.publish(sequence, row.start + len(row.token_ids), decodes=False)
 
     def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:
         """The runner is done with a marked slot: all that its owner generated has been read before this."""
@@ -140,12 +147,15 @@ class Reader:
         if self.is_finished(sequence):  # meanwhile, or aborted
             return []
         is_paused = sequence.is_pausing
+        num_computed = int(self._all.slots.num_computed[sequence.slot])
+        self._room.publish(sequence, num_computed, decodes=True)  # what it computed again, before it comes to decode
         if not is_paused and self._resumes_preempted and not sequence.is_read:
+            self._saves.preempted(sequence)
             self._all.requeue(sequence)
             return []
-        num_computed = int(self._all.slots.num_computed[sequence.slot])
         if is_paused or self._keeps_preempted or sequence.is_read:
             self._all.park(sequence, keeps_slot=is_paused)
         else:
+            self._saves.preempted(sequence)
             self._all.retire(sequence)
         return [Progress(sequence.spec.sequence_id, num_computed, None, PAUSED if is_paused else PREEMPTED)]

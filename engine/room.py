@@ -14,6 +14,7 @@ Nothing here decides who gives way: that is engine/scheduler.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -95,9 +96,10 @@ class Room:
                 sequence.num_promised -= is_promised
         return True
 
-    def num_coming(self, leaving: Iterable[Admitted]) -> int:
-        """Blocks that become available when these retire."""
-        return sum(self._pool.num_sole(sequence.block_ids) for sequence in leaving if not sequence.is_lending)
+    def num_coming(self, leaving: Iterable[Admitted], kept: Iterable[int]) -> int:
+        """Blocks that become available when these retire, and each reference on what is kept for the KV pool is dropped."""
+        tables = (sequence.block_ids for sequence in leaving if not sequence.is_lending)
+        return self._pool.num_freed_by(chain(kept, *tables))
 
     def take_arrived(self) -> tuple[int, ...]:
         """Blocks that a transfer filled and that no plan told of."""
@@ -107,15 +109,17 @@ class Room:
         """Of the tokens known at the start."""
         return blocks_for(len(spec.token_ids), self.block_size)
 
-    def publish(self, sequence: Admitted, num_computed: int) -> None:
+    def publish(self, sequence: Admitted, num_computed: int, *, decodes: bool) -> None:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.
 
-        Of matched and adopted blocks some have their keys already: offering them again changes nothing.
+        Those with completion tokens only of who decodes (`decodes`): what a prompt's chunks compute of them once more is of use to
+        this sequence alone. Of matched and adopted blocks some have their keys already: offering them again changes nothing.
         """
-        end = num_computed
-        if not self._cache_generated:
-            end = min(end, len(sequence.spec.token_ids) - sequence.spec.num_generated)
-        for index in range(sequence.num_published, end // self.block_size):
-            sequence.last_key = sequence.next_key(self.block_size)
-            sequence.num_published = index + 1
-            self._pool.publish(sequence.block_ids[index], sequence.last_key)
+        for index in range(len(sequence.keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
+            sequence.keys.append(sequence.next_key(self.block_size))
+            self._pool.publish(sequence.block_ids[index], sequence.keys[index])
+
+    def num_cacheable(self, spec: SequenceSpec, num_computed: int, *, decodes: bool) -> int:
+        """How many leading blocks of so many computed positions the prefix cache, and the KV pool, are to have."""
+        num_prompt = len(spec.token_ids) - spec.num_generated
+        return (num_computed if decodes and self._cache_generated else min(num_computed, num_prompt)) // self.block_size

@@ -40,10 +40,11 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.plan import Plan, StepResult
 from engine.planning import Planner, Shown
-from engine.population import Population, Waiting
+from engine.population import Backlog, Population, Waiting
 from engine.reading import Reader
 from engine.reserve import ReserveConfig
 from engine.room import Room
+from engine.saving import Save, SaveRules, Saves
 from engine.sequence import Phase, Progress, Sequence, SequenceSpec
 
 
@@ -57,8 +58,9 @@ class SchedulerConfig:
     max_prompt_tokens_beside_decodes: int | None = (
         None  # of those, in a step that decodes too; None: all that decodes leave
     )
-    cache_generated: bool = True  # whether blocks with completion tokens are offered to the prefix cache
+    cache_generated: bool = True  # whether blocks with completion tokens are offered to the prefix cache, and saved
     reserve: ReserveConfig = field(default_factory=ReserveConfig)
+    saves: SaveRules = field(default_factory=SaveRules)  # whose blocks go to the KV pool
     resumes_preempted: bool = True  # here, first in line; else a preempted sequence ends with Progress "preempted"
     keeps_preempted: bool = (
         False  # then it is PAUSED with its blocks, for another node to take; else they are free at once
@@ -84,15 +86,18 @@ class Scheduler:
         self._pool = pool
         self._room = Room(pool, config.reserve, config.cache_generated)
         self._all = Population(pool, config.num_slots, key_seed)
+        self._saves = Saves(pool, config.saves)
         budgets = (config.max_batched_tokens, config.max_prompt_tokens_beside_decodes)
-        self._planner = Planner(self._all, self._room, *budgets)
+        self._planner = Planner(self._all, self._room, self._saves, *budgets)
         self._reader = Reader(
             self._all,
             self._room,
+            self._saves,
             resumes_preempted=config.resumes_preempted,
             keeps_preempted=config.keeps_preempted,
         )
         self._unread: deque[tuple[Plan, Shown]] = deque()
+        self.num_prompt_tokens = 0  # prompt positions that the steps read so far have computed
 
     # Sequences come and go
 
@@ -122,10 +127,10 @@ class Scheduler:
             raise ValueError(f"no slot is reserved for {spec.sequence_id}")
         self._all.slots.unreserve(1)
         sequence = self._all.occupy(Waiting(spec, self._all.new_arrival()), list(block_ids), num_promised, num_computed)
-        if num_published:
-            sequence.num_published, sequence.last_key = num_published, spec.block_keys[num_published - 1]
+        num_published = min(num_published, self._room.num_cacheable(spec, num_computed, decodes=True))
+        sequence.keys += spec.block_keys[:num_published]
         self._all.start_decoding(sequence)
-        self._room.publish(sequence, num_computed)
+        self._room.publish(sequence, num_computed, decodes=True)
 
     def abort(self, sequence_id: abc.Hashable) -> bool:
         """End a sequence wherever it is, without further progress; False if nobody knows it. A finished one stays as it is.
@@ -145,6 +150,12 @@ class Scheduler:
             if not self._reader.has_unread_rows(sequence):
                 self._all.retire(sequence)
         return True
+
+    def abandon(self, sequence_id: abc.Hashable) -> None:
+        """What gave way does not go on here, nor is it another node's: end it, its blocks saved where that is asked for."""
+        if (paused := self._all.paused.get(sequence_id)) is not None:
+            self._saves.preempted(paused)
+        self.abort(sequence_id)
 
     def release(self, sequence_id: abc.Hashable) -> bool:
         """Nobody reads a lending sequence's blocks any more: drop them, once no unread step can write them either.
@@ -235,9 +246,20 @@ class Scheduler:
         if sequence.keeps_slot:
             self._all.unpark(sequence)
         elif self._config.resumes_preempted:
+            self._saves.preempted(sequence)
             self._all.requeue(sequence)
         else:
             raise ValueError(f"sequence {sequence_id} gave way, and does not go on here")
+
+    # Blocks for the KV pool
+
+    def take_saves(self) -> list[Save]:
+        """What is to be stored and was not handed out yet; its blocks are kept until saved()."""
+        return self._saves.take()
+
+    def saved(self, save_id: int) -> None:
+        """Nobody copies this save's blocks any more. KeyError: there is no such save, or it was answered before."""
+        self._saves.staged(save_id)
 
     # Room for sequences that come from elsewhere
 
@@ -270,11 +292,20 @@ class Scheduler:
 
     # Numbers
 
+    def backlog(self) -> Backlog:
+        """What a newcomer would find in front of it."""
+        return self._all.backlog()
+
     @property
     def has_sequences(self) -> bool:
-        """Whether anything is here, be it only blocks that a link reads, or a step that was launched."""
+        """Whether anything is here, be it only blocks that a link reads, or that are saved, or a step that was launched."""
         here = self._all
-        return bool(here.waiting or here.admitted or here.paused or here.lent or self._unread)
+        return bool(here.waiting or here.admitted or here.paused or here.lent or self._unread or self._saves)
+
+    @property
+    def num_saves(self) -> int:
+        """Sequences that are gone, and whose blocks are kept for the KV pool."""
+        return len(self._saves)
 
     @property
     def resumes_preempted(self) -> bool:
@@ -322,6 +353,8 @@ class Scheduler:
             "num_preempted": self.num_preempted,
             "reserve": self._room.reserve.value,
             "steps_in_flight": len(self._unread),
+            "num_saves": len(self._saves),
+            "references_of_saves": self._saves.num_references,
         }
 
     # Steps
@@ -340,6 +373,8 @@ class Scheduler:
         plan, shown = self._unread[0]
         progress = self._reader.read(plan, result)
         self._unread.popleft()
+        self.num_prompt_tokens += plan.num_tokens - len(plan.decodes)
+        self._saves.read(plan.step_id)
         for sequence, owner, num_blocks in shown:
             if sequence.owner == owner:  # else it was resumed, and goes on writing its last block
                 sequence.num_readable = num_blocks

@@ -14,7 +14,7 @@ token sampled is never fed: a sequence at its limit has KV for one position less
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
@@ -98,9 +98,9 @@ class Sequence:
     block_ids: list[int]  # the block table, one reference each
     num_promised: int  # blocks that the pool still keeps for its growth
     is_lending: bool  # its blocks are only dropped after release()
-    last_key: bytes  # key of the last published block; the seed before the first
+    key_seed: bytes  # what the key of the first block is made from
     arrival: int = 0  # who came later is younger; a preempted sequence keeps its own
-    num_published: int = 0  # leading full blocks that were offered to the prefix cache
+    keys: list[bytes] = field(default_factory=list)  # of the leading full blocks, offered to the prefix cache
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
     # While it moves: a link reads its blocks, so that they stay, whatever becomes of it, until release().
     is_read: bool = False
@@ -108,6 +108,7 @@ class Sequence:
     num_readable: int = 0  # the same, by all steps that were read
     is_pausing: bool = False  # its mark is one of pause(), not of giving way
     keeps_slot: bool = False  # PAUSED by pause(): a slot is reserved for it
+    is_complete: bool = False  # it has said its last token
     is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
 
     @property
@@ -147,11 +148,12 @@ class Sequence:
         )
 
     def next_key(self, block_size: int) -> bytes:
-        """The key of the block behind the published ones, all of whose tokens are known."""
-        if self.num_published < len(self.spec.block_keys):
-            return self.spec.block_keys[self.num_published]
-        start = self.num_published * block_size
-        return next_key(self.last_key, self.token_ids[start : start + block_size])
+        """The key of the block behind those that have one, all of whose tokens are known."""
+        index = len(self.keys)
+        if index < len(self.spec.block_keys):
+            return self.spec.block_keys[index]
+        previous = self.keys[-1] if self.keys else self.key_seed
+        return next_key(previous, self.token_ids[index * block_size : (index + 1) * block_size])
 
     def resumed(self, of_blocks: tuple[bytes, ...]) -> SequenceSpec:
         """What is asked for once more: to go on behind all tokens known. Its first token, and its prompt's logprobs, are told.

@@ -1,9 +1,10 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to another node, and what its receiver says                                 -> prefill core
+    Dispatch to another node, what its receiver says, what the KV pool has for it        -> prefill core
     Dispatch to itself, Reserve, Renew, Release, writes, Commit, moves and their answers -> decode core
     Cancel, router lost, drain                                                           -> both
     StepDone -> completed once; each core reads what its own sequences said
+    BlocksStaged -> the scheduler's; what is to be stored is asked for once, at the end of the turn
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
 the decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
@@ -21,7 +22,7 @@ from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity
-from node.steps import StepsAhead
+from node.steps import StepsAhead, saves_of
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
@@ -67,6 +68,10 @@ class MixedCore:
                 progress = self._scheduler.complete(result)
                 for part in self._parts:
                     part.read(progress, now)
+            case ev.PoolLooked() | ev.BlocksFetched():
+                self._prefill.take(event, now)
+            case ev.BlocksStaged(save_id):
+                self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
                 self._dispatch(event, message.dispatch, now)
             case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
@@ -122,4 +127,4 @@ class MixedCore:
         self._num_draining -= num_drained
         if num_drained and not self._num_draining:
             out.append(ev.Drained())
-        return out
+        return [*out, *saves_of(self._scheduler)]

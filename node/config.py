@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from engine.reserve import ReservePolicy
 from runtime.config import knob
+from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
@@ -132,6 +133,46 @@ class NodeConfig:
         high=60_000,
     )
 
+    cache_generated: Literal["on", "off"] = knob(
+        "on",
+        "whether completion tokens, too, stay in the prefix cache (and go to the KV pool): of use to whoever asks on",
+    )
+    kv_pool: str | None = knob(
+        None,
+        "where all nodes of a cluster keep KV blocks for each other, beyond the life of a sequence and of a node: "
+        "file:///DIR (a local disk, a shared file system), redis://HOST:PORT/DB (rediss: over TLS), or memory:// (in this "
+        "process, for itself: a mixed node, or a test); a password is better off in the variable, where ps does not show it",
+        metavar="URL",
+    )
+    kv_pool_max_mib: int | None = knob(
+        None, "MiB that the KV pool may hold, the least recently used block goes first; none: 8192", low=1, high=1 << 40
+    )
+    kv_pool_ttl_s: float | None = knob(
+        None, "seconds that a block stays in a Redis unused; none: 86400, a day", low=1, high=1 << 30
+    )
+    kv_pool_staging_mib: int | None = knob(
+        None,
+        "MiB of this process for blocks that wait to be written to the KV pool; what finds it full is not stored; none: 256",
+        low=1,
+        high=1 << 30,
+    )
+    kv_pool_secret_file: Path | None = knob(
+        None,
+        "file with the cluster's secret, at least 16 bytes, by which nodes know blocks of their own from those that somebody else "
+        "put into the KV pool; none: whoever can write there is trusted",
+        metavar="FILE",
+    )
+    save_preempted_kv: Literal["on", "off"] | None = knob(
+        None,
+        "whether the blocks of a sequence that gave way for want of blocks go to the KV pool, so that whoever goes on with it "
+        "computes no more than the tail; none: on where there is a --kv-pool",
+    )
+    save_finished_kv: Literal["on", "off"] = knob(
+        "off",
+        "whether those of a sequence that is done here go there: its next turn, and others that begin alike, find them on every "
+        "node; it fills the pool with every prompt",
+    )
+
     transport: Literal["auto", "shm", "zmq"] = knob(
         "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
     )
@@ -165,6 +206,7 @@ class NodeConfig:
             )
         if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
             raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")
+        self._check_kv_pool()
         if self.new_token_ratio_min > self.new_token_ratio_init:
             raise ValueError(
                 f"--new-token-ratio-min {self.new_token_ratio_min}: must not be above new_token_ratio_init "
@@ -175,6 +217,35 @@ class NodeConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least max_num_seqs "
                 f"{self.max_num_seqs}, or a full batch cannot decode"
             )
+
+    def _check_kv_pool(self) -> None:
+        if self.kv_pool is not None:
+            read_kv_pool_address(self.kv_pool)
+            if self.save_preempted_kv == self.save_finished_kv == "off" and self.kv_pool.startswith("memory:"):
+                raise ValueError(f"--kv-pool {self.kv_pool}: nothing is saved there, since both --save flags are off")
+            return
+        given = {
+            "--kv-pool-max-mib": self.kv_pool_max_mib,
+            "--kv-pool-ttl-s": self.kv_pool_ttl_s,
+            "--kv-pool-staging-mib": self.kv_pool_staging_mib,
+            "--kv-pool-secret-file": self.kv_pool_secret_file,
+            "--save-preempted-kv": "on" if self.save_preempted_kv == "on" else None,
+            "--save-finished-kv": "on" if self.save_finished_kv == "on" else None,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                value = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"{flag} {value}: there is no KV pool without --kv-pool URL")
+
+    @property
+    def saves_preempted(self) -> bool:
+        """Whether the blocks of who gave way go to the KV pool."""
+        return self.kv_pool is not None and self.save_preempted_kv != "off"
+
+    @property
+    def saves_finished(self) -> bool:
+        """Whether the blocks of who is done here go to the KV pool."""
+        return self.kv_pool is not None and self.save_finished_kv == "on"
 
     @property
     def num_threads(self) -> int:

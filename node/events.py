@@ -91,6 +91,34 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksStaged:
+    """The answer to a SaveBlocks: `num_staged` of them are copied, the others are not stored; none is read any more."""
+
+    save_id: int
+    num_staged: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLooked:
+    """The answer to a LookInPool: so many leading blocks are in the KV pool; 0, too, if it cannot say."""
+
+    look_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFetched:
+    """The answer to a FetchBlocks: so many leading blocks are in KV memory, verified; nothing writes into any of them any more.
+
+    What the blocks behind them hold is undefined.
+    """
+
+    fetch_id: int
+    num_blocks: int
+    seconds: float  # that the reading took
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Take no new work, hand over what is here, and be done by `deadline` (loop time); one Drained follows. Asked again, the
     earlier deadline counts."""
@@ -107,6 +135,9 @@ Event = (
     | ReserveAnswered
     | RenewAnswered
     | StepDone
+    | BlocksStaged
+    | PoolLooked
+    | BlocksFetched
     | DrainAsked
     | SenderEvent
     | ReceiverEvent
@@ -231,6 +262,30 @@ class AnswerCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveBlocks:
+    """Store full, final blocks in the KV pool; BlocksStaged follows, soon whatever the pool does, and until then they are read."""
+
+    save_id: int
+    blocks: tuple[tuple[bytes, int], ...]  # (key, block id), in the sequence's order
+
+
+@dataclass(frozen=True, slots=True)
+class LookInPool:
+    """Find out how many leading blocks of a prompt the KV pool has; PoolLooked follows within a bounded time."""
+
+    look_id: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBlocks:
+    """Read blocks out of the KV pool; BlocksFetched follows within a bounded time, and until then they are written."""
+
+    fetch_id: int
+    blocks: tuple[tuple[bytes, int], ...]  # (key, id of a leased block), in the prompt's order
+
+
+@dataclass(frozen=True, slots=True)
 class Count:
     """Raise a counter; `name` is a field of the node's counters (see node/metrics.py)."""
 
@@ -266,6 +321,9 @@ Action = (
     | AdmitLease
     | RevokeLease
     | AnswerCommit
+    | SaveBlocks
+    | LookInPool
+    | FetchBlocks
     | Count
     | Ended
     | Drained

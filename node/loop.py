@@ -3,7 +3,7 @@
     Session, Reserve, … --+                                 +--> ToRouter, AnswerReserve, …
     transport's threads --+--> inbox --> tick, receive --> actions, in order
     runner's thread ------+      ^          |               +--> RunStep, WriteBlocks, …
-                                 +- timer <-+ next_deadline()
+    KV pool's threads ----+      +- timer <-+ next_deadline()
 
 For every event: first `tick(now)`, so that what expired before the event came has expired when it is judged; then
 `receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new work
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
@@ -61,6 +61,45 @@ class Calls(Protocol):
         """Answer a RenewAsked."""
 
 
+class KvPool(Protocol):
+    """Stores blocks in the cluster's KV pool and reads them there (node/kv_pool.py); each call is answered by one event."""
+
+    def save(self, action: ev.SaveBlocks) -> None:
+        """BlocksStaged answers."""
+
+    def look(self, action: ev.LookInPool) -> None:
+        """PoolLooked answers."""
+
+    def fetch(self, action: ev.FetchBlocks) -> None:
+        """BlocksFetched answers."""
+
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able."""
+
+
+class NoKvPool:
+    """Where no pool is configured: takes nothing, has nothing."""
+
+    def __init__(self, post: Callable[[ev.Event], None]) -> None:
+        self._post = post
+
+    def save(self, action: ev.SaveBlocks) -> None:
+        """See KvPool."""
+        self._post(ev.BlocksStaged(action.save_id, 0))
+
+    def look(self, action: ev.LookInPool) -> None:
+        """See KvPool."""
+        self._post(ev.PoolLooked(action.look_id, 0))
+
+    def fetch(self, action: ev.FetchBlocks) -> None:
+        """See KvPool."""
+        self._post(ev.BlocksFetched(action.fetch_id, 0, 0.0))
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See KvPool."""
+        return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Outlets:
     """Where the core's actions go."""
@@ -70,6 +109,7 @@ class Outlets:
     routers: RouterSessions
     calls: Calls
     peers: HandoffClient
+    kv_pool: KvPool
     counters: Counters
     measures: Measures
     drained: asyncio.Event  # set once the core has said that it is
@@ -143,6 +183,12 @@ class NodeLoop:
                     out.transport.revoke(action.lease_id)
                 case ev.AnswerCommit():
                     out.transport.answer(action.reply_to, action.message.SerializeToString())
+                case ev.SaveBlocks():
+                    out.kv_pool.save(action)
+                case ev.LookInPool():
+                    out.kv_pool.look(action)
+                case ev.FetchBlocks():
+                    out.kv_pool.fetch(action)
                 case ev.Count():
                     out.counters.count(action.name, action.amount)
                 case ev.Ended():

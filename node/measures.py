@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import Final
 
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from connector.kv_store import STORE_COUNTERS
 from proto import baton_pb2 as pb
 
 # Upper bounds in seconds: from a step of a tiny model to a request's deadline, about 2.5 times apart.
@@ -24,24 +26,39 @@ DURATIONS: Final[Mapping[str, str]] = {
     "reserve_seconds": "From sending Reserve to its answer, or to the end of the wait for one",
     "transfer_seconds": "From an attempt's first write to the answer to its Commit",
     "step_seconds": "What one step kept the runner busy",
+    "kv_pool_stage_seconds": "From asking to save blocks to their being copied to the staging buffer, or dropped",
+    "kv_pool_write_seconds": "What one call of the KV pool's store took that writes a batch of blocks",
+    "kv_pool_look_seconds": "From asking what the KV pool has of a prompt to the answer",
+    "kv_pool_fetch_seconds": "What reading one run of blocks from the KV pool took, waiting for a thread left out",
 }
 # name -> (what each unit of it is, its label)
 AMOUNTS: Final[Mapping[str, tuple[str, str]]] = {
     "attempts_ended": ("Attempts that ended here, by outcome", "outcome"),
     "tokens_computed": ("Token positions that finished steps have computed", "phase"),
     "transfer_failures": ("Attempts that failed after their lease was granted, by the sender's PD Error code", "code"),
+    "kv_pool_saves": ("Blocks that were to be stored in the KV pool, by what became of them", "outcome"),
+    "kv_pool_looks": ("Questions what the KV pool has of a prompt, by their answer", "outcome"),
+    "kv_pool_reads": ("Blocks that were to be read from the KV pool, by what became of them", "outcome"),
+    "kv_pool_circuit_opened": ("Times that the KV pool was left alone because it kept failing", "side"),
+    "kv_pool_removed": ("What this process removed from the KV pool's store", "what"),
 }
 _KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {  # shown as 0 before the first one: a rate needs a beginning
     "attempts_ended": ("committed", "finished", "cancelled"),
     "tokens_computed": ("prefill", "decode"),
     "transfer_failures": tuple(pb.ErrorCode.Name(code) for code in (pb.TRANSFER_FAILED, pb.LEASE_EXPIRED, pb.CHECKSUM)),
+    "kv_pool_saves": ("written", "present", "full", "failed", "refused"),
+    "kv_pool_looks": ("found", "nothing", "failed", "late", "refused"),
+    "kv_pool_reads": ("read", "absent", "corrupt", "failed", "late", "refused"),
+    "kv_pool_circuit_opened": ("read", "write"),
+    "kv_pool_removed": tuple(STORE_COUNTERS),
 }
 
 
 class Measures:
-    """Since the process began. Owned by the loop's thread."""
+    """Since the process began. Any thread may measure."""
 
     def __init__(self) -> None:
+        self._lock = Lock()  # of the amounts; a histogram has its own
         self._durations = {
             name: Histogram(f"baton_node_{name}", text, buckets=BUCKETS_S, registry=None)
             for name, text in DURATIONS.items()
@@ -54,18 +71,21 @@ class Measures:
 
     def add(self, name: str, label: str, amount: int = 1) -> None:
         """Raise an amount; KeyError: there is none of that name, which is a bug."""
-        self._amounts[name][label] += amount
+        with self._lock:
+            self._amounts[name][label] += amount
 
     def amounts(self) -> dict[str, dict[str, int]]:
         """Every amount by name, then by label."""
-        return {name: dict(amounts) for name, amounts in self._amounts.items()}
+        with self._lock:
+            return {name: dict(amounts) for name, amounts in self._amounts.items()}
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family as of now."""
         for histogram in self._durations.values():
             yield from histogram.collect()
+        amounts = self.amounts()
         for name, (text, label) in AMOUNTS.items():
             family = CounterMetricFamily(f"baton_node_{name}", text, labels=[label])
-            for value, number in self._amounts[name].items():
+            for value, number in amounts[name].items():
                 family.add_metric([value], number)
             yield family

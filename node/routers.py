@@ -59,6 +59,8 @@ class Routers:
                 problem = cancel_problem(message.cancel)
             case "move":
                 problem = move_problem(message.move, self._bounds)
+            case "cache":
+                problem = None  # it can ask for nothing that there is not
             case None:
                 problem = "kind: none that this version knows"
         if problem is None:

@@ -1,11 +1,11 @@
-"""How far a node plans ahead of its runner."""
+"""What a core asks of its scheduler at the end of a turn: how far a node plans ahead of its runner, what it saves."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from engine.scheduler import Scheduler
-from node.events import RunStep
+from node.events import RunStep, SaveBlocks
 
 STEPS_AHEAD: Final = (
     2  # plans given to the runner and not read yet: one runs, the next waits, so that the runner never does
@@ -18,6 +18,11 @@ def plan_ahead(scheduler: Scheduler, most: int = STEPS_AHEAD) -> list[RunStep]:
     while scheduler.steps_in_flight < most and (plan := scheduler.plan()) is not None:
         steps.append(RunStep(plan))
     return steps
+
+
+def saves_of(scheduler: Scheduler) -> list[SaveBlocks]:
+    """What is to be stored by now: at the end of every turn, or a core that has nothing else to do would never ask for it."""
+    return [SaveBlocks(save.save_id, save.blocks) for save in scheduler.take_saves()]
 
 
 class StepsAhead:

@@ -441,24 +441,28 @@ class RouterMessage(_message.Message):
     DISPATCH_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def dispatch(self) -> Global___Dispatch: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def move(self) -> Global___Move: ...
+    @_builtins.property
+    def cache(self) -> Global___CacheAsk: ...
     def __init__(
         self,
         *,
         dispatch: Global___Dispatch | None = ...,
         cancel: Global___Cancel | None = ...,
         move: Global___Move | None = ...,
+        cache: Global___CacheAsk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cancel", b"cancel", "dispatch", b"dispatch", "kind", b"kind", "move", b"move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["dispatch", "cancel", "move"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["dispatch", "cancel", "move", "cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -471,24 +475,28 @@ class NodeMessage(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     WANTS_MOVE_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___TokenBatch: ...
     @_builtins.property
     def error(self) -> Global___PDError: ...
     @_builtins.property
     def wants_move(self) -> Global___WantsMove: ...
+    @_builtins.property
+    def cache(self) -> Global___CacheNews: ...
     def __init__(
         self,
         *,
         tokens: Global___TokenBatch | None = ...,
         error: Global___PDError | None = ...,
         wants_move: Global___WantsMove | None = ...,
+        cache: Global___CacheNews | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "error", b"error", "kind", b"kind", "tokens", b"tokens", "wants_move", b"wants_move"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "error", "wants_move"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["tokens", "error", "wants_move", "cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -988,6 +996,88 @@ class LoadReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class CacheAsk(_message.Message):
+    """A router wants to know what the node's prefix cache holds. One CacheNews answers it, as soon as there is any; so the router sets
+    the pace, and who never asks hears nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAKEN_FIELD_NUMBER: _builtins.int
+    NEXT_BLOCK_FIELD_NUMBER: _builtins.int
+    taken: _builtins.int
+    """number of the last change that the router knows; absent: it knows nothing"""
+    next_block: _builtins.int
+    """of the snapshot: where the next piece begins; absent: it has all of it"""
+    def __init__(
+        self,
+        *,
+        taken: _builtins.int | None = ...,
+        next_block: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_block: _TypeAlias = _typing.Literal["next_block"]  # noqa: Y015
+    _WhichOneofArgType__next_block: _TypeAlias = _typing.Literal["_next_block", b"_next_block"]  # noqa: Y015
+    _WhichOneofReturnType__taken: _TypeAlias = _typing.Literal["taken"]  # noqa: Y015
+    _WhichOneofArgType__taken: _TypeAlias = _typing.Literal["_taken", b"_taken"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_block) -> _WhichOneofReturnType__next_block | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__taken) -> _WhichOneofReturnType__taken | None: ...
+
+Global___CacheAsk: _TypeAlias = CacheAsk  # noqa: Y015
+
+@_typing.final
+class CacheNews(_message.Message):
+    """Changes in their order, summed up, and then a piece of the snapshot: keys that blocks hold at the end of these changes. So what a
+    router knows is true at any time, and whole once it has all pieces.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    NEXT_BLOCK_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """number of the last change before these; absent: forget everything, it begins anew"""
+    taken: _builtins.int
+    """number of the last change that is in here"""
+    next_block: _builtins.int
+    """where the snapshot's next piece begins; absent: there is none"""
+    stored: _builtins.bytes
+    """of each key that can be found now its first 8 bytes"""
+    evicted: _builtins.bytes
+    """the same of those that cannot any more"""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int | None = ...,
+        taken: _builtins.int = ...,
+        next_block: _builtins.int | None = ...,
+        stored: _builtins.bytes = ...,
+        evicted: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "next_block", b"next_block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "evicted", b"evicted", "next_block", b"next_block", "stored", b"stored", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
+    _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
+    _WhichOneofReturnType__next_block: _TypeAlias = _typing.Literal["next_block"]  # noqa: Y015
+    _WhichOneofArgType__next_block: _TypeAlias = _typing.Literal["_next_block", b"_next_block"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after) -> _WhichOneofReturnType__after | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_block) -> _WhichOneofReturnType__next_block | None: ...
+
+Global___CacheNews: _TypeAlias = CacheNews  # noqa: Y015
 
 @_typing.final
 class PDError(_message.Message):

@@ -86,9 +86,26 @@ class RouterConfig:
         low=0,
         high=1 << 20,
     )
-    placement_prefill: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
+    placement_prefill: Literal["cache_aware", "least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded",
-        "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold",
+        "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold; cache_aware "
+        "leaves out of the count what a node's prefix cache holds of the prompt",
+    )
+    cache_imbalance_tokens: int = knob(
+        8192,
+        "of cache_aware: tokens by which a node's queue may be longer than the shortest before it is left out, whatever it holds",
+        low=0,
+        high=1 << 30,
+    )
+    cache_imbalance_ratio: float = knob(
+        2.0, "of cache_aware: times the shortest queue that such a queue may be, where that is longer", low=1, high=1000
+    )
+    cache_index_max_mib: int = knob(
+        256,
+        "of cache_aware: MiB that the index of all nodes' blocks may take, at 20 bytes or so for a block; over it every "
+        "second block is left out, then three of four, …",
+        low=1,
+        high=1 << 16,
     )
     placement_decode: Literal["least_loaded", "power_of_two", "random", "round_robin"] = knob(
         "least_loaded", "how a decode node is chosen; least_loaded compares the shares of their sequences in use"

@@ -13,6 +13,7 @@ Not here: text, HTTP, sockets (shell.py); what lives and how it ends (live.py); 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -40,17 +41,22 @@ from router.requests import LiveBranch, dispatch_message
 from router.retry import Tries, culprit
 from router.waiting import WaitingBranches
 
+if TYPE_CHECKING:
+    from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
+
 
 class RouterCore:
     """Owns every request between Submitted and its end, and all that is known of nodes."""
 
-    def __init__(self, config: RouterCoreConfig, placement: Placement) -> None:
+    def __init__(self, config: RouterCoreConfig, placement: Placement, caches: CacheMap | None = None) -> None:
+        """`caches`: where placement is to know what nodes hold; without it they are not asked."""
         self._config = config
+        self._caches = caches
         self._nodes = NodeTable()
         timing = BreakerTiming(config.breaker_failures, config.breaker_first_s, config.breaker_longest_s)
         self._breakers = Breakers(timing)
         self._entrance = Entrance(self._nodes, config)
-        self._waiting = WaitingBranches(self._nodes, self._breakers, placement, config)
+        self._waiting = WaitingBranches(self._nodes, self._breakers, placement, config, caches)
         self._live = LiveRequests(self._nodes, self._breakers, self._waiting, config)
         self._moves = Moves(self._nodes, self._breakers, placement, self._live, config)
         self._ends = AttemptEnds(self._live, self._moves, self._breakers, config, Draw(config.seed))
@@ -75,6 +81,8 @@ class RouterCore:
 
     def tick(self, now: float) -> list[ev.Action]:
         """Fire every timer that is due; to be called before receive, and when next_deadline comes."""
+        for ref, ask in self._caches.questions(now) if self._caches is not None else ():
+            self._live.send(ref, pb.RouterMessage(cache=ask))
         if (gives_up_at := self._entrance.gives_up_at) is not None and gives_up_at <= now:
             self._entrance.give_up()
             for request_id in dict.fromkeys(branch.key.request_id for branch in self._waiting):
@@ -101,8 +109,8 @@ class RouterCore:
     def next_deadline(self) -> float | None:
         """When tick must be called at the latest, or None."""
         gives_up_at = self._entrance.gives_up_at if len(self._waiting) else None
-        instants = [at for at in (self._live.next_deadline(), gives_up_at) if at is not None]
-        return min(instants, default=None)
+        asks_at = None if self._caches is None else self._caches.next_deadline()
+        return min((at for at in (self._live.next_deadline(), gives_up_at, asks_at) if at is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state for /metrics and the invariants of tests; costs a pass over nodes and requests."""
@@ -112,6 +120,7 @@ class RouterCore:
             "nodes": self._nodes.snapshot(),
             "degraded": self._nodes.degraded(),
             "circuits": {node.ref.name: self._breakers.state(node.ref.name) for node in self._nodes},
+            "caches": {} if self._caches is None else self._caches.snapshot(),
         }
 
     # ---------------------------------------------------------------- what the API asks
@@ -175,6 +184,8 @@ class RouterCore:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions
         if not isinstance(event, ev.LoadReported):
+            if self._caches is not None:
+                self._caches.look(self._nodes, now)
             self._entrance.look(now)
             self._live.may_place = True
             self._waiting.recall()
@@ -191,6 +202,9 @@ class RouterCore:
                 if message.wants_move.reason == pb.MOVE_DRAINING:
                     self._on_node_event(ev.NodeDrains(node), now)
                 self._on_wants_move(node, message.wants_move.key, now)
+            case "cache":
+                if self._caches is None or not self._caches.take(node, message.cache, now):
+                    self._live.count("stale_messages", "cache")
             case _:
                 self._live.count("stale_messages", "unknown")
 
@@ -293,10 +307,11 @@ class RouterCore:
         taken = self._waiting.take(now)
         if taken is None:
             return False
-        group, pair, kind = taken
+        group, pair, kind, num_cached = taken
         attempt = 1 + max(branch.newest_attempt for branch in group)
         for branch in group:
-            target = self._nodes.occupy(branch.key, pair, group[0].num_tokens if branch is group[0] else 0)
+            num_tokens = group[0].num_tokens - num_cached if branch is group[0] else 0
+            target = self._nodes.occupy(branch.key, pair, num_tokens)
             branch.attempt = branch.newest_attempt = attempt
             branch.last_pair = pair
             self._live.enter(branch, Prefilling(pair), now)
@@ -305,4 +320,6 @@ class RouterCore:
             self._breakers.placed(ref.name, group[0].key, now)
         self._live.send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))
         self._live.count("dispatches", kind)
+        if num_cached:
+            self._live.actions.append(ev.Count("cached_tokens", amount=num_cached))
         return True

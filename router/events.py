@@ -239,6 +239,7 @@ class Count:
 
     name: str
     label: str = ""
+    amount: int = 1
 
 
 @dataclass(frozen=True, slots=True)

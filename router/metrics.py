@@ -19,6 +19,10 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "handoff, mixed, local_short, local_absent (no prefill node)",
         "kind",
     ),
+    "cached_tokens": (
+        "tokens of prompts that the node chosen holds already, as far as the router knew: placement by cache, else 0",
+        None,
+    ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
     "moves": ("moves between decode nodes: begun, done, off (came to nothing), no_room (nobody could take it)", "what"),
@@ -26,6 +30,15 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
+}
+# What is known of nodes' prefix caches, where placement asks for it: name -> help.
+CACHE_GAUGES: Final[Mapping[str, str]] = {
+    "nodes": "nodes whose prefix caches are followed",
+    "nodes_whole": "of them, those of which everything is known",
+    "keys": "blocks in the index, each once however many nodes hold it",
+    "bytes": "memory that the index takes",
+    "share": "of all blocks, how many the index takes up: 1, or at its bound 1/2, 1/4, …",
+    "dropped": "blocks that found no room in the index, since the start",
 }
 # Counters of a shared registry's reader (runtime/redis_reader.py): name -> help.
 REGISTRY_COUNTERS: Final[Mapping[str, str]] = {
@@ -88,10 +101,10 @@ class RouterMetrics:
         }
         registry.register(_CoreGauges(snapshot))
 
-    def count(self, name: str, label: str) -> None:
+    def count(self, name: str, label: str, amount: int = 1) -> None:
         """Raise a counter of the core."""
         counter = self._core[name]
-        (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc()
+        (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc(amount)
 
     def count_registry(self, name: str, number: int) -> None:
         """Raise one of REGISTRY_COUNTERS."""
@@ -141,6 +154,9 @@ class _CoreGauges(Collector):
             "1 while requests are served without a prefill node: decode nodes compute prompts themselves",
             float(bool(state["degraded"])),
         )
+        caches = state["caches"]
+        for name, text in CACHE_GAUGES.items():
+            yield GaugeMetricFamily(f"baton_router_cache_index_{name}", text, float(caches.get(name, 0)))
         labels = ["node", "role"]
         up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
         prefilling = GaugeMetricFamily(

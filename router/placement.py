@@ -1,16 +1,22 @@
 """Which prefill node and which decode node an attempt runs on. Pure: candidates in, pair out.
 
 A policy orders the nodes of one role; Placement pairs the roles: only nodes with equal fingerprints exchange KV, so a
-prefill node is a candidate only together with a decode node that can take its blocks. Candidates arrive filtered (listed,
-session up, room left); who may not be used, or only as a last resort, is said by identity. `choose` is total: it returns a
-pair whenever one is allowed.
+prefill node is a candidate only together with a decode node that can take its blocks. Candidates arrive filtered
+(listed, session up, room left); who may not be used, or only as a last resort, is said by identity. `choose` is total:
+it returns a pair whenever one is allowed.
 
-Defaults, both `least_loaded`: on a prefill node load is the number of prompt tokens still to be computed, because prompts
-differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in use. A mixed node
-is a candidate for both, and decodes what it prefills where it can; of equal prompts it has the less the less it decodes. Nodes
-with equal load take turns, so an idle cluster spreads its work instead of warming one pair. `power_of_two` takes the less
-loaded of two nodes drawn at random: with several routers, which see each other's work late, it keeps them from all choosing the
-same node. `round_robin` and `random` ignore load. What is drawn follows from the seed given, so equal events place equally.
+Defaults, both `least_loaded`: on a prefill node load is the number of prompt tokens still to be computed, because
+prompts differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in
+use. A mixed node is a candidate for both, and decodes what it prefills where it can; of equal prompts it has the less
+the less it decodes. Nodes with equal load take turns, so an idle cluster spreads its work instead of warming one pair.
+`power_of_two` takes the less loaded of two nodes drawn at random: with several routers, which see each other's work
+late, it keeps them from all choosing the same node. `round_robin` and `random` ignore load. What is drawn follows from
+the seed given, so equal events place equally.
+
+`cache_aware`, of prefill nodes only, takes the node on which the first token would be there first: the tokens queued
+there and those of the prompt that it does not hold are computed before, at one rate everywhere. A node whose queue is
+too long for that estimate to be trusted (`Imbalance`) is left out, whatever it holds; so the work of a prefix that
+everybody shares spreads.
 """
 
 from __future__ import annotations
@@ -48,10 +54,29 @@ class Pair:
         return tuple(dict.fromkeys((self.prefill, self.decode)))
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be placed."""
+
+    num_tokens: int
+    cached: Mapping[NodeRef, int]  # tokens of it that a node holds already, where it holds any
+
+
+ANY_PROMPT: Final = Prompt(0, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """How much longer than the shortest a node's queue may be before what it holds counts no more: the larger of both."""
+
+    num_tokens: int = 8192
+    ratio: float = 2.0
+
+
 class Policy(Protocol):
     """Orders the nodes of one role."""
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
         """Return one of `candidates`, of which there is at least one."""
 
 
@@ -61,7 +86,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last: tuple[str, int] = ("", -1)
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
         """The next candidate behind the one chosen last."""
 
         def turn(candidate: Candidate) -> tuple[bool, str, int]:
@@ -79,7 +104,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._among_equals = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
         """A candidate that no other undercuts."""
         lowest = min(candidate.load for candidate in candidates)
         return self._among_equals.choose([candidate for candidate in candidates if candidate.load == lowest])
@@ -106,7 +131,7 @@ class Random:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
         """A candidate drawn."""
         return candidates[self._draw.below(len(candidates))]
 
@@ -117,7 +142,7 @@ class PowerOfTwo:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
         """A candidate drawn, unless the second one drawn undercuts it."""
         if len(candidates) == 1:
             return candidates[0]
@@ -126,6 +151,28 @@ class PowerOfTwo:
         return min(candidates[first], candidates[second + (second >= first)], key=lambda candidate: candidate.load)
 
 
+class CacheAware:
+    """The node with the shortest time to the first token, in tokens to compute; among equals as by load."""
+
+    def __init__(self, imbalance: Imbalance) -> None:
+        self._imbalance = imbalance
+        self._among_equals = RoundRobin()
+
+    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+        """A candidate whose queue is not too long, and that no other such undercuts."""
+        shortest = min(candidate.load[0] for candidate in candidates)
+        longest = max(shortest + self._imbalance.num_tokens, shortest * self._imbalance.ratio)
+
+        def cost(candidate: Candidate) -> Load:
+            queued, otherwise = candidate.load
+            return queued + prompt.num_tokens - prompt.cached.get(candidate.node, 0), otherwise
+
+        costs = [(cost(each), each) for each in candidates if each.load[0] <= longest]
+        lowest = min(each for each, _ in costs)
+        return self._among_equals.choose([candidate for each, candidate in costs if each == lowest])
+
+
+CACHE_AWARE: Final = "cache_aware"
 POLICIES: Final[Mapping[str, Callable[[Draw], Policy]]] = {
     "least_loaded": lambda draw: LeastLoaded(),
     "power_of_two": PowerOfTwo,
@@ -137,9 +184,16 @@ POLICIES: Final[Mapping[str, Callable[[Draw], Policy]]] = {
 class Placement:
     """One policy per role."""
 
-    def __init__(self, prefill: str = "least_loaded", decode: str = "least_loaded", seed: int = 0) -> None:
+    def __init__(
+        self,
+        prefill: str = "least_loaded",
+        decode: str = "least_loaded",
+        seed: int = 0,
+        imbalance: Imbalance | None = None,
+    ) -> None:
         draw = Draw(seed)
-        self._prefill = POLICIES[prefill](draw)
+        by_cache = CacheAware(imbalance or Imbalance())
+        self._prefill: Policy = by_cache if prefill == CACHE_AWARE else POLICIES[prefill](draw)
         self._decode = POLICIES[decode](draw)
 
     def choose(
@@ -147,6 +201,7 @@ class Placement:
         prefills: Sequence[Candidate],
         decodes: Sequence[Candidate],
         *,
+        prompt: Prompt = ANY_PROMPT,
         kept: NodeRef | None = None,
         excluded: Collection[NodeRef] = (),
         avoided: Collection[NodeRef] = (),
@@ -159,7 +214,7 @@ class Placement:
         prefills = [candidate for candidate in prefills if candidate.node not in excluded]
         decodes = [candidate for candidate in decodes if candidate.node not in excluded]
         preferred = [candidate for candidate in decodes if candidate.node not in avoided]
-        return self._pair(prefills, preferred, kept) or self._pair(prefills, decodes, kept)
+        return self._pair(prefills, preferred, prompt, kept) or self._pair(prefills, decodes, prompt, kept)
 
     def choose_target(self, decodes: Sequence[Candidate], avoided: Collection[NodeRef]) -> NodeRef | None:
         """Where a branch moves to, of nodes that can take it over; `avoided` ones only if no other can be."""
@@ -177,13 +232,15 @@ class Placement:
         node = self.choose_target([candidate for candidate in decodes if candidate.node not in excluded], avoided)
         return None if node is None else Pair(node, node)
 
-    def _pair(self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], kept: NodeRef | None) -> Pair | None:
+    def _pair(
+        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Prompt, kept: NodeRef | None
+    ) -> Pair | None:
         reachable = {candidate.fingerprint for candidate in decodes}
         usable = [candidate for candidate in prefills if candidate.fingerprint in reachable]
         if not usable:
             return None
         staying = [candidate for candidate in usable if candidate.node == kept]
-        prefill = staying[0] if staying else self._prefill.choose(usable)
+        prefill = staying[0] if staying else self._prefill.choose(usable, prompt)
         fitting = [each for each in decodes if each.fingerprint == prefill.fingerprint]
         here = [each for each in fitting if each.node == prefill.node]  # a mixed node: nothing is handed over
         decode = self._decode.choose(here or fitting)

@@ -21,7 +21,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
@@ -33,7 +33,7 @@ from router.config import RouterConfig
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.http_server import BACKLOG, HttpServer
-from router.placement import Placement
+from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
@@ -41,6 +41,9 @@ from runtime.process import die_with_parent, fatal, first_signal, warn_if_expose
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer, SessionTiming
+
+if TYPE_CHECKING:
+    from router.cache_map import CacheMap
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
@@ -150,10 +153,20 @@ def _make_shell(config: RouterConfig) -> RouterShell:
         breaker_failures=config.breaker_failures,
         seed=seed,
     )
-    core = RouterCore(core_config, Placement(config.placement_prefill, config.placement_decode, seed))
+    imbalance = Imbalance(config.cache_imbalance_tokens, config.cache_imbalance_ratio)
+    placement = Placement(config.placement_prefill, config.placement_decode, seed, imbalance)
+    caches = _make_cache_map(config) if config.placement_prefill == CACHE_AWARE else None
+    core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
     return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
+
+
+def _make_cache_map(config: RouterConfig) -> CacheMap:
+    from router.cache_index import CacheIndex  # heavy: only who places by cache pays for numpy
+    from router.cache_map import CacheMap
+
+    return CacheMap(CacheIndex(config.cache_index_max_mib << 20, secrets.randbits(64)))
 
 
 def _listen(config: RouterConfig, flag: str, port: int) -> socket.socket:

@@ -46,6 +46,9 @@ class LiveBranch:
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
         self.rests_until = 0.0  # nowhere before that
         self.known_end: KnownEnd | None = None  # what it waits for is not tokens
+        self.short_keys: dict[
+            bytes, bytes
+        ] = {}  # of its prompt's blocks, by fingerprint, where placement asked (cache_map.py)
         self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property

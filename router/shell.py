@@ -172,8 +172,8 @@ class RouterShell:
                     self._emit(action, now)
                 case ToNode(node, message):
                     self._dialer.send(node.name, node.incarnation, message)
-                case Count(name, label):
-                    self.metrics.count(name, label)
+                case Count(name, label, amount):
+                    self.metrics.count(name, label, amount)
                 case Observe(name, seconds):
                     self.metrics.observe(name, seconds)
                 case PromptScored(request_id, choice, logprobs):

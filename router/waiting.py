@@ -20,8 +20,8 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Final, NamedTuple, Protocol
 
 from proto.attempt_key import BranchKey
 from router.breaker import Breakers
@@ -30,7 +30,7 @@ from router.events import NodeRef
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
 from router.pace import QueuePace
-from router.placement import Candidate, Pair, Placement
+from router.placement import Candidate, Pair, Placement, Prompt
 from router.requests import LiveBranch
 
 KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
@@ -45,12 +45,29 @@ class Placed(NamedTuple):
     group: Sequence[LiveBranch]
     pair: Pair
     kind: str  # of KINDS
+    num_cached: int  # tokens that the pair's first node holds already, as far as is known
+
+
+class Caches(Protocol):
+    """What nodes hold of a prompt (cache_map.py)."""
+
+    def cached(self, branch: LiveBranch) -> Mapping[NodeRef, int]:
+        """Tokens, by node; nodes that hold none are not in it."""
 
 
 class WaitingBranches:
     """The queue. It decides with what the node table says, and changes nothing there."""
 
-    def __init__(self, nodes: NodeTable, breakers: Breakers, placement: Placement, config: RouterCoreConfig) -> None:
+    def __init__(
+        self,
+        nodes: NodeTable,
+        breakers: Breakers,
+        placement: Placement,
+        config: RouterCoreConfig,
+        caches: Caches | None = None,
+    ) -> None:
+        """`caches`: where placement is to know of them."""
+        self._caches = caches
         self._nodes = nodes
         self._breakers = breakers
         self._placement = placement
@@ -112,12 +129,12 @@ class WaitingBranches:
             self._pace.dispatched(len(placed.group), now)
         return placed
 
-    def _placed(self, branch: LiveBranch, pair: Pair, kind: str) -> Placed:
+    def _placed(self, branch: LiveBranch, pair: Pair, kind: str, num_cached: int) -> Placed:
         num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
         group = [branch, *self._mates(branch)][:num_fitting]
         for each in group:
             self.discard(each.key)
-        return Placed(group, pair, kind)
+        return Placed(group, pair, kind, num_cached)
 
     def wait_s(self, now: float) -> float:
         """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
@@ -130,7 +147,7 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str] | None:
+    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int] | None:
         broken, last = self._broken(branch, now), branch.last_pair
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
         excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
@@ -140,18 +157,21 @@ class WaitingBranches:
             return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
 
         if pair := alone(self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, most)):
-            return pair, "local_short"
+            return pair, "local_short", 0
+        cached = {} if self._caches is None else self._caches.cached(branch)
         pair = self._placement.choose(
             _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken),
             _without(self._nodes.decode_candidates(total_tokens), broken),
+            prompt=Prompt(branch.num_tokens, cached),
             kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
             excluded=excluded,
             avoided=avoided,
         )
         if pair is not None:
-            return pair, "mixed" if pair.prefill == pair.decode else "handoff"
+            kind = "mixed" if pair.prefill == pair.decode else "handoff"
+            return pair, kind, cached.get(pair.prefill, 0)
         pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
-        return None if pair is None else (pair, "local_absent")
+        return None if pair is None else (pair, "local_absent", 0)
 
     def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
         """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""

@@ -16,7 +16,7 @@ DEFAULT_NAMESPACE: Final = "baton"
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
-_MUST: Final = "must be embedded, redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
+_FORMS: Final = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
 
 
 def registry_problem(registry: str, namespace: str | None) -> str | None:
@@ -27,7 +27,7 @@ def registry_problem(registry: str, namespace: str | None) -> str | None:
         return None
     if namespace is not None and not _NAMESPACE.fullmatch(namespace):
         return f"--registry-namespace {namespace}: must be 1 to 64 letters, digits, '.', '_' or '-'"
-    problem = _url_problem(registry)
+    problem = url_problem(registry, "embedded, ")
     return problem and f"--registry {shown(registry)}: {problem}"
 
 
@@ -36,21 +36,23 @@ def shown(registry: str) -> str:
     that was not encoded may stand where the host should be."""
     if registry == EMBEDDED:
         return registry
-    if _url_problem(registry) is not None:
+    if url_problem(registry) is not None:
         scheme = registry.partition("://")[0]
         return f"{scheme}://…" if scheme in _SCHEMES else "…"
     url = urlsplit(registry)
     return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
 
 
-def _url_problem(registry: str) -> str | None:
+def url_problem(registry: str, others: str = "") -> str | None:
+    """What is wrong with it as the URL of a Redis, in a phrase without secrets; `others`: what else it might have been."""
+    must = f"must be {others}{_FORMS}"
     try:
         url = urlsplit(registry)
         host, port = url.hostname, url.port
     except ValueError:  # a port that is no number, a bracket that is not closed
-        return _MUST
+        return must
     if url.scheme not in _SCHEMES or not registry.startswith(f"{url.scheme}://"):
-        return _MUST
+        return must
     if url.fragment or not registry.isprintable():
         return "must not have a '#', nor a character that cannot be printed: write %23 for it"
     if url.scheme == "unix":
@@ -59,7 +61,7 @@ def _url_problem(registry: str) -> str | None:
         allowed = frozenset({"db"})
     else:
         if not host or port == 0:
-            return _MUST
+            return must
         if not re.fullmatch(r"/?\d{0,5}", url.path, re.ASCII):
             return "what follows the port must be the number of a database, such as /0"
         allowed = _TLS_OPTIONS if url.scheme == "rediss" else frozenset()

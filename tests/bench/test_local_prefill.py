@@ -19,11 +19,12 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_both_ways_are_taken_and_compared(tiny_model: Path, tmp_path: Path) -> None:
     """It fails by itself where the decode node has not computed exactly the prompts that were meant for it."""
-    path = tmp_path / "result.json"
+    path, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = ("--lengths", "16,80", "--chunks", "32", "--streams", "2", "--rounds", "2")
-    result = run("--model", str(tiny_model), *sizes, "--output", str(path))
+    result = run("--model", str(tiny_model), *sizes, "--output", str(path), "--plot", str(picture))
     assert result.returncode == 0, result.stderr
     assert "local ÷ handoff" in result.stdout
+    assert picture.read_text().count("chunks of 32") == 1, "one line a chunk, named once"
     figures = json.loads(path.read_text())["figures"]
     assert [(each["chunk"], each["prompt_tokens"]) for each in figures] == [(32, 16), (32, 80)]
     for each in figures:

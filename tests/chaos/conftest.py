@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,17 +84,24 @@ class Broken:
         self._client.close()
 
 
-@pytest.fixture(scope="module")
-def shared_town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
-    """Two of each, each a host of its own where that can be."""
+@contextmanager
+def started_town(model: Path, folder: Path, names: Sequence[str]) -> Iterator[Broken]:
+    """A cluster of these processes, each a host of its own where that can be."""
     with ExitStack() as stack:
-        net = None if why_not() else stack.enter_context(network(NAMES))
-        flags = {name: () if name.startswith("router") else SIZES for name in NAMES}
-        fleet = stack.enter_context(Fleet.started(tiny_model, tmp_path_factory.mktemp("chaos"), flags, net))
+        net = None if why_not() else stack.enter_context(network(names))
+        flags = {name: () if name.startswith("router") else SIZES for name in names}
+        fleet = stack.enter_context(Fleet.started(model, folder, flags, net))
         threads = stack.enter_context(ThreadPoolExecutor(16))
         broken = Broken(fleet, net, threads)
         stack.callback(broken.close)
         yield broken
+
+
+@pytest.fixture(scope="module")
+def shared_town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+    """Two of each."""
+    with started_town(tiny_model, tmp_path_factory.mktemp("chaos"), NAMES) as town:
+        yield town
 
 
 @pytest.fixture

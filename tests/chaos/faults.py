@@ -11,13 +11,16 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Final, NamedTuple
 
 from bench.fleet import Fleet, wait_until
 from bench.namespaces import Network
-from tests.chaos.schedule import Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
+from tests.chaos.schedule import REGISTRY, Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
+from tests.registry.redis_server import RedisServer
 
 DRAIN_BOUND_S: Final = 60.0
 _LINE: Final = re.compile(r"^(\d\d:\d\d:\d\d\.\d{3}) \w+ router (session_\w+) node=(\S+) (.*)$", re.MULTILINE)
@@ -27,20 +30,28 @@ _DAY_S: Final = 86_400.0
 class Injector:
     """The faults that stand on one fleet."""
 
-    def __init__(self, fleet: Fleet, network: Network | None, note: Callable[[str], None]) -> None:
-        """`note` is told one line of each fault that fired and of each that is undone."""
+    def __init__(
+        self, fleet: Fleet, network: Network | None, registry: RedisServer | None, note: Callable[[str], None]
+    ) -> None:
+        """`registry`: what the fleet's processes share, if they do; `note` is told one line of each fault that fired, and of its
+        end."""
         self._fleet = fleet
         self._network = network
+        self._registry = registry
         self._note = note
         self._replaced: dict[str, subprocess.Popen[bytes]] = {}
         self._touched_until: dict[str, float] = {}  # by time.monotonic, by process
-        self.num_fired = 0
+        self.fired: Counter[tuple[str, str]] = Counter()  # by kind, and by role
 
     def begin(self, fault: Fault) -> None:
         """Let it happen; returns when it has."""
         fleet = self._fleet
         self._touched_until |= dict.fromkeys(fault.parties, math.inf)
         match fault:
+            case Kill(name=name) if name == REGISTRY:
+                self._redis.kill()
+            case Stop(name=name) if name == REGISTRY:
+                self._redis.freeze()
             case Kill(name=name):
                 fleet.kill(name)
             case Stop(name=name):
@@ -57,13 +68,18 @@ class Injector:
             case Cut(one=one, other=other):
                 self._net.cut(one, other)
                 assert not self._net.reaches(one, other) and not self._net.reaches(other, one), "not cut"
-        self.num_fired += 1
+        self.fired[type(fault).__name__, " and ".join(party.partition("-")[0] for party in fault.parties)] += 1
         self._note(f"{fault}")
 
     def end(self, fault: Fault) -> None:
         """Undo it; returns when whoever was concerned serves again."""
         fleet = self._fleet
         match fault:
+            case Kill(name=name) if name == REGISTRY:
+                with nullcontext() if self._network is None else self._network.entered(name):
+                    self._redis.start()
+            case Stop(name=name) if name == REGISTRY:
+                self._redis.thaw()
             case Kill(name=name):
                 fleet.start(name)
             case Stop(name=name):
@@ -87,6 +103,16 @@ class Injector:
     def was_touched(self, name: str, since: float) -> bool:
         """Whether something stood on a process after that instant, by time.monotonic; may be asked by any thread."""
         return self._touched_until.get(name, 0.0) >= since
+
+    @property
+    def num_fired(self) -> int:
+        """Faults so far."""
+        return self.fired.total()
+
+    @property
+    def _redis(self) -> RedisServer:
+        assert self._registry is not None
+        return self._registry
 
     @property
     def _net(self) -> Network:

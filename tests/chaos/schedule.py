@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+REGISTRY: Final = "redis"  # the party that nobody needs in order to serve
 RECOVERY_S: Final = 3.0  # after a fault's end until a process counts as untouched: it is being found again
 _PREFILLS: Final = ("prefill", "mixed")
 _DECODES: Final = ("decode", "mixed")
@@ -46,7 +47,7 @@ class Stop(_OfOne):
 
 
 class Replace(_OfOne):
-    """SIGSTOP for good: another process is started under its name, then the old one wakes, and has to go."""
+    """SIGSTOP for good: another process is started under its name, then the old one wakes, and has to go: the registry says so."""
 
 
 class Terminate(_OfOne):
@@ -88,7 +89,7 @@ def draw_schedule(
 ) -> Iterator[Planned]:
     """Faults in the order of their instants, `gap_s` apart on average, the last one over by `duration_s`.
 
-    `names` are those of a Fleet; without a network nobody is cut off.
+    `names` are those of a Fleet, and REGISTRY if its processes share one; without a network nobody is cut off.
     """
     rng = random.Random(seed)
     standing: list[Planned] = []
@@ -97,10 +98,16 @@ def draw_schedule(
         standing = [each for each in standing if each.over_at_s > at_s]
         drawn = Planned(at_s, _draw(rng, names, has_network))
         touched = {party for each in (*standing, drawn) for party in each.fault.parties}
-        is_free = not any(set(each.fault.parties) & set(drawn.fault.parties) for each in standing)
+        busy = {party for each in standing for party in _needed(each.fault)}
+        is_free = not busy & {*_needed(drawn.fault)}
         if is_free and drawn.over_at_s <= duration_s and can_serve(set(names) - touched):
             standing.append(drawn)
             yield drawn
+
+
+def _needed(fault: Fault) -> tuple[str, ...]:
+    """Whom nothing else may happen to meanwhile."""
+    return (*fault.parties, REGISTRY) if isinstance(fault, Replace) else fault.parties
 
 
 def can_serve(names: set[str]) -> bool:
@@ -110,7 +117,7 @@ def can_serve(names: set[str]) -> bool:
 
 
 def _draw(rng: random.Random, names: Sequence[str], has_network: bool) -> Fault:
-    nodes = [name for name in names if not name.startswith("router")]
+    nodes = [name for name in names if name.startswith(("prefill", "decode", "mixed"))]
     name, node = rng.choice(names), rng.choice(nodes)
     draws: list[Callable[[], Fault]] = [
         lambda: Kill(rng.uniform(0, 4), name),

@@ -16,6 +16,7 @@ from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner
 from engine.plan import Plan
 from engine.reserve import ReserveConfig, ReservePolicy
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from mixed_node.core import MixedCore
 from node import events as ev
@@ -40,6 +41,8 @@ class Mixed:
     role: Literal["mixed", "decode"] = "mixed"
     identity: NodeIdentity = MIXED
     draw: Callable[[], tuple[int, bytes]] | None = None
+    reads_kv_pool: bool = False
+    saves: SaveRules = field(default_factory=SaveRules)
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: MixedCore | DecodeCore = field(init=False)
@@ -51,9 +54,11 @@ class Mixed:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         reserve = ReserveConfig(self.policy)
         sizes = (self.num_slots, self.max_batched_tokens, MAX_MODEL_LEN)
-        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=self.role == "mixed")
+        resumes = self.role == "mixed"
+        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=resumes, saves=self.saves)
         self.scheduler = Scheduler(config, self.pool, SEED)
-        limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, self.max_attempts, self.max_fences, lease_life_s=1.0)
+        bounds = (self.max_attempts, self.max_fences)
+        limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, *bounds, lease_life_s=1.0, reads_kv_pool=self.reads_kv_pool)
         serial = count(1)
         draw = self.draw or (lambda: (next(serial), bytes(16)))
         shared = (self.identity, limits, self.scheduler, self.pool, FINGERPRINT, SEED)

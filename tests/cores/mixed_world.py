@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import ReceiverEvent, SenderEvent
@@ -21,6 +22,7 @@ from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner, expected_tokens
 from engine.plan import Plan
 from engine.reserve import ReserveConfig
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
@@ -33,6 +35,7 @@ from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.placement import Placement
 from router.seeds import branch_seed
+from tests.cores.copied_blocks import CopiedBlocks
 from tests.cores.mixed import Mixed
 from tests.cores.nodes import BLOCK_SIZE, FINGERPRINT, MAX_MODEL_LEN, ROUTER, SEED, VOCAB_SIZE
 
@@ -50,6 +53,7 @@ class WorldNode:
     pool: BlockPool
     scheduler: Scheduler
     runner: FakeRunner
+    memory: NDArray[np.uint8]
     transport: MemoryTransport
     inbox: deque[SenderEvent | ReceiverEvent]
     plans: deque[Plan] = field(default_factory=deque)
@@ -78,6 +82,7 @@ class MixedWorld:
         self.calls: dict[int, Callable[[pb.ReserveReply | pb.RenewReply], None]] = {}
         self.on_the_way: list[Callable[[], None]] = []  # handoff calls and their answers, in no order
         self.hub = MemoryHub()
+        self.kv_pool = CopiedBlocks()
         self.router = RouterCore(RouterCoreConfig(local_prefill_max_tokens=12), Placement())
         self.nodes = {name: self._make(name) for name in names}
         for name, node in self.nodes.items():
@@ -99,14 +104,15 @@ class MixedWorld:
         identity = NodeIdentity(name, self.random.getrandbits(63) + 1)
         draw = lambda: (self.random.getrandbits(63) + 1, self.random.randbytes(16))  # noqa: E731
         inbox: deque[SenderEvent | ReceiverEvent] = deque()
+        saves = SaveRules(of_preempted=self.random.random() < 0.7, of_finished=self.random.random() < 0.4)
         if name.startswith("mixed"):
-            node = Mixed(NUM_BLOCKS, NUM_SLOTS, policy="none", identity=identity, draw=draw)
+            node = Mixed(NUM_BLOCKS, NUM_SLOTS, policy="none", identity=identity, draw=draw, saves=saves)
             transport = MemoryTransport(node.memory, name, self.hub, inbox.append)
-            return WorldNode(identity, node.core, node.pool, node.scheduler, node.runner, transport, inbox)
+            return WorldNode(identity, node.core, node.pool, node.scheduler, node.runner, node.memory, transport, inbox)
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         reserve = ReserveConfig("none")
         sizes = (NUM_SLOTS, 12, MAX_MODEL_LEN, 5)
-        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False)
+        config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=False, saves=saves)
         scheduler = Scheduler(config, pool, SEED)
         memory = np.zeros((NUM_BLOCKS, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
         limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE)
@@ -117,7 +123,7 @@ class MixedWorld:
             core = DecodeCore(identity, limits, scheduler, pool, FINGERPRINT, SEED, draw)
         runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, NUM_SLOTS)
         transport = MemoryTransport(memory, name, self.hub, inbox.append)
-        return WorldNode(identity, core, pool, scheduler, runner, transport, inbox)
+        return WorldNode(identity, core, pool, scheduler, runner, memory, transport, inbox)
 
     # ------------------------------------------------------------ clients
 
@@ -159,6 +165,7 @@ class MixedWorld:
         """Let one thing happen, or the time come of the next that is due; False if nothing ever will."""
         choices: list[Callable[[], None]] = [*map(self._carrying, range(len(self.on_the_way)))]
         choices += [partial(self.hub.step, index) for index in range(self.hub.pending())]
+        choices += [partial(self.kv_pool.copy, index) for index in range(len(self.kv_pool.waiting))]
         for node in self.nodes.values():
             if node.plans:
                 choices.append(partial(self._run_plan, node))
@@ -266,6 +273,8 @@ class MixedWorld:
                     transport.revoke(lease_id)
                 case ev.AnswerCommit(reply_to, message):
                     transport.answer(reply_to, message.SerializeToString())
+                case ev.SaveBlocks():
+                    self.kv_pool.save(action, node.memory, partial(self._feed, node))
                 case ev.Count(name, amount):
                     self.happened[name] += amount
                 case ev.Ended(_, outcome):
@@ -301,6 +310,7 @@ class MixedWorld:
 
     def check_idle(self) -> None:
         """Nothing is held anywhere when all requests have ended and all timers have fired."""
+        assert not self.kv_pool.waiting
         state = self.router.snapshot()
         assert (state["requests"], state["queued"], state["timers"]) == ({}, 0, 0)
         for name, node in self.nodes.items():

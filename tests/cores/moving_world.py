@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from node.identity import NodeIdentity
 from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey, attempt_key
+from tests.cores.copied_blocks import CopiedBlocks
 from tests.cores.mixed import Mixed
 from tests.cores.nodes import ROUTER, VOCAB_SIZE, Decode
 from tests.cores.pair import NewMachine, fake_machine
@@ -69,9 +71,9 @@ class MovingNode:
     def __init__(self, parts: Decode | Mixed, hub: MemoryHub, new_machine: NewMachine) -> None:
         self.name, self.identity = parts.identity.name, parts.identity
         self.core, self.pool, self.scheduler = parts.core, parts.pool, parts.scheduler
-        memory, self.runner = new_machine(parts.num_blocks, parts.num_slots)
+        self.memory, self.runner = new_machine(parts.num_blocks, parts.num_slots)
         self.inbox: deque[SenderEvent | ReceiverEvent] = deque()
-        self.transport = MemoryTransport(memory, self.name, hub, self.inbox.append)
+        self.transport = MemoryTransport(self.memory, self.name, hub, self.inbox.append)
         self.plans: deque[Plan] = deque()
         self.is_drained = False
         self.to_router: deque[pb.NodeMessage] = deque()
@@ -87,6 +89,7 @@ class MovingWorld:
         self.streams: dict[BranchKey, Stream] = {}
         self.calls: list[tuple[str, Callable[[], None], Callable[[], None]]] = []  # name, if it arrives, if it is lost
         self.happened: Counter[str] = Counter()
+        self.kv_pool = CopiedBlocks()
         self._random = Random(len(parts))
         self.has_target: Callable[[Stream], bool] = lambda stream: True
 
@@ -167,6 +170,7 @@ class MovingWorld:
                 steps.append(Step("inbox", lambda node=node: self.feed(node, node.inbox.popleft())))  # type: ignore[misc]
             if node.plans:
                 steps.append(Step("step", lambda node=node: self.step(node)))  # type: ignore[misc]
+        steps += [Step("copy", lambda at=at: self.kv_pool.copy(at)) for at in range(len(self.kv_pool.waiting))]  # type: ignore[misc]
         steps += [Step("hub", lambda at=at: self.hub.step(at)) for at in range(self.hub.pending())]  # type: ignore[misc]
         return steps
 
@@ -212,6 +216,8 @@ class MovingWorld:
                     node.transport.revoke(lease_id)
                 case ev.AnswerCommit(reply_to, message):
                     node.transport.answer(reply_to, message.SerializeToString())
+                case ev.SaveBlocks():
+                    self.kv_pool.save(action, node.memory, partial(self.feed, node))
                 case ev.Count(name, amount):
                     self.happened[name] += amount
                 case ev.Ended(_, outcome):
@@ -341,6 +347,7 @@ class MovingWorld:
             if stream.end == "finished":
                 assert stream.token_ids == right
                 assert not stream.logprobs or len(stream.logprobs) == len(right)
+        assert not self.kv_pool.waiting
         for node in self.nodes.values():
             counts = node.pool.counts()
             assert (counts.used, counts.leased, counts.quarantined, node.pool.num_promised) == (0, 0, 0, 0), node.name

@@ -10,6 +10,7 @@ from typing import TypeVar
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.reserve import ReserveConfig, ReservePolicy
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
@@ -51,6 +52,7 @@ class Decode:
     identity: NodeIdentity = DECODE
     preempt_move_s: float = 0.0
     resumes: bool = False
+    saves: SaveRules = field(default_factory=SaveRules)
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: DecodeCore = field(init=False)
@@ -65,6 +67,7 @@ class Decode:
             reserve=reserve,
             resumes_preempted=self.resumes,
             keeps_preempted=self.preempt_move_s > 0,
+            saves=self.saves,
         )
         self.scheduler = Scheduler(config, self.pool, SEED)
         serial = count(1)
@@ -133,14 +136,19 @@ class Prefill:
 
     num_blocks: int = 16
     num_slots: int = 4
+    reads_kv_pool: bool = False
+    saves: SaveRules = field(default_factory=SaveRules)
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     core: PrefillCore = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN), self.pool, SEED)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8)
+        config = SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN, saves=self.saves)
+        self.scheduler = Scheduler(config, self.pool, SEED)
+        limits = NodeLimits(
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8, reads_kv_pool=self.reads_kv_pool
+        )
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
 
     def dispatch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from engine.fake_runner import FakeRunner, expected_tokens
 from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams
 from engine.prefix_cache import PrefixCache
 from engine.reserve import ReserveConfig, ReservePolicy
+from engine.saving import Save, SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Phase, Progress, SequenceSpec
 from proto.block_key import block_keys, seed_key
@@ -44,6 +45,7 @@ class Sizes:
     policy: ReservePolicy = "full"
     resumes: bool = True
     keeps: bool = False
+    saves: SaveRules = field(default_factory=SaveRules)
 
 
 def make_spec(
@@ -96,6 +98,7 @@ class CheckedNode:
             reserve=ReserveConfig(sizes.policy),
             resumes_preempted=sizes.resumes,
             keeps_preempted=sizes.keeps,
+            saves=sizes.saves,
         )
         self.scheduler = Scheduler(config, self.pool, KEY_SEED)
         self.runner = FakeRunner(self.memory, sizes.block_size, sizes.vocab_size, sizes.num_slots)
@@ -112,6 +115,12 @@ class CheckedNode:
         self.positions: dict[Owner, int] = {}  # the next position of each owner
         self.marked: set[Owner] = set()
         self.block_of_key: dict[bytes, list[int]] = {}  # token ids of every block that may ever be published
+        self.saves: dict[int, Save] = {}  # handed out, and being copied
+        self.saved: list[tuple[bytes, ...]] = []  # the keys of each that was ever handed out
+        self.to_save: list[tuple[bytes, ...]] = []  # what they must be, in any order
+        self.on_host: set[int] = (
+            set()
+        )  # blocks that a device of its own memory has brought there since they were written
 
     # What a caller does
 
@@ -136,6 +145,20 @@ class CheckedNode:
         if sequence_id not in self.finished:
             self.aborted.add(sequence_id)
 
+    def abandon(self, sequence_id: Hashable) -> None:
+        """One that gave way, and that no other node takes."""
+        assert self.paused.pop(sequence_id) == "preempted"
+        self._expect_save(sequence_id, is_finished=False, decodes=True)
+        self.scheduler.abandon(sequence_id)
+        self.aborted.add(sequence_id)
+        self._take_saves()
+
+    def stage(self, save_id: int) -> None:
+        """The KV pool has copied what it was given."""
+        del self.saves[save_id]
+        self.scheduler.saved(save_id)
+        self.check()
+
     def pause(self, sequence_id: Hashable) -> bool:
         """Whether it will be; its Progress comes."""
         is_decoding = self.phases.get(sequence_id) is Phase.RUNNING_DECODE
@@ -147,8 +170,10 @@ class CheckedNode:
 
     def resume(self, sequence_id: Hashable) -> None:
         """Go on, with the tokens that it would have had anyhow."""
+        if self.paused.pop(sequence_id) == "preempted":
+            self._expect_save(sequence_id, is_finished=False, decodes=True)
         self.scheduler.resume(sequence_id)
-        del self.paused[sequence_id]
+        self._take_saves()
         self.check()
 
     def plan(self) -> Plan | None:
@@ -157,14 +182,26 @@ class CheckedNode:
         if plan is not None:
             self._check_plan(plan)
             self.unread.append(plan)
+        self._take_saves()
         self.check()
         return plan
 
     def complete(self) -> list[Progress]:
         """Run and read the oldest unread step, checked."""
-        progress = self.scheduler.complete(self.runner.run(self.unread.popleft()))
+        plan = self.unread.popleft()
+        slots = self.scheduler.snapshot()["slots"]
+        assert isinstance(slots, tuple)
+        progress = self.scheduler.complete(self.runner.run(plan))
+        self.on_host |= {*plan.leaving_block_ids}
         for item in progress:
             self._check_progress(item)
+            if item.finish in ("stop", "length"):
+                decodes = any(slots[row.slot] == item.sequence_id for row in plan.decodes)
+                self._expect_save(item.sequence_id, is_finished=True, decodes=decodes)
+        for name in (slots[mark.slot] for mark in plan.marks):
+            if self.scheduler.is_waiting(name) or (name in self.finished and self.finished[name] == "preempted"):
+                self._expect_save(name, is_finished=False, decodes=True)
+        self._take_saves()
         self.check()
         return progress
 
@@ -176,6 +213,24 @@ class CheckedNode:
             if not self.unread:
                 return
             self.complete()
+
+    def _expect_save(self, sequence_id: Hashable, *, is_finished: bool, decodes: bool) -> None:
+        """The rule, from what a caller sees: full blocks whose KV is final, of the prompt, and of the completion if it decodes."""
+        rules, spec = self.sizes.saves, self.specs[sequence_id]
+        known = [*spec.token_ids, *self.token_ids[sequence_id]][:-1]  # the last token is never fed
+        if not (decodes and self.sizes.cache_generated):
+            known = known[: len(spec.token_ids) - spec.num_generated]
+        keys = tuple(block_keys(KEY_SEED, known, self.sizes.block_size))
+        if keys and (rules.of_finished if is_finished else rules.of_preempted):
+            self.to_save.append(keys)
+
+    def _take_saves(self) -> None:
+        for save in self.scheduler.take_saves():
+            assert {block_id for _, block_id in save.blocks} <= self.on_host, (
+                "copied from where the device has not put it"
+            )
+            self.saves[save.save_id] = save
+            self.saved.append(tuple(key for key, _ in save.blocks))
 
     # What must hold
 
@@ -189,6 +244,7 @@ class CheckedNode:
         assert isinstance(keys, tuple)
         for block_id, key in enumerate(keys):  # what the prefix cache hands out is final, and what its key says
             assert key is None or self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
+        self._check_saves()
         phases = self.scheduler.snapshot()["phases"]
         assert isinstance(phases, dict)
         for sequence_id, phase in phases.items():
@@ -197,6 +253,15 @@ class CheckedNode:
             assert phase in NEXT_PHASES[before] or (may_go_back and (before, phase) in BACK)
             assert (phase is Phase.PAUSED) == (sequence_id in self.paused)
             self.phases[sequence_id] = phase
+
+    def _check_saves(self) -> None:
+        """What is being copied is whole, final, in use, and stays so."""
+        states = self.pool.snapshot()["states"]
+        assert isinstance(states, tuple)
+        for save in self.saves.values():
+            for key, block_id in save.blocks:
+                assert states[block_id] is BlockState.USED
+                assert self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
 
     def blocks_in_flight(self, but: Owner | None = None) -> set[int]:
         """Blocks that unread steps read or write, those of one owner left out."""
@@ -239,6 +304,7 @@ class CheckedNode:
             self.positions[owner] = end
             written = set(table[first // self.sizes.block_size : (end - 1) // self.sizes.block_size + 1])
             assert not written & self.blocks_in_flight(but=owner), "reused while an unread step has it"
+            self.on_host -= written
 
     def _check_progress(self, item: Progress) -> None:
         sequence_id = item.sequence_id

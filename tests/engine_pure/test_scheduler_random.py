@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from engine.block_pool import BlockState
 from engine.reserve import ReservePolicy
+from engine.saving import SaveRules
 from engine.sequence import Phase, blocks_for
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec
 
@@ -31,6 +32,8 @@ EVENTS = {
     "resume": 6,
     "lend": 2,
     "end_lend": 1,
+    "stage": 4,
+    "abandon": 2,
 }
 POLICIES: tuple[ReservePolicy, ...] = ("full", "ratio", "fixed", "none")
 MAX_UNREAD = 3
@@ -55,6 +58,7 @@ class Life:
             policy=self.random.choice(POLICIES),
             resumes=self.random.random() < 0.7,
             keeps=self.random.random() < 0.5,
+            saves=SaveRules(of_preempted=self.random.random() < 0.6, of_finished=self.random.random() < 0.4),
         )
         self.node = CheckedNode(self.sizes)
         self.happened: Counter[str] = Counter()
@@ -223,6 +227,21 @@ class Life:
         self.node.scheduler.release(sequence_id)
         return True
 
+    def stage(self) -> bool:
+        """The KV pool has copied something, in no order."""
+        if not self.node.saves:
+            return False
+        self.node.stage(self.random.choice(list(self.node.saves)))
+        return True
+
+    def abandon(self) -> bool:
+        """No other node takes what gave way."""
+        gave_way = [n for n, why in self.node.paused.items() if why == "preempted"]
+        if not gave_way:
+            return False
+        self.node.abandon(self.random.choice(gave_way))
+        return True
+
     # What it looks at
 
     def draw_seed(self) -> int | None:
@@ -282,7 +301,9 @@ class Life:
             while self.resume():
                 pass
             for sequence_id in list(self.node.paused):  # it gave way on a node that resumes nobody
-                self.node.abort(sequence_id)
+                self.node.abandon(sequence_id)
+            while self.stage():
+                pass
             is_at_work = self.node.plan() is not None or self.node.unread or not self.alive()
             assert is_at_work, "something is alive, but nothing can be done"
             while self.node.unread:
@@ -290,10 +311,13 @@ class Life:
         self.node.run_to_the_end()
         for sequence_id in self.ended_lenders():
             self.node.scheduler.release(sequence_id)
-        assert self.node.is_idle()
+        while self.stage():
+            pass
+        assert self.node.is_idle() and not self.node.scheduler.has_sequences
+        assert Counter(self.node.saved) == Counter(self.node.to_save)
 
 
-@pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q08", "S12", "S13", "S14")
+@pytest.mark.covers("P01", "P02", "Q03", "Q05", "Q07", "Q08", "S12", "S13", "S14", "W01", "W03", "W09")
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens_each_sequence_gets_its_own_tokens_and_no_block_is_lost_or_reused_early(seed: int) -> None:
     life = Life(Random(seed))

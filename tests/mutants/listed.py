@@ -6,8 +6,11 @@ from typing import Final
 
 from tests.mutants import (
     of_answers,
+    of_caches,
     of_engine,
+    of_fetching,
     of_handoff,
+    of_kv_pool,
     of_mixed,
     of_moves,
     of_nodes,
@@ -16,6 +19,7 @@ from tests.mutants import (
     of_retry,
     of_router,
     of_runner,
+    of_saving,
     of_session,
 )
 from tests.mutants.mutant import Mutant
@@ -28,9 +32,13 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
+    *of_caches.MUTANTS,
+    *of_fetching.MUTANTS,
+    *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
+    *of_saving.MUTANTS,
     *of_session.MUTANTS,
 )

@@ -138,8 +138,8 @@ MUTANTS: Final = (
         "published-before-read",
         "A block is offered to the prefix cache a step early, with a last token whose KV is not there yet.",
         "engine/reading.py",
-        "            if fills:\n                self._room.publish(sequence, end)\n",
-        "            self._room.publish(sequence, end + 1)\n",
+        "            if fills:\n                self._room.publish(sequence, end, decodes=True)\n",
+        "            self._room.publish(sequence, end + 1, decodes=True)\n",
         _RANDOM,
     ),
     Mutant(

@@ -15,7 +15,7 @@ from engine.shared_bytes import SharedBytes
 from node import events as ev
 from node.handoff_client import HandoffClient
 from node.inbox import Inbox
-from node.loop import NodeLoop, Outlets
+from node.loop import NodeLoop, NoKvPool, Outlets
 from node.measures import Measures
 from node.metrics import Counters
 from node.runner_thread import RunnerThread
@@ -44,6 +44,18 @@ class Recorder:
 
     def answer_renew(self, call_id: int, reply: pb.RenewReply) -> None:
         self._note(("renew", call_id, reply))
+
+    def save(self, action: ev.SaveBlocks) -> None:
+        self._note(action)
+
+    def look(self, action: ev.LookInPool) -> None:
+        self._note(action)
+
+    def fetch(self, action: ev.FetchBlocks) -> None:
+        self._note(action)
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
 
     def _note(self, what: object) -> None:
         self.done.append(what)
@@ -83,7 +95,7 @@ class Shell:
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)
         self.drained = asyncio.Event()
-        ends = (self.runner, self.transport, self.recorder, self.recorder, self.peers)
+        ends = (self.runner, self.transport, self.recorder, self.recorder, self.peers, self.recorder)
         outlets = Outlets(*ends, self.counters, self.measures, self.drained)
         self.task = tasks.create_task(NodeLoop("n", core, self.inbox, outlets).run())
 
@@ -126,6 +138,27 @@ def test_what_is_due_expires_before_an_event_is_received_at_the_same_time() -> N
 
     drive(core, test)
     assert [name for name, _ in core.calls] == ["due", "receive"]
+
+
+def test_what_is_for_the_kv_pool_reaches_it_and_without_one_each_is_answered_with_nothing() -> None:
+    asked: list[ev.Action] = [
+        ev.SaveBlocks(1, ((b"k", 0),)),
+        ev.LookInPool(2, (b"k",)),
+        ev.FetchBlocks(3, ((b"k", 1),)),
+    ]
+    core = ScriptedCore(lambda _event, _now: asked)
+
+    async def test(shell: Shell) -> None:
+        shell.inbox.post(ev.RouterLost(ROUTER))
+        assert await shell.recorder.wait_for(3) == asked
+
+    drive(core, test)
+    answers: list[ev.Event] = []
+    pool = NoKvPool(answers.append)
+    pool.save(ev.SaveBlocks(1, ((b"k", 0),)))
+    pool.look(ev.LookInPool(2, (b"k",)))
+    pool.fetch(ev.FetchBlocks(3, ((b"k", 1),)))
+    assert answers == [ev.BlocksStaged(1, 0), ev.PoolLooked(2, 0), ev.BlocksFetched(3, 0, 0.0)]
 
 
 @pytest.mark.covers("H07")

@@ -1,4 +1,4 @@
-"""A real redis-server of the test's own: on a free port of 127.0.0.1, with nothing on disk, killed at the end.
+"""A real redis-server of the test's own: on a free port, with nothing on disk, killed at the end.
 
 Where there is none, what needs one fails in CI, which must not be green without it, and is skipped elsewhere.
 """
@@ -26,11 +26,12 @@ _START_BOUND_S: Final = 20.0
 class RedisServer:
     """One server, which can be killed, stopped and started again at its address; made by `started_redis`."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], url: str) -> None:
+    def __init__(self, folder: Path, flags: Sequence[str], url: str, host: str) -> None:
         self._folder = folder
         self._flags = flags
+        self._host = host
         self.port = _free_port()
-        self.url = url.format(port=self.port)
+        self.url = url.format(host=host, port=self.port)
         self._process: subprocess.Popen[bytes] | None = None
         # What others write into it. Untyped: the client's own types allow for every version of every answer.
         self.client: Any = redis.Redis.from_url(self.url, socket_timeout=_START_BOUND_S)
@@ -38,7 +39,7 @@ class RedisServer:
     def start(self) -> None:
         """Start it, its memory empty, and wait until it answers."""
         assert PROGRAM is not None
-        command = [PROGRAM, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
+        command = [PROGRAM, "--bind", self._host, "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
         with (self._folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *(flag.format(port=self.port) for flag in self._flags)], stdout=log, stderr=log
@@ -82,10 +83,12 @@ class RedisServer:
 
 
 @contextmanager
-def started_redis(folder: Path, *flags: str, url: str = "redis://127.0.0.1:{port}/0") -> Iterator[RedisServer]:
-    """A server that answers; `url` is where and as whom the test looks."""
+def started_redis(
+    folder: Path, *flags: str, url: str = "redis://{host}:{port}/0", host: str = "127.0.0.1"
+) -> Iterator[RedisServer]:
+    """A server that answers, at `host`; `url` is where and as whom the test looks."""
     need_redis()
-    server = RedisServer(folder, flags, url)
+    server = RedisServer(folder, flags, url, host)
     try:
         server.start()
         yield server

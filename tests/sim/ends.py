@@ -10,7 +10,8 @@ A request ends well once there is a pair of nodes that can serve it, whatever wa
     NODE_LOST                          it was on so many nodes when they died that it may be what kills them; or its prompt's
                                        logprobs died with their sender, while its receiver was done
     pd_reschedule, or its error        its retries are spent. What it has is a beginning of the right answer, and whoever
-      before the first token           resubmits that gets the rest (clients.py, world.py)
+      before the first token, or       resubmits that gets the rest (clients.py, world.py)
+      before its prompt's logprobs
 
 A retry is paid for by an attempt that failed, and no attempt fails that was not struck: one of its hosts, or a way between two of
 them (faults.py). The router's own count is not asked: here is written down what it was told.
@@ -72,10 +73,17 @@ class Trials:
 
     def lost_node(self, node: NodeRef) -> None:
         """A node is gone."""
-        target = self.moves.get(max(self.moves, default=-1))  # which may have it, and not have said so
-        if self.pair is not None and node in (*self.pair, target):
+        if node in self.nodes:
             self.lost[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
+
+    @property
+    def nodes(self) -> tuple[NodeRef, ...]:
+        """Where it is: on a pair, and perhaps at the node that it was to move to last, which has not said so."""
+        if self.pair is None:
+            return ()
+        target = self.moves.get(max(self.moves, default=-1))
+        return self.pair if target is None else (*self.pair, target)
 
     @property
     def may_compute_again(self) -> bool:
@@ -94,6 +102,9 @@ class Circumstances:
     plan: ClientPlan
     trials: list[Trials]
     has_tokens: bool
+    is_unscored: (
+        bool  # the logprobs of its prompt, which only its first answer can tell, have not come for every choice
+    )
     patience_s: float  # what all the work of the scenario can take without any fault
     felt_s: float  # for so long faults were felt while the request was open
     had_no_pair: bool  # at its end, as long as NO_NODES demands
@@ -122,6 +133,6 @@ def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | Non
         return None
     if not any(each.have_spent(knobs.retries) for each in met.trials):
         return f"of {knobs.retries} retries some are left: {met.trials}"
-    if met.has_tokens and end != "pd_reschedule":
+    if met.has_tokens and end != "pd_reschedule" and not met.is_unscored:
         return "what it has is lost"
     return None

@@ -12,14 +12,17 @@ import numpy.typing as npt
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN
+from engine.key_log import KeyLog
 from engine.reserve import ReserveConfig
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from mixed_node.core import MixedCore
+from node.cache_feed import TellingCore
 from node.events import NodeCore
 from node.identity import NodeIdentity, NodeLimits
 from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
-from proto.block_key import seed_key
+from proto.block_key import fingerprint_bytes, seed_key
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
 
 FINGERPRINT: Final = pb.Fingerprint(
@@ -32,7 +35,9 @@ FINGERPRINT: Final = pb.Fingerprint(
     weights="w",
     kernels="f",
 )
-KEY_SEED: Final = seed_key(FINGERPRINT.SerializeToString(deterministic=True))
+KEY_SEED: Final = seed_key(
+    fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields})
+)
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 
 
@@ -69,14 +74,17 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         max_waiting_reserves=knobs.max_waiting_reserves,
         preempt_move_s=knobs.preempt_move_s,
         reserves_for_running=knobs.reserves_for_running,
+        reads_kv_pool=knobs.kv_pool_flaws is not None,
     )
     pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
+    pool.key_log = KeyLog(knobs.key_log)
     config = SchedulerConfig(
         knobs.num_slots,
         knobs.max_batched_tokens,
         knobs.max_model_len,
         knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
+        saves=SaveRules(knobs.kv_pool_flaws is not None, knobs.kv_pool_flaws is not None and knobs.saves_finished),
         resumes_preempted=role == pb.ROLE_MIXED,
         keeps_preempted=knobs.preempt_move_s > 0,
     )
@@ -93,4 +101,4 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
             core = decode
         case _:
             core = MixedCore(identity, scheduler, prefill, decode)
-    return NodeParts(limits, pool, scheduler, memory, core)
+    return NodeParts(limits, pool, scheduler, memory, TellingCore(core, pool, knobs.cache_piece))

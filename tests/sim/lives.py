@@ -9,6 +9,7 @@ from typing import Final
 from engine.sequence import Phase
 from node import events as ev
 from proto import baton_pb2 as pb
+from proto.attempt_key import AttemptKey
 from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.kernel import Process
 from tests.sim.links import Links
@@ -24,9 +25,7 @@ DRAIN_TIMEOUT_S: Final = 25.0
 _LATE_S: Final = 0.5  # of a core that has until its deadline to drain
 _LOOKS_EVERY_S: Final = 0.02  # whether a node has drained
 _DELIVERS_WITHIN_S: Final = 2.0  # its last words
-_ROLLS_WITHIN_S: Final = (
-    10.0  # from one node of a rolling restart to the next: it is back, and every router has a session with it
-)
+_MOVES_ON_WITHIN_S: Final = 2.0  # what runs on a draining node is asked for again, if nobody had room
 
 
 class Lives:
@@ -122,6 +121,24 @@ class Lives:
         deadline = node.clock() + DRAIN_TIMEOUT_S
         self._kernel.after(_REGISTER_TIMEOUT_S, lambda: node.post(ev.DrainAsked(deadline)), node)
         self._kernel.after(_REGISTER_TIMEOUT_S, partial(self._look_at_drain, node, deadline, down_s), node)
+        until_watched_s = node.seconds(DRAIN_TIMEOUT_S - _MOVES_ON_WITHIN_S - _LATE_S)
+        self._kernel.after(until_watched_s, partial(self._watch_drain, node), node)
+
+    def _watch_drain(self, node: SimNode) -> None:
+        """A drain that takes so long has a reason: nobody has room for what runs, or something is struck."""
+        before, refused = _running(node), f"no room for what {node.host} runs"
+        num_refused = self._kernel.counters[refused]
+
+        def look() -> None:
+            has_asked = self._kernel.counters[refused] > num_refused
+            left = before & _running(node)
+            assert not left or has_asked or self._is_struck(), f"{node.label} drains, and does not move {sorted(left)}"
+
+        self._kernel.after(node.seconds(_MOVES_ON_WITHIN_S), look, node)
+
+    def _is_struck(self) -> bool:
+        """Whether any fault is felt, wherever it struck."""
+        return self._around.blames.excuses(frozenset(self._scenario.hosts))
 
     def _look_at_drain(self, node: SimNode, deadline: float, down_s: float) -> None:
         now = node.clock()
@@ -130,8 +147,11 @@ class Lives:
             return
         if not node.has_drained or now >= deadline:
             self._kernel.count("drains cut short")
+            is_busy = any(node.reading.values()) or not node.runner.is_idle
+            assert node.has_drained or is_busy or self._is_struck(), f"{node.label} has nothing left and does not drain"
         else:
             self._kernel.count("drained")
+            self._kernel.count(f"drained: {node.host.partition('-')[0]}")
         self._deliver(node, now + _DELIVERS_WITHIN_S, down_s)
 
     def _deliver(self, node: SimNode, until: float, down_s: float) -> None:
@@ -222,3 +242,10 @@ class Lives:
 def _listener_of(process: Process) -> ListenerSide:
     assert isinstance(process, SimNode)
     return process.listener
+
+
+def _running(node: SimNode) -> frozenset[AttemptKey]:
+    """What decodes there, or is stopped on its way to another node."""
+    phases = node.scheduler.snapshot()["phases"]
+    assert isinstance(phases, dict)
+    return frozenset(key for key, phase in phases.items() if phase in (Phase.RUNNING_DECODE, Phase.PAUSED))

@@ -14,9 +14,11 @@ from google.protobuf.message import Message
 
 from proto import baton_pb2 as pb
 from router import events as rev
+from router.cache_index import CacheIndex
+from router.cache_map import CacheMap
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
-from router.placement import Placement
+from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.retry import COST, Cost
 from runtime.listing import Change, Listed, Listing, Missed
 from runtime.registry_server import TTL_S
@@ -51,7 +53,10 @@ class SimRouter(Process):
             seed=rng.getrandbits(63),
             local_prefill_max_tokens=knobs.local_prefill_max_tokens or 0,
         )
-        self.core = RouterCore(self.config, Placement(knobs.policy, knobs.policy, rng.getrandbits(63)))
+        policy = CACHE_AWARE if knobs.follows_caches else knobs.policy
+        placement = Placement(policy, knobs.policy, rng.getrandbits(63), Imbalance(64, 2.0))
+        self.caches = CacheMap(CacheIndex(1 << 20)) if knobs.follows_caches else None
+        self.core = RouterCore(self.config, placement, self.caches)
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
         self.clients: dict[str, Client] = {}  # by request id
@@ -195,7 +200,7 @@ class SimRouter(Process):
         if is_open and error.key.attempt == trials.attempt and trials.pair is not None:
             if COST.get(error.code) is Cost.RETRY:
                 code = pb.ErrorCode.Name(error.code)
-                hosts = {self.host, *(self._hosts[node] for node in trials.pair)}
+                hosts = {self.host, *(self._hosts[node] for node in trials.nodes)}
                 self._check_struck(f"{client.plan.name}/{error.key.choice} fails with {code}, {error.message},", hosts)
             trials.heard_error(error)
 
@@ -298,8 +303,8 @@ class SimRouter(Process):
                     self.dialer.dial(entry)
                 case rev.HangUp(node):
                     self.dialer.hang_up(Peer(node.name, node.incarnation))
-                case rev.Count(name, label):
-                    self.kernel.count(f"{name}:{label}")
+                case rev.Count(name, label, amount):
+                    self.kernel.count(f"{name}:{label}", amount)
                     if name == "retries":
                         self._tell("retries", f"because of {label}")
                 case rev.Observe():
@@ -319,12 +324,17 @@ class SimRouter(Process):
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
                 )
-        if message.WhichOneof("kind") == "move" and message.move.HasField("target"):
-            key, target = message.move.key, message.move.target.node
-            ref = rev.NodeRef(target.name, target.incarnation)
-            client = self.clients[key.request_id]
-            client.trials[key.choice].may_move(message.move.next_attempt, ref)
+        if message.WhichOneof("kind") == "move":
+            self._note_move(node, message.move)
         self.dialer.send(Peer(node.name, node.incarnation), message)
+
+    def _note_move(self, holder: rev.NodeRef, move: pb.Move) -> None:
+        if not move.HasField("target"):
+            self.kernel.count(f"no room for what {self._hosts[holder]} runs")
+            return
+        ref = rev.NodeRef(move.target.node.name, move.target.node.incarnation)
+        client = self.clients[move.key.request_id]
+        client.trials[move.key.choice].may_move(move.next_attempt, ref)
 
     def _show(self, client: Client, news: rev.Emitted | rev.PromptScored) -> None:
         if client.end in ("aborted", "router lost"):

@@ -8,6 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
@@ -53,6 +54,8 @@ MOMENTS: Final = (
     "tokens",
     "session up",
 )
+
+KV_POOL_FLAWS: Final = ("slow", "fails", "full", "corrupts", "lies")
 
 LINK_KINDS: Final = ("cut link", "flip bit", "lose ack")  # those need a node that may send KV to another
 
@@ -128,6 +131,9 @@ class Knobs:
     local_prefill_max_tokens: int | None = None  # None: decode nodes compute no prompts
     local_prefill_chunk: int | None = None
     policy: str = "least_loaded"
+    follows_caches: bool = False  # --placement-prefill cache_aware
+    cache_piece: int = 4096  # of a node's news of its cache
+    key_log: int = 1 << 16  # changes of it that a node keeps
     network: str = "even"  # or "jitter", "heavy"
     step_s: float = 0.005  # mean time of a step
     lease_life_s: float = 10.0
@@ -139,6 +145,8 @@ class Knobs:
     max_waiting_reserves: int = 64
     is_one_sided: bool = False  # the transport: writes land unasked
     clock_spread: float = 0.0  # clocks run at 1 ± this
+    kv_pool_flaws: tuple[str, ...] | None = None  # of the cluster's KV pool (kv_pool.py); None: there is none
+    saves_finished: bool = True  # --save-finished-kv
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
 
@@ -182,14 +190,46 @@ def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
+    knobs = _with_kv_pool(knobs, random.Random(f"kv pool {seed}"))
+    knobs = _with_caches(knobs, random.Random(f"caches {seed}"))
     load_s = rng.uniform(0.5, 4.0)
-    clients = _draw_clients(rng, knobs, load_s)
+    clients = _sharing_more(_draw_clients(rng, knobs, load_s), knobs, random.Random(f"shared prompts {seed}"))
     scenario = Scenario(seed, knobs, clients)
     is_on = {kind: rng.random() < 0.4 for kind in FAULT_KINDS}
     kinds = [kind for kind, on in is_on.items() if on and (scenario.handoff_pairs or kind not in LINK_KINDS)]
     num_faults = rng.choice((0, 1, 1, 2, 3, 5, 8)) if kinds else 0
     faults = [_draw_fault(rng, rng.choice(kinds), scenario, load_s) for _ in range(num_faults)]
-    return Scenario(seed, knobs, clients, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _with_drains(Scenario(seed, knobs, clients, _in_order(faults)), random.Random(f"drains {seed}"), load_s)
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.at))
+
+
+def _with_drains(scenario: Scenario, rng: random.Random, load_s: float) -> Scenario:
+    """In a part of the seeds, drawn apart: nodes are drained while they decode long streams, so that these move."""
+    hosts = [host for host in scenario.hosts if host.startswith(("decode", "mixed"))]
+    if rng.random() < 0.6 or len(hosts) < 2:
+        return scenario
+    knobs = scenario.knobs
+    room = -(-knobs.max_model_len // BLOCK_SIZE)
+    knobs = replace(
+        knobs,
+        step_s=max(knobs.step_s, 0.05),
+        num_slots=max(knobs.num_slots, 4),
+        max_batched_tokens=max(knobs.max_batched_tokens, 8),
+        num_blocks=max(knobs.num_blocks, 3 * room),
+    )
+    clients = []
+    for plan in scenario.clients:
+        max_tokens = min(rng.randint(20, 60), knobs.max_model_len - len(plan.prompt))
+        stop_token_ids = plan.stop_token_ids if rng.random() < 0.3 else ()
+        clients.append(replace(plan, max_tokens=max(max_tokens, plan.max_tokens), stop_token_ids=stop_token_ids))
+    drains = [
+        Fault(rng.uniform(0.7, 1.0 + load_s), "drain", host, seconds=rng.uniform(0.01, 1.0), moment=rng.choice(MOMENTS))
+        for host in rng.sample(hosts, rng.randint(1, len(hosts)))
+    ]
+    return replace(scenario, knobs=knobs, clients=tuple(clients), faults=_in_order((*scenario.faults, *drains)))
 
 
 def _draw_knobs(rng: random.Random) -> Knobs:
@@ -239,6 +279,33 @@ def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
     if rng.random() < 0.2:
         knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
     return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
+
+
+def _with_kv_pool(knobs: Knobs, rng: random.Random) -> Knobs:
+    """The same."""
+    if rng.random() < 0.5:
+        return knobs
+    flaws = tuple(flaw for flaw in KV_POOL_FLAWS if rng.random() < 0.3)
+    return replace(knobs, kv_pool_flaws=flaws, saves_finished=rng.random() < 0.8)
+
+
+def _sharing_more(clients: tuple[ClientPlan, ...], knobs: Knobs, rng: random.Random) -> tuple[ClientPlan, ...]:
+    """Where there is a KV pool most prompts have a long beginning in common, as far as it fits."""
+    if knobs.kv_pool_flaws is None:
+        return clients
+    shared = tuple(rng.randrange(VOCAB_SIZE) for _ in range(knobs.max_model_len))
+    rooms = (knobs.max_model_len - len(plan.prompt) - plan.max_tokens for plan in clients)
+    lengths = [rng.choice((0, room // 2, room)) for room in rooms]
+    return tuple(
+        replace(plan, prompt=shared[:length] + plan.prompt) for plan, length in zip(clients, lengths, strict=True)
+    )
+
+
+def _with_caches(knobs: Knobs, rng: random.Random) -> Knobs:
+    """Routers that place by cache, in a part of the seeds; drawn apart too."""
+    if rng.random() < 0.5:
+        return knobs
+    return replace(knobs, follows_caches=True, cache_piece=rng.choice((1, 3, 16)), key_log=rng.choice((2, 16, 1 << 16)))
 
 
 def _draw_clients(rng: random.Random, knobs: Knobs, load_s: float) -> tuple[ClientPlan, ...]:

@@ -76,6 +76,7 @@ class Dialer:
         self._wire = wire
         self._hears = hears
         self._tell = tell
+        self._kernel = wire.kernel
         self._timing = SessionTiming()
         self._lines: dict[Peer, _Line] = {}
         self._touched: dict[SessionEnd, None] = {}
@@ -198,6 +199,7 @@ class Dialer:
             case LoadArrived(load):
                 self._hears.on_load(peer, load)
             case Up(is_resumed):
+                self._kernel.count("sessions resumed", int(is_resumed))
                 self._tell("session up", f"with {peer.name}{', resumed' if is_resumed else ''}")
                 self._hears.on_up(peer)
             case Broken(reason):

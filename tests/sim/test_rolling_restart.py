@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 
+from tests.sim.moving import NODES, knobs, restarts
 from tests.sim.outcome import run_scenario
-from tests.sim.scenario import ClientPlan, Fault, Knobs, Scenario
+from tests.sim.scenario import Fault
 
-NODES = ("decode-0", "prefill-0", "decode-1", "prefill-1", "decode-2")
 NUM_CLIENTS = 30
-
-
-def restarts(seed: int, knobs: Knobs, hosts: tuple[str, ...], num_clients: int, *faults: Fault) -> Scenario:
-    rng = random.Random(seed)
-    clients = tuple(
-        ClientPlan(
-            f"r{number}",
-            1.0 + 0.2 * number,
-            number % 2,
-            tuple(rng.randrange(11) for _ in range(rng.randint(4, 30))),
-            rng.randint(20, 60),
-            rng.getrandbits(40),
-            temperature=1.0,
-            num_choices=rng.choice((1, 1, 2)),
-            num_logprobs=rng.choice((None, 2)),
-        )
-        for number in range(num_clients)
-    )
-    drains = tuple(Fault(2.0 + 2.0 * number, "drain", host, seconds=0.3) for number, host in enumerate(hosts))
-    return Scenario(seed, knobs, clients, (*drains, *faults))
-
-
-def knobs(is_one_sided: bool, num_blocks: int) -> Knobs:
-    return Knobs(
-        num_routers=2,
-        num_prefill=2,
-        num_decode=3,
-        num_blocks=num_blocks,
-        num_slots=4 if num_blocks < 96 else 16,
-        max_batched_tokens=32,
-        step_s=0.05,
-        is_one_sided=is_one_sided,
-        reserve_policy="none",
-        reserves_for_running=False,
-        preempt_move_s=0.5,
-    )
 
 
 @pytest.mark.parametrize("is_one_sided", [False, True], ids=["two-sided", "one-sided"])
@@ -83,3 +47,31 @@ def test_whatever_breaks_a_move_its_stream_goes_on(fault: Fault, is_one_sided: b
     assert outcome.error is None, f"{outcome.error}\n{outcome.where}"
     ends = {name for name, count in outcome.counters.items() if name.startswith("client:") and count}
     assert ends <= {"client:finished", "client:router lost", "client:pd_reschedule"} and outcome.counters[fault.kind]
+
+
+# The connection breaks, and either end is told or not; or nothing gets through for less than a session's grace.
+RESUMED = (
+    *(Fault(2.4, "cut stream", "router-0", "decode-0", 0, number, "move") for number in range(4)),
+    *(Fault(2.4, "cut stream", "router-0", "decode-0", 0, number, "commit") for number in range(4)),
+    *(Fault(2.4, "cut stream", "router-0", "decode-1", 0, number, "activate") for number in range(4)),
+    Fault(2.4, "one way", "decode-0", "router-0", 1.75, moment="move"),
+    Fault(2.4, "one way", "router-0", "decode-0", 1.75, moment="commit"),
+    Fault(2.4, "one way", "decode-1", "router-0", 1.75, moment="activate"),
+    Fault(2.4, "partition", "router-0", "decode-1", 1.75, moment="activate"),
+)
+
+
+@pytest.mark.parametrize("fault", RESUMED, ids=[f"{each} {each.number}" for each in RESUMED])
+@pytest.mark.covers("D10", "R12")
+def test_a_router_that_is_resumed_within_its_grace_during_a_move_loses_nothing_and_retries_nothing(
+    fault: Fault,
+) -> None:
+    slow = replace(knobs(False, 96), step_s=0.1)
+    outcome = run_scenario(restarts(2, slow, NODES[:1], 8, fault, gap_s=0.1))
+    assert outcome.error is None, f"{outcome.error}\n{outcome.where}"
+    counters = outcome.counters
+    assert counters["sessions resumed"] >= 1 and counters["sessions lost"] == 2, (
+        "each router loses the node that drained"
+    )
+    assert counters["client:finished"] == 8 and counters["moved"] >= 2 and counters["drained"] == 1
+    assert not [name for name in counters if name.startswith("retries:")]

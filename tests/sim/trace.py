@@ -37,6 +37,8 @@ def describe_to_node(message: pb.RouterMessage) -> str:
         move = message.move
         where = f"as #{move.next_attempt} to {move.target.node.name}" if move.HasField("target") else "nowhere"
         return f"Move {name_of(move.key)} {where}"
+    if message.WhichOneof("kind") == "cache":
+        return f"CacheAsk behind {message.cache.taken}"
     dispatch = message.dispatch
     choices = ",".join(str(branch.choice) for branch in dispatch.branches)
     generated = sum(len(branch.generated_token_ids) for branch in dispatch.branches)
@@ -52,6 +54,10 @@ def describe_to_router(message: pb.NodeMessage) -> str:
         return f"PD Error {pb.ErrorCode.Name(error.code)} {name_of(error.key)}{unsure}: {error.message}"
     if message.WhichOneof("kind") == "wants_move":
         return f"WantsMove {name_of(message.wants_move.key)} {pb.MoveReason.Name(message.wants_move.reason)}"
+    if message.WhichOneof("kind") == "cache":
+        news = message.cache
+        whole = f", and on from block {news.next_block}" if news.HasField("next_block") else ""
+        return f"CacheNews to {news.taken}: {len(news.stored) // 8} stored, {len(news.evicted) // 8} evicted{whole}"
     parts = []
     for tokens in message.tokens.branches:
         end = tokens.first_index + len(tokens.token_ids)
@@ -81,6 +87,8 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
             return "takes", f"Release {name_of(request.key)}"
         case ev.StepDone(result):
             return "step done", f"{result.step_id}: {result.token_ids.tolist()}"
+        case ev.BlocksStaged() | ev.PoolLooked() | ev.BlocksFetched():
+            return "takes", f"of the KV pool: {event}"
         case ev.DrainAsked():
             return "takes", "the wish that it drains"
         case _:
@@ -110,6 +118,11 @@ def describe_action(action: ev.Action) -> tuple[str, str] | None:
             return word, f"Commit {name_of(message.answer.key)}"
         case ev.RevokeLease() | ev.CloseLink():
             return "ends", "a lease" if isinstance(action, ev.RevokeLease) else f"link {action.link_id}"
+        case ev.SaveBlocks(number, blocks) | ev.FetchBlocks(number, blocks):
+            named = [block_id for _, block_id in blocks]
+            return "asks", f"{type(action).__name__} {number} of the KV pool: blocks {named}"
+        case ev.LookInPool(number, keys):
+            return "asks", f"LookInPool {number} of the KV pool: {len(keys)} blocks"
         case ev.Drained():
             return "has drained", ""
         case ev.Ended(key, outcome):

@@ -19,14 +19,17 @@ from typing import Final
 
 from connector.fence import MAX_REST_S
 from connector.memory_transport import MemoryHub
+from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
 from router.entrance import RouterCoreConfig
+from router.events import NodeRef
 from tests.sim.calls import Calls
 from tests.sim.clients import Client, new_client, resubmission_of
 from tests.sim.ends import Circumstances, problem
 from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel
+from tests.sim.kv_pool import SimKvPool
 from tests.sim.links import Links
 from tests.sim.lives import Lives
 from tests.sim.network import Network
@@ -39,6 +42,7 @@ _ENDS_WITHIN_S: Final = 60.0  # of world time, once no fault is felt any more: w
 _NOTICED_S: Final = 3.0  # after a fault: a session's grace, by any clock
 _WHOLE_WITHIN_S: Final = 10.0
 _SERVED_WITHIN_S: Final = 20.0
+_FOLLOWED_WITHIN_S: Final = 30.0  # until a router has heard all that a node's cache holds, a block at a time
 _MAX_EVENTS: Final = 400_000  # a run that has more goes round in circles
 
 
@@ -59,6 +63,7 @@ class World:
             self.kernel,
             self.hub,
             self.calls,
+            SimKvPool(self.kernel, scenario.knobs),
             scenario.knobs,
             self._moment,
             self.links.look,
@@ -152,6 +157,7 @@ class World:
         )
         for router in self.lives.routers:
             check_idle_router(router)
+        self._run_until(self._do_indices_agree, _FOLLOWED_WITHIN_S, "a router knows other blocks than a node holds")
         self._run_down()
 
     @property
@@ -197,6 +203,8 @@ class World:
             met = Circumstances(
                 plan=client.plan,
                 trials=client.trials,
+                is_unscored=client.plan.wants_prompt_logprobs
+                and any(choice.finish_reason is None and not choice.is_prompt_scored for choice in client.choices),
                 has_tokens=any(len(choice.received) > len(client.plan.generated) for choice in client.choices),
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
@@ -214,6 +222,21 @@ class World:
             if nodes.keys() != names or not all(each["session"] == "up" and each["listed"] for each in nodes.values()):
                 return False
         return len(names) == len(self.scenario.hosts) - self.scenario.knobs.num_routers
+
+    def _do_indices_agree(self) -> bool:
+        """Every router that follows caches knows exactly the blocks that the nodes that prefill hold (R02)."""
+        followed = [router.caches for router in self.lives.routers if router.caches is not None]
+        for node in self.lives.nodes if followed else ():
+            if node.role == pb.ROLE_DECODE:
+                continue
+            keys, _ = node.pool.keys_from(0, node.pool.num_blocks)
+            held = {int.from_bytes(key[:8], "little") for key in keys}
+            ref = NodeRef(node.identity.name, node.identity.incarnation)
+            for caches in followed:
+                if not caches.is_whole(ref) or caches.keys_of(ref) != held:
+                    return False
+                self.kernel.count("index agrees", len(held))
+        return True
 
     def _probes(self) -> list[ClientPlan]:
         rng = self.kernel.rng("probes")

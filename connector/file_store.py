@@ -1,0 +1,275 @@
+"""The KV pool in a directory: on a local disk for the nodes of one host, on a shared file system for all.
+
+    ROOT/ab/ab12…ef.kv     one record (kv_record.py), named by its name, whole or not there
+    ROOT/tmp/…             records that are being written
+
+**No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is
+whole, whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits
+for the disk): then its length or its checksum gives it away, and it is removed. Two writers of a key rename equal records
+over each other.
+
+**Bounded.** What lies there is summed up before the first write, and then whenever a 32nd of max_bytes was written here,
+since others write, too: up to four writing processes keep the bound, each one more may be a 32nd (or one block) above it.
+Where seven eighths are full, an eighth is freed at once; what was read or written last stays (mtime, which is renewed by
+whoever reads a block or would have written it).
+
+Ages are differences of the file system's own clock, never of a host's. Only what has a name as above is ever removed. A file
+system that hangs holds up the calling thread for as long: who must not wait gives up on the thread (node/kv_pool.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Final, NamedTuple
+
+from connector.kv_record import HEADER_BYTES, KvRecords
+from connector.kv_store import Count, KvStoreError, KvStoreLimits, RunRead, count_nowhere
+
+LEFTOVER_S: Final = 600.0  # a file in tmp that nobody has written to for so long has no writer any more
+_TMP: Final = "tmp"
+_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
+_FILE: Final = re.compile(r"[0-9a-f]{64}\.kv")
+_PART: Final = re.compile(r"[0-9a-f]{16}-\d+")
+_SHARES: Final = 32  # of max_bytes: one is written here between two looks at what others wrote
+_NUM_WRITERS: Final = 4  # shares that are left to what is not seen
+_SHARES_FREED: Final = 4
+# A pipe or a device under a record's name must not hold up who opens it; a link leads elsewhere.
+_OPEN_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class _File(NamedTuple):
+    mtime_ns: int
+    num_bytes: int
+    path: str
+
+
+class FileStore:
+    """Implements KvStore."""
+
+    def __init__(self, root: Path, records: KvRecords, limits: KvStoreLimits, count: Count = count_nowhere) -> None:
+        """Makes `root`, but not its parents: a mount that is missing is an error. Raises KvStoreError."""
+        self._root = str(root)
+        self._records = records
+        self._limits = limits
+        self._count = count
+        self._lock = Lock()  # of the next, and of summing up
+        self._num_unseen: int | None = (
+            None  # bytes written here since what lies there was summed up; None: it never was
+        )
+        self._part_names = (f"{secrets.token_hex(8)}-{n}" for n in itertools.count())
+        try:
+            for folder in (self._root, f"{self._root}/{_TMP}"):
+                Path(folder).mkdir(0o770, exist_ok=True)
+            if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
+                raise KvStoreError(f"{self._root}: cannot be written to")
+        except OSError as error:
+            raise _failed(error) from None
+
+    def missing(self, keys: Sequence[bytes]) -> list[bool]:
+        """As KvStore.missing."""
+        return [not self._has(self._path(key)) for key in keys]
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """As KvStore.num_leading, but that it looks for one that is not there by halves.
+
+        A file system that many hosts share takes a round trip for each look, and a block is rarely there without those before it.
+        """
+        num_there, step = 0, 1  # the block before num_there was there
+        while num_there + step <= len(keys) and self._has(self._path(keys[num_there + step - 1])):
+            num_there, step = num_there + step, 2 * step
+        while step > 1:
+            step //= 2
+            if num_there + step <= len(keys) and self._has(self._path(keys[num_there + step - 1])):
+                num_there += step
+        return num_there
+
+    def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """As KvStore.write."""
+        num_stored = 0
+        for key, block in blocks:
+            header = self._records.header(key, block)
+            path = self._path(key)
+            try:
+                if self._has(path):
+                    _renew(path)
+                    continue
+                if not self._has_room():
+                    continue
+                self._put(path, header, block)
+            except OSError as error:
+                raise _failed(error) from None
+            num_stored += 1
+        return num_stored
+
+    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
+        """As KvStore.read."""
+        self._records.check_lengths(into)
+        for index, (key, block) in enumerate(zip(keys, into, strict=True)):
+            path = self._path(key)
+            try:
+                is_right = self._get(path, key, block)
+                if is_right is False:
+                    Path(path).unlink(missing_ok=True)
+            except OSError as error:
+                raise _failed(error) from None
+            if not is_right:
+                return RunRead(index, is_corrupt=is_right is False)
+        return RunRead(len(keys), is_corrupt=False)
+
+    def close(self) -> None:
+        """As KvStore.close."""
+
+    # ------------------------------------------------------------ one record
+
+    def _path(self, key: bytes) -> str:
+        name = self._records.name(key).hex()
+        return f"{self._root}/{name[:2]}/{name}.kv"
+
+    def _has(self, path: str) -> bool:
+        """Whether a record of the right length is there; of another one it would only be found corrupt."""
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _failed(error) from None
+        return stat.S_ISREG(found.st_mode) and found.st_size == self._records.record_bytes
+
+    def _put(self, path: str, header: bytes, block: memoryview) -> None:
+        part = f"{self._root}/{_TMP}/{next(self._part_names)}"
+        try:
+            _write_file(part, header, block)
+            try:
+                Path(part).rename(path)
+            except FileNotFoundError:  # the first record of its folder
+                Path(path).parent.mkdir(0o770, exist_ok=True)
+                Path(part).rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # what it failed of is told already
+                Path(part).unlink()
+            raise
+        with self._lock:
+            self._num_unseen = (self._num_unseen or 0) + self._records.record_bytes
+
+    def _get(self, path: str, key: bytes, block: memoryview) -> bool | None:
+        """Read it; None: it is not there; False: it is not right."""
+        header = bytearray(HEADER_BYTES)
+        try:
+            file = os.open(path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != self._records.record_bytes:
+                return False
+            if not _read_all(file, (memoryview(header), block)) or not self._records.is_right(key, header, block):
+                return False
+            _renew(file)
+            return True
+        finally:
+            os.close(file)
+
+    # ------------------------------------------------------------ the bound
+
+    def _has_room(self) -> bool:
+        """Make room for one record; False if that cannot be."""
+        record_bytes, share = self._records.record_bytes, self._limits.max_bytes // _SHARES
+        if record_bytes > self._limits.max_bytes:
+            return False
+        with self._lock:
+            if self._num_unseen is None or self._num_unseen + record_bytes > share:
+                self._sum_up(self._limits.max_bytes - _NUM_WRITERS * share - record_bytes, _SHARES_FREED * share)
+                self._num_unseen = 0
+        return True
+
+    def _sum_up(self, most_bytes: int, freed_bytes: int) -> None:
+        """Remove what is too old and, where there is more than `most_bytes`, that and some more, the least recently used first."""
+        now_ns = self._clock_ns()
+        num_leftovers = 0
+        for part in _entries(f"{self._root}/{_TMP}", _PART):
+            if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part):
+                num_leftovers += 1
+        folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
+        files = sorted(file for folder in folders for file in _entries(folder, _FILE))
+        num_bytes = sum(file.num_bytes for file in files)
+        kept_bytes = most_bytes if num_bytes <= most_bytes else most_bytes - freed_bytes
+        num_evicted = 0
+        for file in files:
+            if num_bytes <= kept_bytes and now_ns - file.mtime_ns <= self._limits.ttl_s * 1e9:
+                break
+            num_bytes -= file.num_bytes
+            num_evicted += _remove(file)
+        self._count("leftover", num_leftovers)
+        self._count("evicted", num_evicted)
+
+    def _clock_ns(self) -> int:
+        """What the file system's clock says."""
+        path = f"{self._root}/{_TMP}/{next(self._part_names)}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+        try:
+            return os.fstat(file).st_mtime_ns
+        finally:
+            os.close(file)
+            Path(path).unlink()
+
+
+def _failed(error: OSError) -> KvStoreError:
+    return KvStoreError(f"{type(error).__name__}: {error.strerror}")
+
+
+def _renew(file: int | str) -> None:
+    """It was used now."""
+    with contextlib.suppress(OSError):  # it is gone meanwhile, or somebody else's, who lets others read only
+        os.utime(file)
+
+
+def _write_file(path: str, header: bytes, block: memoryview) -> None:
+    """Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o660)
+    try:
+        num_written = os.writev(file, (header, block))
+        while num_written < HEADER_BYTES + block.nbytes:  # of a signal, or a disk that is nearly full
+            rest = (header[num_written:], block[max(0, num_written - HEADER_BYTES) :])
+            num_written += os.writev(file, rest)
+    finally:
+        os.close(file)
+
+
+def _read_all(file: int, parts: tuple[memoryview, memoryview]) -> bool:
+    """Fill both from the beginning of the file; False: it is shorter."""
+    num_bytes = parts[0].nbytes + parts[1].nbytes
+    num_read = 0
+    while num_read < num_bytes:
+        rest = (parts[0][num_read:], parts[1][max(0, num_read - parts[0].nbytes) :])
+        step = os.preadv(file, rest, num_read)
+        if step == 0:
+            return False
+        num_read += step
+    return True
+
+
+def _entries(folder: str, pattern: re.Pattern[str]) -> Iterator[_File]:
+    """Files with such names; others may remove them meanwhile."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if pattern.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    yield _File(found.st_mtime_ns, found.st_size, entry.path)
+
+
+def _remove(file: _File) -> bool:
+    """False: somebody else has."""
+    try:
+        Path(file.path).unlink()
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,233 @@
+"""What is particular to a directory: writers killed in the middle, leftovers, several processes, and what else may lie there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from connector.file_store import LEFTOVER_S, FileStore
+from connector.kv_record import KvRecords
+from connector.kv_store import KvStoreError, KvStoreLimits, RunRead
+from tests.kv_pool.file_writer import NUM_KEYS, content, key_of
+from tests.kv_pool.places import FilePlace, blocks_of, keys_of, pairs, views
+
+SMALL: Final = 100
+RECORDS: Final = KvRecords(SMALL)
+BIG: Final = 256 << 10  # of a block that a writer is killed in the middle of
+_PATIENCE_S: Final = 60.0
+
+
+class Writers:
+    """Processes of file_writer.py."""
+
+    def __init__(self, root: Path, max_bytes: int, number: int) -> None:
+        command = [sys.executable, "-m", "tests.kv_pool.file_writer", str(root), str(BIG), str(max_bytes)]
+        self._parents = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(number)
+        ]
+        self._children: list[int] = []
+
+    def start(self) -> None:
+        """Let each begin to write."""
+        for parent in self._parents:
+            assert parent.stdin is not None and parent.stdout is not None
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            self._children.append(int(parent.stdout.readline()))
+
+    def kill(self) -> None:
+        """SIGKILL each; returns when they have ended."""
+        for parent, child in zip(self._parents, self._children, strict=True):
+            assert parent.stdout is not None
+            os.kill(child, signal.SIGKILL)
+            assert parent.stdout.readline() == "ended\n"
+        self._children.clear()
+
+    def close(self) -> None:
+        """End everything."""
+        if self._children:
+            self.kill()
+        for parent in self._parents:
+            with parent:
+                parent.kill()
+
+
+class Reader(threading.Thread):
+    """Reads everything again and again until told to stop, and compares."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.store = FileStore(root, KvRecords(BIG), KvStoreLimits())
+        self.expected = [np.frombuffer(content(number, BIG), np.uint8) for number in range(NUM_KEYS)]
+        self.num_read = 0
+        self.num_corrupt = 0
+        self.num_wrong = 0
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        into = np.zeros((1, BIG), np.uint8)
+        while not self.is_over.is_set():
+            for number, block in enumerate(self.expected):
+                run = self.store.read([key_of(number)], views(into))
+                self.num_read += run.num_blocks
+                self.num_corrupt += run.is_corrupt
+                self.num_wrong += run.num_blocks == 1 and not np.array_equal(into[0], block)
+
+
+@pytest.mark.covers("W10")
+def test_however_often_writers_are_killed_in_the_middle_no_half_block_is_ever_read(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    max_bytes = 20 * (BIG + 64)
+    reader = Reader(root)
+    writers = Writers(root, max_bytes, number=2)
+    try:
+        reader.start()
+        for round_number in range(200):
+            writers.start()
+            seen = reader.num_read
+            while reader.num_read < seen + 5 + round_number % 7:  # what was written meanwhile is read meanwhile
+                assert reader.is_alive()
+            writers.kill()
+            leftovers = [path.stat().st_size for path in (root / "tmp").iterdir()]
+            if round_number >= 15 and sum(size < BIG + 64 for size in leftovers) >= 2:
+                break
+        assert leftovers, "no writer was killed in the middle of a block"
+    finally:
+        reader.is_over.set()
+        reader.join(_PATIENCE_S)
+        writers.close()
+    assert reader.num_read > 100
+    assert (reader.num_corrupt, reader.num_wrong) == (0, 0)
+
+
+@pytest.mark.covers("W10")
+def test_what_dead_writers_left_is_removed_and_what_living_ones_are_at_is_not(tmp_path: Path) -> None:
+    counted: Counter[str] = Counter()
+    root = tmp_path / "pool"
+    store = FileStore(root, RECORDS, KvStoreLimits(), counted.__setitem__)
+    dead, alive, stranger = (root / "tmp" / name for name in ("0123456789abcdef-7", "0123456789abcdef-8", "notes.txt"))
+    for path in (dead, alive, stranger):
+        path.write_bytes(b"x" * 50)
+    now = alive.stat().st_mtime
+    for path in (dead, stranger):
+        os.utime(path, (now - LEFTOVER_S - 60,) * 2)
+    store.write(pairs(keys_of(1), blocks_of(1, SMALL)))
+    assert sorted(path.name for path in (root / "tmp").iterdir()) == [alive.name, stranger.name]
+    assert counted["leftover"] == 1
+
+
+@pytest.mark.covers("W10")
+def test_several_writers_together_keep_the_bound(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    max_records = 64
+    limits = KvStoreLimits(max_bytes=max_records * RECORDS.record_bytes)
+    stores = [FileStore(root, RECORDS, limits) for _ in range(4)]  # none knows what the others write
+    place = FilePlace(root)
+    keys, blocks = keys_of(300), blocks_of(300, SMALL)
+    most = 0
+    for number in range(300):
+        stores[number % 4].write(pairs(keys[number : number + 1], blocks[number : number + 1]))
+        most = max(most, len(place.names()))
+    assert max_records * 3 // 4 < most <= max_records
+    assert place.names() > set(keys[-40:])
+    assert list((root / "tmp").iterdir()) == []
+
+
+@pytest.mark.covers("W10")
+def test_what_nobody_used_for_long_goes_though_there_is_room(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "pool", RECORDS, KvStoreLimits(ttl_s=1000))
+    place = FilePlace(tmp_path / "pool")
+    keys, blocks = keys_of(4), blocks_of(4, SMALL)
+    store.write(pairs(keys[:3], blocks[:3]))
+    for key, age_s in zip(keys[:3], (1100, 900, 1100), strict=True):
+        path = place.path(key)
+        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+    store.read(keys[2:3], views(np.zeros((1, SMALL), np.uint8)))
+    FileStore(tmp_path / "pool", RECORDS, KvStoreLimits(ttl_s=1000)).write(pairs(keys[3:], blocks[3:]))
+    assert store.missing(keys) == [True, False, False, False]
+
+
+@pytest.mark.covers("W08", "W10")
+def test_what_is_no_file_under_a_record_s_name_holds_nobody_up_and_gives_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "pool", RECORDS, KvStoreLimits())
+    place = FilePlace(tmp_path / "pool")
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    store.write(pairs(keys, blocks))
+    place.path(keys[0]).rename(tmp_path / "elsewhere")
+    place.path(keys[0]).symlink_to(tmp_path / "elsewhere")
+    place.path(keys[1]).unlink()
+    os.mkfifo(place.path(keys[1]))
+    assert store.missing(keys) == [True, True, False]
+    into = np.zeros((1, SMALL), np.uint8)
+    assert store.read(keys[1:2], views(into)) == RunRead(0, is_corrupt=True)
+    with pytest.raises(KvStoreError):
+        store.read(keys[:1], views(into))
+    assert store.write(pairs(keys, blocks)) == 2
+    assert store.num_leading(keys) == 3
+    assert (tmp_path / "elsewhere").stat().st_size == RECORDS.record_bytes
+
+
+@pytest.mark.covers("W08", "W10")
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=4 * RECORDS.record_bytes))
+    for path in (root / "ab" / "report.txt", root / "models" / f"{'0' * 64}.kv", root / f"{'0' * 64}.kv"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 10_000)
+        os.utime(path, (0, 0))
+    keys, blocks = keys_of(20), blocks_of(20, SMALL)
+    assert store.write(pairs(keys, blocks)) == 20
+    assert (root / "ab" / "report.txt").exists() and (root / f"{'0' * 64}.kv").exists()
+    assert (root / "models" / f"{'0' * 64}.kv").exists()
+
+
+@pytest.mark.covers("W08")
+def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for root in (tmp_path / "missing" / "pool", tmp_path / "file", tmp_path / "file" / "pool"):
+        with pytest.raises(KvStoreError, match="Error: "):
+            FileStore(root, RECORDS, KvStoreLimits())
+
+
+@pytest.mark.covers("W08")
+def test_a_directory_that_goes_away_fails_and_serves_again_once_it_is_back(tmp_path: Path) -> None:
+    root = tmp_path / "pool"
+    store = FileStore(root, RECORDS, KvStoreLimits())
+    keys, blocks = keys_of(2), blocks_of(2, SMALL)
+    store.write(pairs(keys[:1], blocks[:1]))
+    root.rename(tmp_path / "away")
+    with pytest.raises(KvStoreError):
+        store.write(pairs(keys, blocks))
+    assert store.num_leading(keys) == 0
+    (tmp_path / "away").rename(root)
+    assert store.write(pairs(keys, blocks)) == 1
+    assert store.num_leading(keys) == 2
+
+
+@pytest.mark.covers("W08", "W10")
+def test_a_full_disk_fails_and_leaves_nothing_half_behind(tmp_path: Path) -> None:
+    """Its stand-in: no file of this process may be longer than two thirds of a record."""
+    records = KvRecords(30_000)
+    store = FileStore(tmp_path / "pool", records, KvStoreLimits())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(KvStoreError, match="File too large"):
+            store.write(pairs(keys_of(1), blocks_of(1, 30_000)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert FilePlace(tmp_path / "pool").names() == set()
+    assert list((tmp_path / "pool" / "tmp").iterdir()) == []
+    assert store.write(pairs(keys_of(1), blocks_of(1, 30_000))) == 1

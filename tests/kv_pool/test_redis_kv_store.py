@@ -1,0 +1,138 @@
+"""What is particular to Redis: time to live, a server that dies, hangs, is full or holds something else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from connector.kv_record import KvRecords
+from connector.kv_store import KvStoreError, KvStoreLimits, RunRead
+from tests.kv_pool.places import REDIS_PREFIX, RedisPlace, blocks_of, keys_of, pairs, views
+from tests.registry.redis_server import RedisServer, started_redis
+
+SMALL: Final = 100
+RECORDS: Final = KvRecords(SMALL)
+TIMEOUT_S: Final = 0.3
+_SLACK: Final = 10  # times: a busy machine
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with started_redis(tmp_path) as running:
+        yield running
+
+
+@pytest.mark.covers("W10")
+def test_records_expire_unless_they_are_read(redis_server: RedisServer) -> None:
+    redis_server.client.flushall()
+    store = RedisPlace(redis_server).open(RECORDS, KvStoreLimits(ttl_s=50))
+    keys, blocks = keys_of(2), blocks_of(2, SMALL)
+    store.write(pairs(keys, blocks))
+    names = [REDIS_PREFIX + RECORDS.name(key) for key in keys]
+    assert all(49_000 < redis_server.client.pttl(name) <= 50_000 for name in names)
+    for name in names:
+        redis_server.client.pexpire(name, 10_000)
+    assert store.read(keys[:1], views(np.zeros((1, SMALL), np.uint8))).num_blocks == 1
+    assert [redis_server.client.pttl(name) > 49_000 for name in names] == [True, False]
+    redis_server.client.pexpire(names[0], 1)
+    while redis_server.client.exists(names[0]):
+        time.sleep(0.001)
+    assert store.missing(keys) == [True, False]
+    assert store.num_leading(keys) == 0
+    store.close()
+
+
+@pytest.mark.covers("W10")
+def test_names_without_values_count_until_they_are_the_oldest_and_then_no_more(redis_server: RedisServer) -> None:
+    redis_server.client.flushall()
+    place = RedisPlace(redis_server)
+    store = place.open(RECORDS, KvStoreLimits(max_bytes=8 * RECORDS.record_bytes))
+    keys, blocks = keys_of(40), blocks_of(40, SMALL)
+    store.write(pairs(keys[:8], blocks[:8]))
+    for key in keys[:8]:  # as a server short of memory does
+        redis_server.client.delete(REDIS_PREFIX + RECORDS.name(key))
+    for number in range(8, 40):
+        store.write(pairs(keys[number : number + 1], blocks[number : number + 1]))
+        assert len(place.names()) <= 8
+    assert place.names() == set(keys[-8:])
+    store.close()
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_a_server_that_is_gone_or_hangs_fails_soon_and_serves_again_once_it_is_back(
+    server: RedisServer, fault: str
+) -> None:
+    store = RedisPlace(server).open(RECORDS, KvStoreLimits(timeout_s=TIMEOUT_S))
+    keys, blocks = keys_of(2), blocks_of(2, SMALL)
+    into = np.zeros((2, SMALL), np.uint8)
+    store.write(pairs(keys, blocks))
+    server.kill() if fault == "killed" else server.freeze()
+    for call in (
+        lambda: store.missing(keys),
+        lambda: store.num_leading(keys),
+        lambda: store.write(pairs(keys, blocks)),
+        lambda: store.read(keys, views(into)),
+    ):
+        began_at = time.monotonic()
+        with pytest.raises(KvStoreError, match=r"^redis: (Timeout|Connection)Error$"):
+            call()
+        assert time.monotonic() - began_at < _SLACK * TIMEOUT_S
+    server.start() if fault == "killed" else server.thaw()
+    store.write(pairs(keys, blocks))
+    assert store.read(keys, views(into)) == RunRead(2, is_corrupt=False)
+    assert np.array_equal(into, blocks)
+    store.close()
+
+
+@pytest.mark.covers("W08", "W10")
+def test_a_server_out_of_memory_refuses_writes_and_is_read_all_the_same(server: RedisServer) -> None:
+    store = RedisPlace(server).open(RECORDS)
+    keys, blocks = keys_of(2), blocks_of(2, SMALL)
+    into = np.zeros((2, SMALL), np.uint8)
+    store.write(pairs(keys[:1], blocks[:1]))
+    server.client.config_set("maxmemory", 1)
+    with pytest.raises(KvStoreError, match=r"OutOfMemoryError|OOM"):
+        store.write(pairs(keys, blocks))
+    assert store.read(keys, views(into)) == RunRead(1, is_corrupt=False)
+    assert np.array_equal(into[0], blocks[0])
+    server.client.config_set("maxmemory", 0)
+    assert store.write(pairs(keys, blocks)) == 1
+    store.close()
+
+
+@pytest.mark.covers("W08", "W10")
+def test_what_somebody_else_put_under_our_names_is_no_block_and_is_replaced(redis_server: RedisServer) -> None:
+    redis_server.client.flushall()
+    store = RedisPlace(redis_server).open(RECORDS)
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    names = [REDIS_PREFIX + RECORDS.name(key) for key in keys]
+    redis_server.client.rpush(names[0], "a", "list")
+    redis_server.client.set(names[1], b"x" * 10_000_000)
+    redis_server.client.set(f"baton:{{kv}}:used:{RECORDS.record_bytes}", "no set")
+    assert store.missing(keys) == [True, True, True]
+    assert store.num_leading(keys) == store.num_leading(keys[1:]) == 0
+    into = np.zeros((3, SMALL), np.uint8)
+    assert store.read(keys, views(into)) == RunRead(0, is_corrupt=True)
+    redis_server.client.rpush(names[0], "a", "list")
+    assert store.write(pairs(keys, blocks)) == 3
+    assert store.read(keys, views(into)) == RunRead(3, is_corrupt=False)
+    store.close()
+
+
+@pytest.mark.covers("W08")
+def test_an_error_shows_no_password(server: RedisServer) -> None:
+    server.client.config_set("requirepass", "hunter2")
+    place = RedisPlace(server)
+    server.url = server.url.replace("redis://", "redis://:hunter3@")
+    store = place.open(RECORDS)
+    with pytest.raises(KvStoreError) as raised:
+        store.num_leading(keys_of(1))
+    assert str(raised.value) == "redis: AuthenticationError"
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+    store.close()

@@ -1,0 +1,230 @@
+"""A router follows nodes' caches: whatever becomes of sessions, processes and messages, it comes to know what they hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.key_log import KeyLog
+from node.cache_feed import CacheFeed
+from node.events import RouterId
+from proto import baton_pb2 as pb
+from proto.block_key import block_keys, fingerprint_bytes, seed_key
+from router.cache_index import CacheIndex
+from router.cache_map import CacheMap, Pace
+from router.entrance import RouterCoreConfig
+from router.events import GenerationRequest, NodeRef, Sampling
+from router.node_state import Node, Session
+from router.requests import LiveBranch
+from router.retry import Tries
+
+ROUTER = RouterId("router", 1)
+FINGERPRINT = pb.Fingerprint(architecture="a", num_layers=1, block_size=4, weights="w", kernels="k")
+SEED = seed_key(
+    fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields})
+)
+
+
+def shorts(pool: BlockPool) -> set[int]:
+    """What the pool holds, as the index names it."""
+    keys, _ = pool.keys_from(0, pool.num_blocks)
+    return {int.from_bytes(key[:8], "little") for key in keys}
+
+
+@dataclass(eq=False)
+class FollowedNode:
+    """A node's pool and feed, and what is on its way from it."""
+
+    node: Node
+    pool: BlockPool
+    feed: CacheFeed
+    used: list[int] = field(default_factory=list)
+    on_way: list[pb.CacheNews] = field(default_factory=list)  # with the session they are lost
+
+
+class Following:
+    """One router and some nodes, message by message."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.map = CacheMap(CacheIndex(1 << 20), Pace(rest_s=0.02))
+        self.now = 0.0
+        self.nodes: dict[NodeRef, FollowedNode] = {}
+        self.num_incarnations = 0
+        self.chains = [[self.rng.randbytes(32) for _ in range(8)] for _ in range(12)]
+        self.started = 0
+        self.gaps = 0
+
+    def start(self, name: str, role: pb.Role.ValueType = pb.ROLE_PREFILL) -> None:
+        """A node process, in the place of another of that name."""
+        self.num_incarnations += 1
+        ref = NodeRef(name, self.num_incarnations)
+        for old in [old for old in self.nodes if old.name == name]:
+            del self.nodes[old]
+        entry = pb.NodeEntry(node=pb.PeerId(name=name, incarnation=ref.incarnation), role=role, fingerprint=FINGERPRINT)
+        pool = BlockPool(self.rng.choice((6, 40)), 4)
+        pool.key_log = KeyLog(self.rng.choice((2, 16, 1000)))
+        feed = CacheFeed(pool, piece=self.rng.choice((1, 5, 64)))
+        node = Node(ref, entry, FINGERPRINT.SerializeToString(deterministic=True), Session.UP)
+        self.nodes[ref] = FollowedNode(node, pool, feed)
+        self.look()
+
+    def look(self) -> None:
+        self.map.look([each.node for each in self.nodes.values()], self.now)
+
+    def work(self, followed: FollowedNode) -> None:
+        """A sequence's blocks are computed and published, or one's are freed; blocks are evicted where there are none else."""
+        pool = followed.pool
+        if followed.used and (self.rng.random() < 0.5 or not pool.can_allocate(3)):
+            pool.free(followed.used)
+            followed.used = []
+        elif pool.can_allocate(3):
+            blocks = pool.allocate(self.rng.randint(1, 3))
+            followed.used += blocks
+            for block_id, key in zip(blocks, self.rng.choice(self.chains), strict=False):
+                pool.publish(block_id, key)
+
+    def lose_session(self, followed: FollowedNode) -> None:
+        followed.on_way.clear()
+        followed.feed.forget(ROUTER)
+        followed.node.session = Session.LOST
+        self.look()
+        if self.rng.random() < 0.5:
+            self.work(followed)
+        followed.node.session = Session.UP
+        self.look()
+
+    def turn(self) -> None:
+        """Questions go out, answers come in."""
+        for ref, ask in self.map.questions(self.now):
+            self.nodes[ref].feed.ask(ROUTER, ask)
+        for ref, followed in self.nodes.items():
+            followed.on_way += [action.message.cache for action in followed.feed.tell()]
+            if followed.on_way and self.rng.random() < 0.7:
+                news = followed.on_way.pop(0)
+                self.started += not news.HasField("after")
+                self.map.take(ref, news, self.now)
+        self.now += self.rng.choice((0.0, 0.001, 0.02, 0.1))
+
+    def settle(self) -> None:
+        """Nothing changes any more; at most so many turns, and it is all known."""
+        for _ in range(3000):
+            self.turn()
+            self.now += 0.05
+        for ref, followed in self.nodes.items():
+            if followed.node.prefills:
+                assert self.map.is_whole(ref)
+                assert self.map.keys_of(ref) == shorts(followed.pool)
+        held = [shorts(each.pool) for each in self.nodes.values() if each.node.prefills]
+        assert self.map.snapshot()["keys"] == len(set().union(*held)), "nothing else is kept"
+
+
+@pytest.mark.covers("R02")
+@pytest.mark.parametrize("seed", range(12))
+def test_after_any_history_the_index_is_what_the_nodes_hold(seed: int) -> None:
+    world = Following(seed)
+    names = ["prefill-0", "prefill-1", "mixed-0"]
+    for name in names:
+        world.start(name, pb.ROLE_MIXED if name == "mixed-0" else pb.ROLE_PREFILL)
+    for _ in range(400):
+        followed = world.rng.choice(list(world.nodes.values()))
+        match world.rng.randrange(20):
+            case 0:
+                world.lose_session(followed)
+            case 1:
+                world.start(followed.node.ref.name, followed.node.entry.role)
+            case 2 if followed.on_way and followed.on_way[0].HasField("after"):  # a fault of ours, or the node's
+                followed.on_way[0].after += 1
+            case _:
+                for _ in range(world.rng.randint(1, 6)):
+                    world.work(followed)
+        world.turn()
+    world.settle()
+    assert world.started > len(names), "some nodes had to begin anew"
+
+
+@pytest.mark.covers("R02")
+def test_news_that_does_not_follow_is_forgotten_with_all_before_it_and_asked_for_anew() -> None:
+    world = Following(1)
+    world.start("prefill-0")
+    (ref, followed), *_ = world.nodes.items()
+    world.work(followed)
+    world.settle()
+    assert world.map.keys_of(ref)
+    world.work(followed)
+    world.now += 1.0
+    ((_, ask),) = world.map.questions(world.now) or [(ref, pb.CacheAsk(taken=followed.pool.key_log.last))]
+    assert not world.map.take(ref, pb.CacheNews(after=ask.taken + 3, taken=ask.taken + 4), world.now)
+    assert world.map.keys_of(ref) == set() and not world.map.is_whole(ref)
+    assert not world.map.take(ref, pb.CacheNews(taken=1), world.now), "nobody has asked for it"
+    world.settle()
+
+
+@pytest.mark.covers("R02")
+@pytest.mark.parametrize("news", [pb.CacheNews(taken=1, stored=b"123"), pb.CacheNews(taken=1, evicted=b"123456789")])
+def test_half_a_key_is_no_news(news: pb.CacheNews) -> None:
+    world = Following(1)
+    world.start("prefill-0")
+    ((ref, _),) = world.map.questions(world.now)
+    assert not world.map.take(ref, news, world.now)
+    assert world.map.next_deadline() is not None, "it is asked again"
+
+
+@pytest.mark.covers("R02")
+def test_a_router_asks_nodes_that_prefill_one_at_a_time_and_not_before_they_have_answered() -> None:
+    world = Following(2)
+    for number in range(5):
+        world.start(f"prefill-{number}")
+    world.start("decode-0", pb.ROLE_DECODE)
+    asked = []
+    for _ in range(100):
+        batch = world.map.questions(world.now)
+        assert len(batch) <= 1
+        asked += [ref.name for ref, _ in batch]
+        world.now += 0.001
+    assert sorted(asked) == [f"prefill-{number}" for number in range(5)]
+    assert world.map.next_deadline() is None, "all of them know that they are asked"
+
+
+@pytest.mark.covers("R02")
+def test_the_pace_is_the_routers_and_follows_from_how_much_came() -> None:
+    world = Following(2)
+    world.map = CacheMap(CacheIndex(1 << 20), Pace(rest_s=0.02, gap_s=0.001, key_s=0.0001))
+    world.start("prefill-0")
+    world.start("prefill-1")
+    first, second = list(world.nodes)
+    assert [ref for ref, _ in world.map.questions(0.0)] == [first]
+    world.map.take(first, pb.CacheNews(taken=5, stored=random.Random(1).randbytes(800)), 0.0005)  # a hundred keys
+    assert world.map.questions(0.0105) == [], "they take their time"
+    assert [ref for ref, _ in world.map.questions(0.0111)] == [second]
+    assert world.map.questions(0.0204) == [], "a node rests between two questions"
+    assert [(ref, ask.taken) for ref, ask in world.map.questions(0.0206)] == [(first, 5)]
+
+
+@pytest.mark.covers("R02", "W02")
+def test_the_routers_keys_are_the_nodes_and_the_last_token_is_never_counted() -> None:
+    world = Following(3)
+    world.start("prefill-0")
+    world.start("prefill-1")
+    refs = list(world.nodes)
+    prompt = tuple(range(100, 116))
+    for ref, num_blocks in zip(refs, (4, 2), strict=True):
+        pool = world.nodes[ref].pool = BlockPool(40, 4)
+        world.nodes[ref].feed = CacheFeed(pool)
+        for block_id, key in zip(pool.allocate(num_blocks), block_keys(SEED, prompt, 4), strict=False):
+            pool.publish(block_id, key)
+    world.settle()
+
+    def cached(token_ids: tuple[int, ...], wants_prompt_logprobs: bool = False) -> dict[NodeRef, int]:
+        sampling = Sampling(0.0, 8, (), wants_prompt_logprobs=wants_prompt_logprobs)
+        request = GenerationRequest("r", token_ids, 1, sampling, 1e9)
+        return world.map.cached(LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0))
+
+    assert cached((*prompt, 7)) == {refs[0]: 16, refs[1]: 8}
+    assert cached(prompt) == {refs[0]: 12, refs[1]: 8}, "one token at least is computed"
+    assert cached((*prompt[:8], 1, 2, 3, 4, 5)) == dict.fromkeys(refs, 8)
+    assert cached((1, *prompt)) == {}
+    assert cached((*prompt, 7), wants_prompt_logprobs=True) == {}, "the prefix cache is not asked then"
