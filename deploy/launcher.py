@@ -48,6 +48,7 @@ HANDED_ON: Final = (
     "transport",
     "cache_generated",
     "kv_pool_max_mib",
+    "kv_pool_ttl_s",
     "kv_pool_staging_mib",
     "kv_pool_secret_file",
     "save_preempted_kv",

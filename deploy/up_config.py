@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.config import knob
+from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 
@@ -67,6 +68,7 @@ class UpConfig:
         metavar="URL",
     )
     kv_pool_max_mib: int | None = _of_nodes("MiB that the KV pool may hold")
+    kv_pool_ttl_s: float | None = _of_nodes("seconds that a block stays in a Redis unused")
     kv_pool_staging_mib: int | None = _of_nodes("MiB for blocks that wait to be written there")
     kv_pool_secret_file: Path | None = knob(
         None, "handed on to every node: file with the secret by which they know their own blocks there", metavar="FILE"
@@ -87,6 +89,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
+        if self.kv_pool is not None:
+            read_kv_pool_address(self.kv_pool)
         if self.port and self.port + self.routers > 1 << 16:
             raise ValueError(
                 f"--port {self.port}: there are not {self.routers} ports from there on, one for each router"

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.block_pool import BlockPool
 from engine.sequence import Phase, Sequence, SequenceSpec
 from engine.slots import Slots
@@ -23,6 +25,13 @@ class Waiting(NamedTuple):
 
     spec: SequenceSpec
     arrival: int
+
+
+class Backlog(NamedTuple):
+    """What a newcomer would find in front of it."""
+
+    num_tokens: int  # prompt positions that are not computed, those that the prefix cache has included
+    num_blocks: int  # that those who wait will take, at most
 
 
 class Population:
@@ -50,6 +59,14 @@ class Population:
     def knows(self, sequence_id: Hashable) -> bool:
         """Whether the sequence is here, be it only until a step that was launched with it is read."""
         return any(sequence_id in each for each in (self.waiting, self.admitted, self.paused, self.lent))
+
+    def backlog(self) -> Backlog:
+        """Of those who run and wait."""
+        running = self.slots.running()
+        num_left = np.maximum(self.slots.begins[running] + 1 - self.slots.num_computed[running], 0)
+        specs = [waiting.spec for waiting in self.waiting.values()]
+        num_tokens = int(num_left.sum()) + sum(len(spec.token_ids) for spec in specs)
+        return Backlog(num_tokens, sum(spec.num_blocks_at_limit(self._pool.block_size) for spec in specs))
 
     def new_arrival(self) -> int:
         """The age of a newcomer: higher is younger."""

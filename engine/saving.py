@@ -53,6 +53,11 @@ class Saves:
         return len(self._kept)
 
     @property
+    def num_references(self) -> int:
+        """On blocks, that are the saves' own."""
+        return sum(len(save.blocks) for save in self._kept.values())
+
+    @property
     def of_preempted(self) -> bool:
         """Whether a plan names the blocks of who gives way with its mark."""
         return self._rules.of_preempted

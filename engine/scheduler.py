@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.plan import Plan, StepResult
 from engine.planning import Planner, Shown
-from engine.population import Population, Waiting
+from engine.population import Backlog, Population, Waiting
 from engine.reading import Reader
 from engine.reserve import ReserveConfig
 from engine.room import Room
@@ -97,6 +97,7 @@ class Scheduler:
             keeps_preempted=config.keeps_preempted,
         )
         self._unread: deque[tuple[Plan, Shown]] = deque()
+        self.num_prompt_tokens = 0  # prompt positions that the steps read so far have computed
 
     # Sequences come and go
 
@@ -291,6 +292,10 @@ class Scheduler:
 
     # Numbers
 
+    def backlog(self) -> Backlog:
+        """What a newcomer would find in front of it."""
+        return self._all.backlog()
+
     @property
     def has_sequences(self) -> bool:
         """Whether anything is here, be it only blocks that a link reads, or that are saved, or a step that was launched."""
@@ -349,6 +354,7 @@ class Scheduler:
             "reserve": self._room.reserve.value,
             "steps_in_flight": len(self._unread),
             "num_saves": len(self._saves),
+            "references_of_saves": self._saves.num_references,
         }
 
     # Steps
@@ -367,6 +373,7 @@ class Scheduler:
         plan, shown = self._unread[0]
         progress = self._reader.read(plan, result)
         self._unread.popleft()
+        self.num_prompt_tokens += plan.num_tokens - len(plan.decodes)
         self._saves.read(plan.step_id)
         for sequence, owner, num_blocks in shown:
             if sequence.owner == owner:  # else it was resumed, and goes on writing its last block

@@ -1,6 +1,6 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to another node, and what its receiver says                                 -> prefill core
+    Dispatch to another node, what its receiver says, what the KV pool has for it        -> prefill core
     Dispatch to itself, Reserve, Renew, Release, writes, Commit, moves and their answers -> decode core
     Cancel, router lost, drain                                                           -> both
     StepDone -> completed once; each core reads what its own sequences said
@@ -68,6 +68,8 @@ class MixedCore:
                 progress = self._scheduler.complete(result)
                 for part in self._parts:
                     part.read(progress, now)
+            case ev.PoolLooked() | ev.BlocksFetched():
+                self._prefill.take(event, now)
             case ev.BlocksStaged(save_id):
                 self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":

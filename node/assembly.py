@@ -80,23 +80,7 @@ def build_engine(
     memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
-    scheduler_config = SchedulerConfig(
-        num_slots=config.max_num_seqs,
-        max_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len,
-        max_prompt_tokens_beside_decodes=max_prompt_tokens_beside_decodes,
-        reserve=ReserveConfig(
-            policy=config.reserve_policy,
-            init_ratio=config.new_token_ratio_init,
-            min_ratio=config.new_token_ratio_min,
-            decay_steps=config.new_token_ratio_decay_steps,
-            clip_max_new_tokens=config.clip_max_new_tokens,
-        ),
-        cache_generated=config.cache_generated == "on",
-        saves=SaveRules(of_preempted=config.saves_preempted, of_finished=config.saves_finished),
-        resumes_preempted=resumes_preempted,
-        keeps_preempted=config.preempt_move_ms > 0,
-    )
+    scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
     parts = CoreParts(
         identity=identity,
         limits=NodeLimits(
@@ -115,3 +99,25 @@ def build_engine(
     )
     runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
     return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)
+
+
+def _scheduler_config(
+    config: NodeConfig, sizes: EngineSizes, resumes_preempted: bool, max_beside_decodes: int | None
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_slots=config.max_num_seqs,
+        max_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        max_prompt_tokens_beside_decodes=max_beside_decodes,
+        reserve=ReserveConfig(
+            policy=config.reserve_policy,
+            init_ratio=config.new_token_ratio_init,
+            min_ratio=config.new_token_ratio_min,
+            decay_steps=config.new_token_ratio_decay_steps,
+            clip_max_new_tokens=config.clip_max_new_tokens,
+        ),
+        cache_generated=config.cache_generated == "on",
+        saves=SaveRules(of_preempted=config.saves_preempted, of_finished=config.saves_finished),
+        resumes_preempted=resumes_preempted,
+        keeps_preempted=config.preempt_move_ms > 0,
+    )

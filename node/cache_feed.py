@@ -4,14 +4,16 @@
              <---- CacheNews{after, taken, next_block, stored, evicted}   changes behind `taken`, then a piece of the snapshot
              CacheAsk{taken, next_block} ---->   when the router wants to hear more
 
-Nothing is sent unasked, and one message at most is on its way per router, with two pieces of keys at most: neither a session's bound nor what
-waits behind the message is at stake, however many blocks there are. Between two answers changes add up in the pool's log (engine/key_log.py); of a
-key that came and went the last word counts.
+Nothing is sent unasked, and one message at most is on its way per router, with two pieces of keys at most: neither a
+session's bound nor what waits behind the message is at stake, however many blocks there are. Between two answers
+changes add up in the pool's log (engine/key_log.py); of a key that came and went the last word counts.
 
-A snapshot needs no copy of the pool. A piece says what some blocks hold now, and comes behind every change up to now; so what the router has
-is, at each `taken`, true, and whole as far as the snapshot has come. Changes of blocks that it has not reached yet are told like all others.
+A snapshot needs no copy of the pool. A piece says what some blocks hold now, and comes behind every change up to now;
+so what the router has is, at each `taken`, true, and whole as far as the snapshot has come. Changes of blocks that it
+has not reached yet are told like all others.
 
-A router that asks too late, or after nobody had listened, is told to begin anew. Not here: which routers want it (their placement policy).
+A router that asks too late, or after nobody had listened, is told to begin anew. Not here: which routers want it (their
+placement policy).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from engine.reserve import ReservePolicy
 from runtime.config import knob
+from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
@@ -146,6 +147,9 @@ class NodeConfig:
     kv_pool_max_mib: int | None = knob(
         None, "MiB that the KV pool may hold, the least recently used block goes first; none: 8192", low=1, high=1 << 40
     )
+    kv_pool_ttl_s: float | None = knob(
+        None, "seconds that a block stays in a Redis unused; none: 86400, a day", low=1, high=1 << 30
+    )
     kv_pool_staging_mib: int | None = knob(
         None,
         "MiB of this process for blocks that wait to be written to the KV pool; what finds it full is not stored; none: 256",
@@ -216,11 +220,13 @@ class NodeConfig:
 
     def _check_kv_pool(self) -> None:
         if self.kv_pool is not None:
+            read_kv_pool_address(self.kv_pool)
             if self.save_preempted_kv == self.save_finished_kv == "off" and self.kv_pool.startswith("memory:"):
                 raise ValueError(f"--kv-pool {self.kv_pool}: nothing is saved there, since both --save flags are off")
             return
         given = {
             "--kv-pool-max-mib": self.kv_pool_max_mib,
+            "--kv-pool-ttl-s": self.kv_pool_ttl_s,
             "--kv-pool-staging-mib": self.kv_pool_staging_mib,
             "--kv-pool-secret-file": self.kv_pool_secret_file,
             "--save-preempted-kv": "on" if self.save_preempted_kv == "on" else None,
@@ -228,6 +234,7 @@ class NodeConfig:
         }
         for flag, value in given.items():
             if value is not None:
+                value = f"{value:g}" if isinstance(value, float) else value
                 raise ValueError(f"{flag} {value}: there is no KV pool without --kv-pool URL")
 
     @property

@@ -60,6 +60,12 @@ class Ending:
         """Whether the node takes no new work."""
         return self._drain.stage is not Stage.SERVING
 
+    @property
+    def seconds_left(self) -> float:
+        """Of the time that the wish has given; without one, 0."""
+        deadline = self._drain.deadline
+        return max(0.0, deadline - self._loop.time()) if deadline < float("inf") else 0.0
+
     def ask(self, cause: str, timeout_s: float | None = None) -> None:
         """End within `timeout_s`, 0 for now; None: the time that the node's flag gives."""
         timeout_s = self._default_timeout_s if timeout_s is None else timeout_s

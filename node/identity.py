@@ -32,4 +32,5 @@ class NodeLimits:
     reserve_wait_s: float = 5.0  # how long a Reserve may wait for room, as its sender asks
     max_waiting_reserves: int = 64  # that wait at one node; above it NO_BLOCKS or BUSY at once
     preempt_move_s: float = 0.0  # how long who gave way is kept for another node that has room; 0: not at all
+    reads_kv_pool: bool = False  # whether leading blocks of prompts are looked for in the cluster's KV pool
     reserves_for_running: bool = True  # whether room is left to those that decode when a Reserve is answered

@@ -1,26 +1,62 @@
-"""Which store a node's KV pool is kept in, by its address."""
+"""Opens the store of the KV pool that a node's flags name. Not here: what is done with it (node/kv_pool.py)."""
 
 from __future__ import annotations
 
-from typing import assert_never
+from pathlib import Path
+from typing import Final
 
 from connector.file_store import FileStore
 from connector.kv_record import KvRecords
-from connector.kv_store import Count, KvStore, KvStoreLimits
+from connector.kv_store import Count, KvStore, KvStoreError, KvStoreLimits
 from connector.memory_store import MemoryStore
-from runtime.kv_pool_address import FilePool, KvPoolAddress, MemoryPool, RedisPool
+from connector.redis_kv_store import RedisKvStore
+from node.config import NodeConfig
+from runtime.kv_pool_address import FilePool, MemoryPool, RedisPool, read_kv_pool_address, shown
+
+MIN_SECRET_BYTES: Final = 16
 
 
-def open_kv_store(address: KvPoolAddress, records: KvRecords, limits: KvStoreLimits, count: Count) -> KvStore:
-    """The store at the address; one in Redis is not called yet. Raises KvStoreError for a directory that cannot be used."""
-    match address:
+def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) -> KvStore | None:
+    """The store, for blocks of so many bytes; None without --kv-pool. A Redis need not answer yet.
+
+    Raises ValueError with one sentence for what the user can mend.
+    """
+    if config.kv_pool is None:
+        return None
+    defaults = KvStoreLimits()
+    limits = KvStoreLimits(
+        max_bytes=defaults.max_bytes if config.kv_pool_max_mib is None else config.kv_pool_max_mib << 20,
+        ttl_s=defaults.ttl_s if config.kv_pool_ttl_s is None else config.kv_pool_ttl_s,
+    )
+    records = KvRecords(block_bytes, _secret_in(config.kv_pool_secret_file))
+    match read_kv_pool_address(config.kv_pool):
         case MemoryPool():
+            if role == "decode":
+                raise ValueError("--kv-pool memory://: is inside this process, and a decode node reads no KV pool")
+            if role == "prefill" and not config.saves_finished:
+                raise ValueError(
+                    "--kv-pool memory://: is inside this process, and a prefill node saves with --save-finished-kv on alone"
+                )
             return MemoryStore(records, limits, count)
         case FilePool(path):
-            return FileStore(path, records, limits, count)
+            try:
+                return FileStore(path, records, limits, count)
+            except KvStoreError as error:
+                raise ValueError(f"--kv-pool {shown(config.kv_pool)}: {error}") from None
         case RedisPool(url):
-            from connector.redis_kv_store import RedisKvStore  # heavy: only who uses Redis pays for its client
-
             return RedisKvStore(url, records, limits, count)
-        case _:
-            assert_never(address)
+
+
+def _secret_in(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"--kv-pool-secret-file {path}: {error.strerror}") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"--kv-pool-secret-file {path}: {len(secret)} bytes, at least {MIN_SECRET_BYTES} are a secret; "
+            "make one with: head -c 32 /dev/urandom | base64"
+        )
+    return secret

@@ -4,10 +4,10 @@
          ──fetch─► readers: store.read ──► a buffer of the thread's own ──verified, memcpy──► KV memory ──► BlocksFetched
          ──timer─► too late: answered with what there is by then
 
-A store may hang for ever, and a thread inside it cannot be ended. So a thread reads into a buffer of its own, and what it
-brings is copied to KV memory only if its call is not answered yet: from the answer on nobody writes into those blocks. A
-thread that hung takes the next call when the store lets it go; until then calls run out of time, the circuit opens, and they
-are answered at once.
+A store may hang for ever, and a thread inside it cannot be ended. So a thread reads into a buffer of its own, and what it brings
+is copied to KV memory only if its call is not answered yet: from the answer on nobody writes into those blocks. A thread that
+hung takes the next call when the store lets it go; until then calls run out of time, the circuit opens, and they are answered at
+once. A call that waited behind others for too long tells nothing of the store, if that came back meanwhile.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class _Call(Generic[_A]):
         self.action: _A = action
         self.asked_at = time.monotonic()
         self.lock = Lock()
+        self.is_begun = False  # a thread has it
         self.is_answered = False
         self.num_read = 0  # leading blocks that are in KV memory
 
@@ -74,6 +75,7 @@ class PoolReader:
         self._loop = asyncio.get_running_loop()
         self._looks: SimpleQueue[_Call[LookInPool] | None] = SimpleQueue()
         self._fetches: SimpleQueue[_Call[FetchBlocks] | None] = SimpleQueue()
+        self._heard_at = {LookInPool: 0.0, FetchBlocks: 0.0}  # when the store last came back from one
         self._num_readers = num_readers
         names = [f"kv-pool-reader-{number}" for number in range(num_readers)]
         self.ended: tuple[Future[None], ...] = (
@@ -111,8 +113,10 @@ class PoolReader:
         while (call := self._looks.get()) is not None:
             if call.is_answered:
                 continue
+            call.is_begun = True
             try:
                 num_blocks = min(self._store.num_leading(call.action.keys), len(call.action.keys))
+                self._heard_at[LookInPool] = time.monotonic()
             except KvStoreError as error:
                 self._answer_look(call, "failed", 0, str(error))
             else:
@@ -124,6 +128,8 @@ class PoolReader:
         if not call.claim():
             return
         match outcome:
+            case "late" if self._is_only_busy(call):
+                self._circuit.said_nothing()
             case "failed" | "late":
                 self._circuit.failed(why)
             case "nothing":
@@ -140,7 +146,9 @@ class PoolReader:
         block_bytes = self._kv_bytes.shape[1]
         buffer = np.empty((max(1, _READ_BYTES // block_bytes), block_bytes), np.uint8)
         while (call := self._fetches.get()) is not None:
-            began_at = time.monotonic()
+            if call.is_answered:
+                continue
+            call.is_begun, began_at = True, time.monotonic()
             try:
                 outcome = self._read(call, buffer)
             except KvStoreError as error:
@@ -154,6 +162,7 @@ class PoolReader:
         while call.num_read < len(blocks) and not call.is_answered:
             batch = blocks[call.num_read : call.num_read + len(buffer)]
             run = self._store.read([key for key, _ in batch], [buffer[slot].data for slot in range(len(batch))])
+            self._heard_at[FetchBlocks] = time.monotonic()
             if not self._copy(call, batch, buffer, run):
                 break
             if run.num_blocks < len(batch):
@@ -180,11 +189,15 @@ class PoolReader:
         if not call.claim():
             return
         num_read, num_asked = call.num_read, len(call.action.blocks)
-        if outcome != "refused":
-            if outcome in ("failed", "late") or num_read == 0:
-                self._circuit.failed(why or f"nothing of what was looked up could be read: {outcome}")
-            else:
+        match outcome:
+            case "refused":
+                pass
+            case "late" if self._is_only_busy(call):
+                self._circuit.said_nothing()
+            case "absent" | "corrupt" if num_read > 0:
                 self._circuit.succeeded()
+            case _:
+                self._circuit.failed(why or f"nothing of what was looked up could be read: {outcome}")
         self._measures.add("kv_pool_reads", "read", num_read)
         if num_read < num_asked:
             num_corrupt = outcome == "corrupt"
@@ -195,3 +208,9 @@ class PoolReader:
         seconds = time.monotonic() - began_at
         self._measures.observe("kv_pool_fetch_seconds", seconds)
         self._post(BlocksFetched(call.action.fetch_id, num_read, seconds))
+
+    # ------------------------------------------------------------ both
+
+    def _is_only_busy(self, call: _Call[_A]) -> bool:
+        """Whether it came too late because others were before it, and not because the store hangs."""
+        return not call.is_begun and self._heard_at[type(call.action)] > call.asked_at

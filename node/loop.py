@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
@@ -73,6 +73,9 @@ class KvPool(Protocol):
     def fetch(self, action: ev.FetchBlocks) -> None:
         """BlocksFetched answers."""
 
+    def snapshot(self) -> Mapping[str, object]:
+        """JSON-able."""
+
 
 class NoKvPool:
     """Where no pool is configured: takes nothing, has nothing."""
@@ -91,6 +94,10 @@ class NoKvPool:
     def fetch(self, action: ev.FetchBlocks) -> None:
         """See KvPool."""
         self._post(ev.BlocksFetched(action.fetch_id, 0, 0.0))
+
+    def snapshot(self) -> Mapping[str, object]:
+        """See KvPool."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

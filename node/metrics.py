@@ -10,6 +10,10 @@ from proto import baton_pb2 as pb
 # The names that `Count` may carry, with what each unit of it is.
 PLAIN_COUNTERS: Final[Mapping[str, str]] = {
     "commits_refused": "Commits that named no lease here, or contradicted theirs",
+    "kv_pool_no_room": "Prompts not fetched from the KV pool because no blocks could be spared to read into",
+    "kv_pool_not_worth": "Prompts computed here because that is faster than fetching from the KV pool, or looking there",
+    "kv_pool_probes": "Looks into the KV pool that no prompt waits for, to see whether fetching is worth it by now",
+    "kv_pool_too_late": "Prompts computed here because the KV pool took longer than that, or is late with an earlier answer",
     "leases_expired": "Leases that ended because neither a write nor a renewal came",
     "local_prefills": "Attempts whose prompt a node that decodes computes for itself: nothing is handed over",
     "malformed_messages": "Messages of other processes that failed a check and were dropped or refused",

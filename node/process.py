@@ -25,12 +25,14 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import grpc
 import zmq
 
 from connector.choosing import ChoosingTransport, choose_transports
+from connector.kv_store import KvStore
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.cache_feed import TellingCore
 from node.config import NodeConfig
@@ -40,7 +42,9 @@ from node.handoff_client import SERVER_OPTIONS, HandoffClient
 from node.http import HttpServer, make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
-from node.loop import NodeLoop, NoKvPool, Outlets
+from node.kv_pool import KvPoolBounds, KvPoolThreads
+from node.kv_pool_opening import open_store
+from node.loop import KvPool, NodeLoop, NoKvPool, Outlets
 from node.measures import Measures
 from node.metrics import Counters
 from node.routers import Routers
@@ -64,6 +68,8 @@ RoleName = Literal["prefill", "decode", "mixed"]
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRPC refuses the rest
 GRPC_STOP_GRACE_S: Final = 0.2
+KV_POOL_STOP_S: Final = 0.2  # for threads to end that have nothing to do, however little time there is
+STAGING_MIB: Final = 256
 
 
 class ThreadEnded(RuntimeError):
@@ -76,12 +82,14 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
     set_up_logging(config.log_level, name)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
+    measures = Measures()
     try:
         # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
         beside_decodes = config.local_prefill_chunk if role == "decode" else None
         engine = build_engine(
             config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
         )
+        store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
         fatal(f"baton {role}: {error}")
     if engine.kernels_shortfall:
@@ -91,17 +99,18 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
+    core = TellingCore(make_core(engine.parts), engine.parts.pool)
+    process = partial(_NodeProcess, role, config, engine, core, measures, store)
     try:
-        core = TellingCore(make_core(engine.parts), engine.parts.pool)
-        asyncio.run(_serve(role, config, engine, core))
+        asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
 
-async def _serve(role: RoleName, config: NodeConfig, engine: NodeEngine, core: NodeCore) -> None:
-    await _NodeProcess(role, config, engine, core).run()
+async def _serve(make_process: Callable[[], _NodeProcess]) -> None:
+    await make_process().run()
 
 
 class _CannotListen(Exception):
@@ -126,7 +135,15 @@ class _Listeners:
 class _NodeProcess:
     """One run of the loop, in which it is made."""
 
-    def __init__(self, role: RoleName, config: NodeConfig, engine: NodeEngine, core: NodeCore) -> None:
+    def __init__(
+        self,
+        role: RoleName,
+        config: NodeConfig,
+        engine: NodeEngine,
+        core: NodeCore,
+        measures: Measures,
+        store: KvStore | None,
+    ) -> None:
         self._role = role
         self._config = config
         self._engine = engine
@@ -134,7 +151,8 @@ class _NodeProcess:
         self._identity = engine.parts.identity
         self._started_ms = time.time_ns() // 1_000_000
         self._counters = Counters()
-        self._measures = Measures()
+        self._measures = measures
+        self._store = store
         self._calls = PendingCalls()
         self._ending = Ending(core, config.drain_timeout_s)
         self._refusal: str | None = None
@@ -194,6 +212,7 @@ class _NodeProcess:
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
     ) -> tuple[pb.NodeEntry, Means]:
         """Start everything, from the inside out; `started` stops it in reverse order."""
+        kv_pool = self._start_kv_pool(inbox, tasks, started)
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
         _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
@@ -211,8 +230,7 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        pool = NoKvPool(inbox.post)
-        outlets = Outlets(runner, transport, routers, self._calls, peers, pool, counters, measures, has_drained)
+        outlets = Outlets(runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained)
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
@@ -221,7 +239,7 @@ class _NodeProcess:
         )
         pb_grpc.add_NodeServicer_to_server(service, listeners.grpc)
         await listeners.grpc.start()
-        http = HttpServer(make_app(self._view(listeners.transport, routers)), listeners.http)
+        http = HttpServer(make_app(self._view(listeners.transport, routers, kv_pool)), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)
         config = self._config
@@ -234,6 +252,24 @@ class _NodeProcess:
         sessions = routers.sessions
         return entry, Means(registry.announce, inbox.post, lambda: sessions.num_unacknowledged + peers.num_under_way)
 
+    def _start_kv_pool(self, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> KvPool:
+        """The threads over the cluster's KV pool, if there is one; what is staged when the node ends has the drain's time."""
+        if self._store is None:
+            return NoKvPool(inbox.post)
+        mib = self._config.kv_pool_staging_mib
+        bounds = KvPoolBounds(staging_bytes=(STAGING_MIB if mib is None else mib) << 20)
+        pool = KvPoolThreads(self._store, self._engine.memory.bytes, bounds, inbox.post, self._measures)
+
+        async def stop() -> None:
+            await pool.stop(max(KV_POOL_STOP_S, self._ending.seconds_left))
+            if num_lost := pool.snapshot()["staging_blocks_used"]:
+                log_event(LOG, logging.WARNING, "kv_pool_unwritten", node=self._identity.name, blocks=num_lost)
+
+        started.push_async_callback(stop)
+        for end in pool.ended:
+            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
+        return pool
+
     def _on_signal(self, first: asyncio.Future[signal.Signals]) -> None:
         number = first.result()
         self._ending.ask(number.name, 0 if number is signal.SIGINT else None)
@@ -242,7 +278,7 @@ class _NodeProcess:
         self._refusal = f"refused by the registry: {sentence}"
         self._ending.ask("refused", 0)
 
-    def _view(self, transport: ChoosingTransport, routers: Routers) -> NodeView:
+    def _view(self, transport: ChoosingTransport, routers: Routers, kv_pool: KvPool) -> NodeView:
         facts = NodeFacts(
             identity=self._identity,
             role=self._role,
@@ -251,7 +287,7 @@ class _NodeProcess:
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
         )
-        told = (transport.snapshot, routers.sessions.snapshot)
+        told = (transport.snapshot, routers.sessions.snapshot, kv_pool.snapshot)
         return NodeView(facts, Sources(self._core, self._counters, self._measures, *told, self._ending))
 
     def _entry(self, listeners: _Listeners) -> pb.NodeEntry:

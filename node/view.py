@@ -47,6 +47,7 @@ class Sources:
     measures: Measures
     transport: Callable[[], Mapping[str, object]]  # its snapshot: `kv_bytes_sent` and `kv_bytes_received` by peer, …
     sessions: Callable[[], object]  # JSON-able
+    kv_pool: Callable[[], Mapping[str, object]]  # its snapshot; empty without one
     ending: Ending
 
 
@@ -94,6 +95,7 @@ class NodeView(Collector):
             "kv_bytes_sent": transport["kv_bytes_sent"],
             "kv_bytes_received": transport["kv_bytes_received"],
             "transport": {name: value for name, value in transport.items() if not name.startswith("kv_bytes_")},
+            "kv_pool": sources.kv_pool(),
             "counters": sources.counters.counts() | sources.counters.counts_by_code() | sources.measures.amounts(),
             "sessions": sources.sessions(),
         }
@@ -126,6 +128,11 @@ class NodeView(Collector):
         for name, help_text in CODED_COUNTERS.items():
             yield _family(f"baton_node_{name}", help_text, "code", by_code[name])
         yield from sources.measures.collect()
+        yield GaugeMetricFamily(
+            "baton_node_kv_pool_staged_blocks",
+            "Blocks copied and not written to the KV pool yet",
+            value=_number(sources.kv_pool(), "staging_blocks_used"),
+        )
         transport = sources.transport()
         moved = CounterMetricFamily(
             "baton_node_transfer_bytes", "KV handed to a link, or landed in place", labels=["peer", "direction"]

@@ -3,7 +3,7 @@
 Pure: events and times in, actions out (node/events.py). The sending half of a handoff is node/handing_over.py; which rows a step
 computes is engine/scheduler.py; this file ties an attempt's computing to its handoff:
 
-    Dispatch -> queued -> first chunk planned: Reserve, beside the computing
+    Dispatch -> (blocks fetched from the KV pool) -> queued -> first chunk planned: Reserve, beside the computing
     chunk read -> blocks it completed are written (H01); last chunk read -> first token to the router, tail block, Commit
 
 A block's life here: in use while computed and while lent; the scheduler's reference is dropped by DROP_BLOCKS only, which
@@ -33,6 +33,7 @@ from node.steps import plan_ahead, saves_of
 from node.timers import Timers
 from node.token_batches import TokenBatches
 from prefill_node import messages
+from prefill_node.fetching import Fetching
 from prefill_node.task import PrefillTask, Work, work_of
 from prefill_node.tasks import Tasks
 from proto import baton_pb2 as pb
@@ -64,6 +65,7 @@ class PrefillCore:
         self._has_said_drained = False
         self._out: list[ev.Action] = []
         self._handovers = Handovers(identity, limits, fingerprint, pool.block_size, self._out)
+        self._fetching = Fetching(scheduler, pool, self._out, is_on=limits.reads_kv_pool)
 
     # ------------------------------------------------------------ the four methods of a core, and their halves (PartOfCore)
 
@@ -82,6 +84,8 @@ class PrefillCore:
                     self._cancel(task, tuple(task.open), now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
                 self._do(self._handovers.take(event, now), now)
+            case ev.PoolLooked() | ev.BlocksFetched():
+                self._queue(self._fetching.take(event, now))
             case ev.DrainAsked(deadline):
                 self._drain(deadline, now)
             case ev.StepDone(result):
@@ -107,6 +111,7 @@ class PrefillCore:
         for key in self._timers.pop_due(now):
             self._too_late(self._tasks[key], now)
         self._do(self._handovers.expire(now), now)
+        self._queue(self._fetching.expire(now))
         if now >= self._drain_deadline and not self._is_over:
             self._is_over = True
             self._give_back([task for task in self._tasks if task.handover.state not in GIVEN_UP], now)
@@ -118,6 +123,7 @@ class PrefillCore:
             until,
             self._timers.next(),
             self._handovers.next_deadline(),
+            self._fetching.next_deadline(),
             self._tasks.fence.next_expiry(),
         )
         return min((t for t in times if t is not None), default=None)
@@ -130,6 +136,7 @@ class PrefillCore:
             "reserves_unanswered": self._handovers.num_asked,
             "links": self._handovers.num_links,
             "fences": len(self._tasks.fence),
+            **self._fetching.snapshot(),
             "scheduler": self._scheduler.snapshot(),
         }
 
@@ -165,9 +172,15 @@ class PrefillCore:
             self._end_below(key, now)
         offer = messages.offer_of(work, self._limits.reserve_wait_s)
         self._tasks.add(PrefillTask(work, Handover(offer)))
-        self._not_started[work.key] = None
-        self._scheduler.submit(work.to_spec())
         self._timers.set(work.key, work.deadline)
+        if not self._fetching.hold(work.key, work.matchable_keys(self._pool.block_size), now):
+            self._queue((work.key,))
+
+    def _queue(self, keys: Iterable[AttemptKey]) -> None:
+        """Have them computed, with what the prefix cache holds by then."""
+        for key in keys:
+            self._not_started[key] = None
+            self._scheduler.submit(self._tasks[key].work.to_spec())
 
     def _end_below(self, key: AttemptKey, now: float) -> None:
         """End what is older than `key` of its branch."""
@@ -189,6 +202,7 @@ class PrefillCore:
 
     def read(self, progress: Iterable[Progress], now: float) -> None:
         """See PartOfCore."""
+        self._fetching.cost.read(self._scheduler.num_prompt_tokens, now)
         batches = TokenBatches(from_receiver=False)
         advanced: list[PrefillTask] = []
         for item in progress:
@@ -249,6 +263,7 @@ class PrefillCore:
             del self._not_started[key]
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
+        self._fetching.cost.turned(self._scheduler.steps_in_flight > 0, now)
         is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.num_saves)
         if self._drain_deadline < inf and is_empty and not self._has_said_drained:
             self._has_said_drained = True
@@ -262,7 +277,7 @@ class PrefillCore:
     def _drain(self, deadline: float, now: float) -> None:
         """Take nothing new, give back what is not begun; the rest goes on until it is taken or refused, or the deadline (H15)."""
         self._drain_deadline = min(deadline, self._drain_deadline)
-        self._give_back([self._tasks[key] for key in self._not_started], now)
+        self._give_back([self._tasks[key] for key in (*self._fetching.held, *self._not_started)], now)
 
     def _give_back(self, tasks: Iterable[PrefillTask], now: float) -> None:
         for task in tasks:
@@ -286,6 +301,7 @@ class PrefillCore:
                     self._handovers.send_commit(due.handover, messages.commit(self._tasks[key], now))
                 case SenderAction.STOP_COMPUTING:
                     self._not_started.pop(key, None)
+                    self._fetching.drop(key)
                     self._scheduler.abort(key)
                 case SenderAction.DROP_BLOCKS:
                     self._forget(self._tasks[key], now)

@@ -52,6 +52,10 @@ class Work:
         """Tokens whose KV is computed and handed over."""
         return len(self.prompt_token_ids) + len(self.generated_token_ids)
 
+    def matchable_keys(self, block_size: int) -> tuple[bytes, ...]:
+        """Keys of the blocks that may come from elsewhere: at least one token is computed, of a prompt with logprobs every one."""
+        return () if self.sampling.prompt_logprobs else self.block_keys[: (self.num_tokens - 1) // block_size]
+
     def finish_of(self, first_token_id: int) -> str | None:
         """Why a branch ends with the token that this node samples, if it does."""
         if first_token_id in self.sampling.stop_token_ids:

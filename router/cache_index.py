@@ -1,16 +1,19 @@
 """Which nodes hold the KV of which block: the index behind placement by cache. Pure.
 
-A *holder* is a small number that stands for one node's cache. A key's value in the table (key_table.py) is the one holder that has it, or,
-where several do, a set of holders: a set is kept once, however many keys have it, since blocks of one prefix come and go together. So a
-key costs some 16 bytes, whether one node has it or a thousand, and a decision costs one look per block of the prompt and one `and` of two sets.
+A *holder* is a small number that stands for one node's cache. A key's value in the table (key_table.py) is the one
+holder that has it, or, where several do, a set of holders: a set is kept once, however many keys have it, since blocks
+of one prefix come and go together. So a key costs some 16 bytes, whether one node has it or a thousand, and a decision
+costs one look per block of the prompt and one `and` of two sets.
 
 Who holds a block holds those before it. `leading` does not rely on that: it counts blocks in a row from the first.
 
-A holder that is closed is gone at once (its bit is masked); its keys are swept out a piece at a time, and only then is its number used again.
+A holder that is closed is gone at once (its bit is masked); its keys are swept out a piece at a time, and only then is
+its number used again.
 
-At the bound: the index goes over to a sample of the keys, every second one, then every fourth … (by the key's own bits, so the same for all
-nodes). What it says stays true, and gets coarser: a node's prefix ends at the last sampled block that it holds. `share` says how far it came.
-It never goes back: whoever wants it fine again needs a larger bound, and another process.
+At the bound: the index goes over to a sample of the keys, every second one, then every fourth … (by the key's own bits,
+so the same for all nodes). What it says stays true, and gets coarser: a node's prefix ends at the last sampled block
+that it holds. `share` says how far it came. It never goes back: whoever wants it fine again needs a larger bound, and
+another process.
 """
 
 from __future__ import annotations
@@ -119,7 +122,7 @@ class CacheIndex:
             self._set(of_value, value, self._live(value) & ~(1 << holder))
 
     def leading(self, keys: Keys) -> list[Run]:
-        """Who holds how many of a prompt's blocks from the first on: shorter runs first, and in them all holders of longer ones too."""
+        """Who holds how many of a prompt's blocks, from the first on: shorter runs first, holders of longer ones in them."""
         runs: list[Run] = []
         indices = np.flatnonzero((keys & np.uint64(self._mask)) == 0)
         start, most = 0, _LOOK

@@ -1,12 +1,13 @@
 """What every node's prefix cache holds, as far as this router has heard, and when it asks on. Pure.
 
-A node is asked once its session is up, and answers as soon as there is news (node/cache_feed.py); after a pause it is asked again. So there is one
-question on its way, or one node that has nothing to say, and the pace is this router's: `rest_s` between a node's answer and the next
-question, and over all nodes so much time per key that taking up what comes is a small share of it, snapshots of a large cluster included.
+A node is asked once its session is up, and answers as soon as there is news (node/cache_feed.py); after a pause it is
+asked again. So there is one question on its way, or one node that has nothing to say, and the pace is this router's:
+`rest_s` between a node's answer and the next question, and over all nodes so much time per key that taking up what
+comes is a small share of it, snapshots of a large cluster included.
 
-What is known of a node outlives its session, since the node's log may still have what came meanwhile; if it has not, it says so, and all of it is
-heard anew. It does not outlive the process: another incarnation is another node. News that does not follow what is known is a fault of the
-node, or of ours: counted, and the node is asked for everything again.
+What is known of a node outlives its session, since the node's log may still have what came meanwhile; if it has not, it
+says so, and all of it is heard anew. It does not outlive the process: another incarnation is another node. News that
+does not follow what is known is a fault of the node, or of ours: counted, and the node is asked for everything again.
 """
 
 from __future__ import annotations

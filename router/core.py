@@ -34,10 +34,11 @@ from router.phases import (
     Moving,
     Prefilling,
     Waiting,
+    ends_of,
 )
 from router.placement import Draw, Pair, Placement
 from router.requests import LiveBranch, dispatch_message
-from router.retry import Tries
+from router.retry import Tries, culprit
 from router.waiting import WaitingBranches
 
 if TYPE_CHECKING:
@@ -198,6 +199,8 @@ class RouterCore:
             case "error":
                 self._on_error(node, message.error, now)
             case "wants_move":
+                if message.wants_move.reason == pb.MOVE_DRAINING:
+                    self._on_node_event(ev.NodeDrains(node), now)
                 self._on_wants_move(node, message.wants_move.key, now)
             case "cache":
                 if self._caches is None or not self._caches.take(node, message.cache, now):
@@ -277,6 +280,8 @@ class RouterCore:
         branch, pair, side = found
         if error.code not in pb.ErrorCode.values():
             error.code = pb.INTERNAL  # a newer version's
+        if error.code == pb.DRAINING:
+            self._on_node_event(ev.NodeDrains(culprit(error, *ends_of(branch.phase))), now)
         self._ends.hear(branch, pair, word_of_error(side, error.commit_unanswered), error, now)
 
     def _on_wants_move(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:

@@ -88,8 +88,22 @@ class NodeListed:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeMissed:
+    """The registry has not heard of it lately; while its session is up it works on, and gets more."""
+
+    node: NodeRef
+
+
+@dataclass(frozen=True, slots=True)
 class NodeUnlisted:
-    """The registry has it no more; ends no session."""
+    """It has gone by its own word, or was replaced: it gets no more work; ends no session."""
+
+    node: NodeRef
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDrains:
+    """It has told us itself, whatever the registry says."""
 
     node: NodeRef
 
@@ -136,7 +150,9 @@ Event = (
     | Aborted
     | Stopped
     | NodeListed
+    | NodeMissed
     | NodeUnlisted
+    | NodeDrains
     | SessionUp
     | SessionBroken
     | SessionLost

@@ -1,13 +1,14 @@
 """A hash table from 64-bit keys to small numbers, in two numpy arrays: 12 bytes per cell, whole batches at a time. Pure.
 
-Cells come in buckets of eight. A key may lie in either of two buckets (two-choice hashing: Azar, Broder, Karlin, Upfal, "Balanced
-allocations", 1994) and goes into the emptier one, so buckets fill evenly and nothing is ever searched beyond sixteen cells; where both
-are full it takes the place of one of the sixteen, which goes on to its own other bucket (cuckoo hashing: Pagh, Rodler, 2004). Taking a key out
-empties its cell: no tombstones.
+Cells come in buckets of eight. A key may lie in either of two buckets (two-choice hashing: Azar, Broder, Karlin, Upfal,
+"Balanced allocations", 1994) and goes into the emptier one, so buckets fill evenly and nothing is ever searched beyond
+sixteen cells; where both are full it takes the place of one of the sixteen, which goes on to its own other bucket
+(cuckoo hashing: Pagh, Rodler, 2004). Taking a key out empties its cell: no tombstones.
 
-The table grows by splitting a few buckets at a time (linear hashing: Litwin, 1980): what lies in bucket b goes to b, or to b plus the
-number of buckets that the table had at the last power of two. No operation ever touches the whole table, so no request waits for one. The
-arrays are reserved at their full size and take memory as they are touched, from the front.
+The table grows by splitting a few buckets at a time (linear hashing: Litwin, 1980): what lies in bucket b goes to b, or
+to b plus the number of buckets that the table had at the last power of two. No operation ever touches the whole table,
+so no request waits for one. The arrays are reserved at their full size and take memory as they are touched, from the
+front.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class KeyTable:
         self.num_keys -= 0 if value else len(cells)
 
     def put(self, keys: Keys, value: int) -> Values:
-        """Put in keys that are not there, all with this value. Returns the values of keys that lost their place, for there is none: most
-        often none at all."""
+        """Put in keys that are not there, all with this value; the values of those keys, these or older, that there is no
+        place for: none but by a great accident."""
         self._grow(len(keys))
         values = np.full(len(keys), value, dtype=np.uint32)
         self.num_keys += len(keys)

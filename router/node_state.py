@@ -32,7 +32,9 @@ class Node:
     entry: pb.NodeEntry
     fingerprint: bytes
     session: Session = Session.DIALING
-    is_listed: bool = True
+    is_listed: bool = True  # the registry hears of it: it is dialed again where its session is lost
+    is_gone: bool = False  # by its own word, or replaced
+    has_said_draining: bool = False  # in answer to us: the registry may not have heard
     load: pb.LoadReport = field(default_factory=pb.LoadReport)
     prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
     branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
@@ -41,13 +43,18 @@ class Node:
 
     @property
     def can_take_work(self) -> bool:
-        """Listed, connected and not about to end; whether there is room is another question."""
-        return self.is_listed and self.session is Session.UP and not self.entry.draining
+        """Connected and not about to end; whether there is room is another question."""
+        return self.session is Session.UP and not (self.is_gone or self.drains)
 
     @property
     def is_expected(self) -> bool:
         """Can take work now, or as soon as its broken stream is resumed."""
-        return self.is_listed and self.session in (Session.UP, Session.BROKEN) and not self.entry.draining
+        return self.session in (Session.UP, Session.BROKEN) and not (self.is_gone or self.drains)
+
+    @property
+    def drains(self) -> bool:
+        """Whether it takes no new work, since it is about to end."""
+        return self.entry.draining or self.has_said_draining
 
     @property
     def max_total_tokens(self) -> int:

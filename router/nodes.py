@@ -1,9 +1,10 @@
 """What the router knows of all node processes, and what of ours is on each (node_state.py).
 
-The registry says whom to dial; only the session says who is alive. A node gets new work while it is listed and its session is up,
-unless it drains: then it keeps what it has. Work is held per branch (`prefilling`, `branches`) and counted by looking, so a counter
-cannot drift. A process under another's name or address has taken its place: the old one is lost at once. Not here: which node is
-chosen (placement.py), what happens to a lost node's requests (core.py).
+The registry says whom to dial; only the session says who is alive. A node gets new work while its session is up, be it that the
+registry misses it; not once it has gone by its own word, and not while it drains: then it keeps what it has. A process under
+another's name or address has taken its place: the old one is lost at once. Work is held per branch (`prefilling`, `branches`) and
+counted by looking, so a counter cannot drift. Not here: which node is chosen (placement.py), what happens to a lost node's
+requests (core.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from router.events import (
     Dial,
     HangUp,
     LoadReported,
+    NodeDrains,
     NodeListed,
+    NodeMissed,
     NodeRef,
     NodeUnlisted,
     SessionBroken,
@@ -31,7 +34,7 @@ from router.placement import Candidate, Pair
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
 
-NodeEvent = NodeListed | NodeUnlisted | SessionUp | SessionBroken | SessionLost | LoadReported
+NodeEvent = NodeListed | NodeMissed | NodeUnlisted | NodeDrains | SessionUp | SessionBroken | SessionLost | LoadReported
 
 
 @dataclass(slots=True)
@@ -84,10 +87,13 @@ class NodeTable:
             self._list(event.entry, change)
         elif (node := self._nodes.get(event.node)) is not None:
             match event:
-                case NodeUnlisted():
+                case NodeMissed() | NodeUnlisted():
                     node.is_listed = False
+                    node.is_gone |= isinstance(event, NodeUnlisted)
                     if node.session in (Session.DIALING, Session.LOST):
                         self._remove(node, change)
+                case NodeDrains():
+                    node.has_said_draining = True
                 case SessionUp():
                     node.session = Session.UP
                 case SessionBroken():
@@ -116,7 +122,7 @@ class NodeTable:
             self._nodes[ref] = Node(ref, entry, fingerprint)
             change.actions.append(Dial(entry))
             return
-        node.is_listed = True
+        node.is_listed, node.is_gone, node.has_said_draining = True, False, False
         if node.entry.grpc_address != entry.grpc_address:
             self._lose(node, change)
             node.session = Session.DIALING
@@ -124,7 +130,7 @@ class NodeTable:
         node.entry, node.fingerprint = entry, fingerprint
 
     def _lose(self, node: Node, change: NodeChange) -> None:
-        if node.entry.draining:
+        if node.drains:
             change.drained.append(node.ref)
         elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)

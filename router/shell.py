@@ -30,6 +30,7 @@ from router.events import (
     HangUp,
     LoadReported,
     NodeListed,
+    NodeMissed,
     NodeRef,
     NodeUnlisted,
     Observe,
@@ -137,6 +138,10 @@ class RouterShell:
     def on_listed(self, entry: pb.NodeEntry) -> None:
         """RegistryHandler."""
         self._feed(NodeListed(entry))
+
+    def on_missed(self, node: Peer) -> None:
+        """RegistryHandler."""
+        self._feed(NodeMissed(NodeRef(*node)))
 
     def on_unlisted(self, node: Peer) -> None:
         """RegistryHandler."""

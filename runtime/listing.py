@@ -3,6 +3,8 @@
 An entry belongs to a name and to an address; whoever registers under either replaces what was there, unless that process says that
 it started later: then what comes is late, of a process that has been replaced. Registering again with nothing changed only renews,
 and so does a word from before a process began to drain.
+Who falls silent is missed, which says nothing but that: registry and node may not reach each other. Who deregisters, or is
+replaced, is unlisted for good.
 Not here: gRPC and the clock (registry_server.py); who is alive, which only the session says.
 """
 
@@ -33,13 +35,20 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Unlisted:
-    """Silent for too long, deregistered, or replaced by another process."""
+class Missed:
+    """Silent for too long: it is off the list, and may come back."""
 
     peer: Peer
 
 
-Change = Listed | Unlisted
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """Deregistered, or replaced by another process: it does not come back."""
+
+    peer: Peer
+
+
+Change = Listed | Missed | Unlisted
 # A name as DNS takes it, an IPv4 address, or an IPv6 address in brackets: what a resolver can be asked without surprise.
 _HOST: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]{2,45}\]")
 
@@ -110,7 +119,7 @@ class Listing:
         others = {_peer(each[0]): each[0] for each in found if each is not None and _peer(each[0]) != peer}
         if any(0 < entry.started_ms < other.started_ms for other in others.values()):
             return older_sentence(peer)
-        changes: list[Change] = [self._remove(other, is_gone=True) for other in others.values()]
+        changes: list[Change] = [self._unlist(other) for other in others.values()]
         silent = self._silent.pop(peer.name, peer)
         if silent != peer:  # a hung process that was replaced: it must not take the name back when it wakes
             self._remember_gone(silent)
@@ -123,11 +132,15 @@ class Listing:
         return changes
 
     def deregister(self, peer: Peer) -> list[Change]:
-        """The process goes, and does not come back under this incarnation."""
+        """The process goes, and does not come back under this incarnation; also one that is missed."""
+        if self._silent.get(peer.name) == peer:
+            del self._silent[peer.name]
+            self._remember_gone(peer)
+            return [Unlisted(peer)]
         entry, _ = self._entries.get(peer.name, (None, 0.0))
         if entry is None or _peer(entry) != peer:
             return []
-        return [self._remove(entry, is_gone=True)]
+        return [self._unlist(entry)]
 
     def expire(self, now: float) -> list[Change]:
         """Drop what was not repeated in time; it may come back.
@@ -139,7 +152,7 @@ class Listing:
             away_s = now - deadline + LATE_S
             self._entries = {name: (entry, at + away_s) for name, (entry, at) in self._entries.items()}
         due = [entry for entry, expires_at in self._entries.values() if now >= expires_at]
-        return [self._remove(entry, is_gone=False) for entry in due]
+        return [self._miss(entry) for entry in due]
 
     def next_deadline(self) -> float | None:
         """When expire must be called at the latest."""
@@ -151,16 +164,19 @@ class Listing:
         """What is listed now."""
         return tuple(entry for entry, _ in self._entries.values())
 
-    def _remove(self, entry: pb.NodeEntry, *, is_gone: bool) -> Unlisted:
+    def _unlist(self, entry: pb.NodeEntry) -> Unlisted:
         peer = _peer(entry)
         self._take_out(peer.name)
-        if is_gone:
-            self._remember_gone(peer)
-        else:
-            self._silent[peer.name] = peer
-            if len(self._silent) > MAX_GONE:
-                del self._silent[next(iter(self._silent))]
+        self._remember_gone(peer)
         return Unlisted(peer)
+
+    def _miss(self, entry: pb.NodeEntry) -> Missed:
+        peer = _peer(entry)
+        self._take_out(peer.name)
+        self._silent[peer.name] = peer
+        if len(self._silent) > MAX_GONE:
+            del self._silent[next(iter(self._silent))]
+        return Missed(peer)
 
     def _remember_gone(self, peer: Peer) -> None:
         self._gone[peer] = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryServicer
 from runtime.alarm import Alarm
-from runtime.listing import Change, Listed, Listing
+from runtime.listing import Change, Listed, Listing, Missed
 from runtime.logs import log_event
 from runtime.session import Peer
 
@@ -31,8 +31,11 @@ class RegistryHandler(Protocol):
     def on_listed(self, entry: pb.NodeEntry) -> None:
         """This node process is there, or its entry has changed. A replaced process was unlisted before."""
 
+    def on_missed(self, node: Peer) -> None:
+        """This node process has not repeated itself; its session says whether it is alive."""
+
     def on_unlisted(self, node: Peer) -> None:
-        """This node process registers no more; that ends no session."""
+        """This node process has gone, or was replaced; that ends no session."""
 
 
 def report(handler: RegistryHandler, changes: Iterable[Change]) -> None:
@@ -44,6 +47,9 @@ def report(handler: RegistryHandler, changes: Iterable[Change]) -> None:
             event = "node_draining" if entry.draining else "node_listed"
             log_event(LOG, logging.INFO, event, node=entry.node.name, role=role, grpc=entry.grpc_address)
             handler.on_listed(entry)
+        elif isinstance(change, Missed):
+            log_event(LOG, logging.INFO, "node_missed", node=change.peer.name)
+            handler.on_missed(change.peer)
         else:
             log_event(LOG, logging.INFO, "node_unlisted", node=change.peer.name)
             handler.on_unlisted(change.peer)

@@ -41,6 +41,7 @@ class Mixed:
     role: Literal["mixed", "decode"] = "mixed"
     identity: NodeIdentity = MIXED
     draw: Callable[[], tuple[int, bytes]] | None = None
+    reads_kv_pool: bool = False
     saves: SaveRules = field(default_factory=SaveRules)
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -56,7 +57,8 @@ class Mixed:
         resumes = self.role == "mixed"
         config = SchedulerConfig(*sizes, reserve=reserve, resumes_preempted=resumes, saves=self.saves)
         self.scheduler = Scheduler(config, self.pool, SEED)
-        limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, self.max_attempts, self.max_fences, lease_life_s=1.0)
+        bounds = (self.max_attempts, self.max_fences)
+        limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, *bounds, lease_life_s=1.0, reads_kv_pool=self.reads_kv_pool)
         serial = count(1)
         draw = self.draw or (lambda: (next(serial), bytes(16)))
         shared = (self.identity, limits, self.scheduler, self.pool, FINGERPRINT, SEED)

@@ -136,6 +136,7 @@ class Prefill:
 
     num_blocks: int = 16
     num_slots: int = 4
+    reads_kv_pool: bool = False
     saves: SaveRules = field(default_factory=SaveRules)
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -145,7 +146,9 @@ class Prefill:
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         config = SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN, saves=self.saves)
         self.scheduler = Scheduler(config, self.pool, SEED)
-        limits = NodeLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8)
+        limits = NodeLimits(
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, max_attempts=8, reads_kv_pool=self.reads_kv_pool
+        )
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
 
     def dispatch(

@@ -69,6 +69,9 @@ class Attempt:
 class Life:
     """One node from its first Dispatch to its last."""
 
+    events = EVENTS
+    reads_kv_pool = False
+
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.happened: Counter[str] = Counter()
@@ -76,11 +79,10 @@ class Life:
         num_blocks, self.num_slots = self.random.randint(16, 40), self.random.randint(1, 4)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(SchedulerConfig(self.num_slots, 8, MAX_MODEL_LEN), self.pool, SEED)
-        memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
-        self.runner = FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, self.num_slots)
-        limits = NodeLimits(
-            MAX_MODEL_LEN, VOCAB_SIZE, self.random.choice((3, 16)), self.random.choice((8, 64)), lease_life_s=1.0
-        )
+        self.runner_memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+        self.runner = FakeRunner(self.runner_memory, BLOCK_SIZE, VOCAB_SIZE, self.num_slots)
+        bounds = (self.random.choice((3, 16)), self.random.choice((8, 64)))
+        limits = NodeLimits(MAX_MODEL_LEN, VOCAB_SIZE, *bounds, lease_life_s=1.0, reads_kv_pool=self.reads_kv_pool)
         self.core = PrefillCore(PREFILL, limits, self.scheduler, self.pool, FINGERPRINT, SEED)
         self.plans: deque[Plan] = deque()
         self.attempts: dict[AttemptKey, Attempt] = {}  # by first branch, until Ended
@@ -93,11 +95,11 @@ class Life:
     def live(self, num_events: int) -> None:
         """Everything in random order; then all ends by itself."""
         for _ in range(num_events):
-            event = self.random.choices(list(EVENTS), list(EVENTS.values()))[0]
+            event = self.random.choices(list(self.events), list(self.events.values()))[0]
             self.happened[event] += getattr(self, event)()
         for router in ROUTERS:
             self.lose_router(router)
-        while self.step() or self.answer_reserve() or self.take_blocks() or self.answer_commit():
+        while self.step() or self.answer_reserve() or self.take_blocks() or self.answer_commit() or self.answer_pool():
             pass
         while (at := self.core.next_deadline()) is not None:
             self.now = at
@@ -121,9 +123,7 @@ class Life:
         choices = self.random.sample(range(5), self.random.choice((1, 2, 3, 5)))
         newest = max(self.newest.get(BranchKey(request_id, choice), -1) for choice in choices)
         number = max(0, newest + self.random.choice((0, 1, 1, 1)))
-        prompt = [7] * self.random.choice((0, 4, 8)) + [
-            self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 9))
-        ]
+        prompt = self.draw_head() + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 9))]
         stops = self.random.sample(range(VOCAB_SIZE), self.random.choice((0, 0, 8, 24)))
         dispatch = pb.Dispatch(
             request_id=request_id,
@@ -154,6 +154,14 @@ class Life:
             self.attempts[keys[0]] = Attempt(dispatch, keys, router, set(keys))
         self.take(actions)
         return True
+
+    def draw_head(self) -> list[int]:
+        """What a prompt begins with."""
+        return [7] * self.random.choice((0, 4, 8))
+
+    def answer_pool(self) -> bool:
+        """The KV pool answers; here is none."""
+        return False
 
     def is_refused(self, actions: Sequence[ev.Action], keys: tuple[AttemptKey, ...]) -> bool:
         errors = [a.message.error for a in actions if isinstance(a, ev.ToRouter) and a.message.error.code == pb.BUSY]
@@ -296,7 +304,15 @@ class Life:
                     self.hear(router, message)
                 case ev.Ended(key, outcome):
                     self.ended(key, outcome)
+                case ev.Count(name):
+                    self.happened[name] += 1
+                case ev.LookInPool() | ev.FetchBlocks():
+                    self.ask_pool(action)
         self.check()
+
+    def ask_pool(self, action: ev.LookInPool | ev.FetchBlocks) -> None:
+        """Something is asked of the KV pool."""
+        raise AssertionError(f"{action} of a KV pool that is not there")
 
     def released(self, release: pb.ReleaseRequest) -> None:
         choices = [release.key.choice, *release.more_choices]
@@ -370,7 +386,7 @@ class Life:
         snapshot, counts = self.core.snapshot(), self.pool.counts()
         assert snapshot["attempts"] == len(self.attempts) and snapshot["reserves_unanswered"] == len(self.asked)
         total = counts.free + counts.cached + counts.used + counts.leased + counts.quarantined
-        assert total == self.pool.num_blocks and not counts.leased
+        assert total == self.pool.num_blocks and counts.leased == snapshot["blocks_of_fetches"]
         branches = [key.branch for attempt in self.attempts.values() for key in attempt.open]
         assert len({*branches}) == len(branches), "two attempts of one branch"
         for attempt in self.attempts.values():

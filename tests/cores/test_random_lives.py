@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from tests.cores import decode_life, local_life, prefill_life
+from tests.cores import decode_life, fetching_life, local_life, prefill_life
 
 NUM_LIVES = 60
 NUM_EVENTS = 250
@@ -33,6 +33,19 @@ def test_a_prefill_node_says_each_token_once_and_hands_over_who_is_left_in_any_o
         happened += life.happened
     rare = {"stale", "busy", "partly replaced", "cancelled among others", "committed", "committed in part"}
     assert all(happened[event] for event in {*prefill_life.EVENTS} | rare), happened
+
+
+@pytest.mark.covers("S12", "W07", "W08", "P08")
+def test_a_node_that_reads_the_kv_pool_says_the_right_tokens_and_gives_every_block_back_in_any_order_of_events(
+    fresh_seed: int,
+) -> None:
+    happened: Counter[str] = Counter()
+    for number in range(NUM_LIVES):
+        life = fetching_life.FetchingLife(fresh_seed + number)
+        life.live(NUM_EVENTS)
+        happened += life.happened
+    rare = {"fetches behind a match", "fetched all", "fetched less", "waited", "committed", "kv_pool_too_late"}
+    assert all(happened[event] for event in {*fetching_life.FetchingLife.events} | rare), happened
 
 
 @pytest.mark.covers("S10", "S01", "Q02", "R04", "P08", "A02")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from deploy.launcher import HANDED_ON
+from deploy.up_config import UpConfig
+from node.config import NodeConfig
 from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
 
 
@@ -165,3 +168,10 @@ def test_a_child_gets_its_threads_but_not_the_launchers_file(monkeypatch: pytest
     assert environment["BATON_LEASE_S"] == "3"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["GOMP_SPINCOUNT"] == thread_environment(1)["GOMP_SPINCOUNT"] == "2000"
+
+
+def test_baton_up_hands_on_what_it_says_that_it_hands_on_and_a_node_knows_it() -> None:
+    """But for what a command line must not show, which goes by variable, and what is worked out."""
+    said = {each.name for each in fields(UpConfig) if "handed on to every node" in each.metadata.get("help", "")}
+    assert said - {"kv_pool", "threads"} == {*HANDED_ON}
+    assert said <= {each.name for each in fields(NodeConfig)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from connector.kv_breaker import BreakerTiming
-from node.events import Event
+from node.events import BlocksFetched, BlocksStaged, Event, FetchBlocks, LookInPool, PoolLooked, SaveBlocks
 from node.kv_pool import KvPoolBounds, KvPoolThreads
 from node.measures import Measures
 from tests.kv_pool.faulty_store import FaultyStore
@@ -41,19 +42,31 @@ class PoolBed:
         async with asyncio.timeout(PATIENCE_S):
             while not is_so():
                 self._posted.clear()
-                with_a_look_around = asyncio.ensure_future(self._posted.wait())
-                await asyncio.wait({with_a_look_around}, timeout=0.002)
-                with_a_look_around.cancel()
+                with contextlib.suppress(TimeoutError):  # what a thread does beside its events is seen by looking
+                    async with asyncio.timeout(0.002):
+                        await self._posted.wait()
 
-    async def one(self, kind: type[_E]) -> _E:
-        """The next event of a kind."""
-        before = len(self.of(kind))
-        await self.until(lambda: len(self.of(kind)) > before)
-        return self.of(kind)[before]
+    async def saved(self, action: SaveBlocks) -> BlocksStaged:
+        """Ask, and wait for the answer."""
+        return await self._answer(BlocksStaged, lambda: self.pool.save(action))
+
+    async def looked(self, action: LookInPool) -> PoolLooked:
+        """Ask, and wait for the answer."""
+        return await self._answer(PoolLooked, lambda: self.pool.look(action))
+
+    async def fetched(self, action: FetchBlocks) -> BlocksFetched:
+        """Ask, and wait for the answer."""
+        return await self._answer(BlocksFetched, lambda: self.pool.fetch(action))
 
     def amount(self, name: str, label: str) -> int:
         """One of the node's counters."""
         return self.measures.amounts()[name][label]
+
+    async def _answer(self, kind: type[_E], ask: Callable[[], None]) -> _E:
+        num_before = len(self.of(kind))
+        ask()
+        await self.until(lambda: len(self.of(kind)) > num_before)
+        return self.of(kind)[num_before]
 
     def _post(self, event: Event) -> None:
         self.events.append(event)

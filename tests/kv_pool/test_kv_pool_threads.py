@@ -21,7 +21,7 @@ from tests.kv_pool.pool_bed import NEVER_OPENS, PATIENCE_S, PoolBed, pool_bed
 KEYS: Final = keys_of(64)
 LONG_S: Final = 1000.0
 PATIENT: Final = KvPoolBounds(breaker=NEVER_OPENS, look_timeout_s=LONG_S, fetch_timeout_s=LONG_S)
-HASTY: Final = dataclasses.replace(PATIENT, look_timeout_s=0.05, fetch_timeout_s=0.05)
+HASTY: Final = dataclasses.replace(PATIENT, look_timeout_s=0.4, fetch_timeout_s=0.4)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -48,16 +48,13 @@ def test_blocks_are_copied_before_the_answer_written_behind_it_and_come_back_int
         async with pool_bed(num_blocks=30, bounds=PATIENT) as bed:
             original = bed.memory.copy()
             bed.store.may_write.clear()
-            bed.pool.save(save(7, 0, 10))
-            assert await bed.one(BlocksStaged) == BlocksStaged(7, 10)
+            assert await bed.saved(save(7, 0, 10)) == BlocksStaged(7, 10)
             bed.memory[:10] = 0xEE  # the core may give them to somebody else now
             bed.store.may_write.set()
             await bed.until(lambda: bed.amount("kv_pool_saves", "written") == 10)
-            bed.pool.look(LookInPool(8, tuple(KEYS[:12])))
-            assert await bed.one(PoolLooked) == PoolLooked(8, 10)
+            assert await bed.looked(LookInPool(8, tuple(KEYS[:12]))) == PoolLooked(8, 10)
             targets = [25, 13, 20, 14, 29, 21, 12, 17, 11, 19]
-            bed.pool.fetch(FetchBlocks(9, tuple(zip(KEYS[:10], targets, strict=True))))
-            fetched = await bed.one(BlocksFetched)
+            fetched = await bed.fetched(FetchBlocks(9, tuple(zip(KEYS[:10], targets, strict=True))))
             assert (fetched.fetch_id, fetched.num_blocks) == (9, 10) and 0 <= fetched.seconds < PATIENCE_S
             assert np.array_equal(bed.memory[targets], original[:10])
             others = [n for n in range(10, 30) if n not in targets]
@@ -77,33 +74,27 @@ def test_a_store_that_hangs_delays_no_save_and_what_finds_no_room_is_dropped_and
                 bed.pool.save(save(number, 4 * number, 4))
             await bed.until(lambda: len(bed.events) == 5)
             assert bed.events == [BlocksStaged(n, num) for n, num in enumerate((4, 4, 2, 0, 0))]
-            assert bed.store.asked == ["write"], "the writer hangs in its first call"
+            await bed.until(lambda: bed.store.asked == ["write"])  # in which the writer hangs
             assert bed.amount("kv_pool_saves", "full") == 10
             assert bed.pool.snapshot()["staging_blocks_used"] == bed.pool.snapshot()["staging_blocks"] == 10
             bed.store.may_write.set()
             await bed.until(lambda: bed.amount("kv_pool_saves", "written") == 10)
             assert bed.store.missing(KEYS[:11]) == [False] * 10 + [True]
-            bed.pool.save(save(5, 30, 10))
-            assert await bed.one(BlocksStaged) == BlocksStaged(5, 10), "the room is free again"
+            assert await bed.saved(save(5, 30, 10)) == BlocksStaged(5, 10), "the room is free again"
 
     run(test())
 
 
 @pytest.mark.covers("W05")
-def test_a_loop_that_saves_into_a_store_of_a_second_per_block_goes_on_as_if_there_were_none() -> None:
+def test_a_loop_that_saves_for_hours_into_a_store_that_takes_nothing_goes_on_as_if_there_were_none() -> None:
     async def test() -> None:
         async with pool_bed(block_bytes=1 << 16, bounds=dataclasses.replace(PATIENT, staging_bytes=4 << 16)) as bed:
             bed.store.may_write.clear()
-            longest_s = 0.0
             for number in range(200):
-                began_at = time.monotonic()
                 bed.pool.save(save(number, number % 60, 4))
-                longest_s = max(longest_s, time.monotonic() - began_at)
                 await asyncio.sleep(0)
             await bed.until(lambda: len(bed.of(BlocksStaged)) == 200)
-            assert longest_s < 0.1, (
-                "a call on the loop's thread takes microseconds; a tenth of a second is a busy machine"
-            )
+            assert bed.store.asked in ([], ["write"]), "and it has not come back from that"
 
     run(test())
 
@@ -133,8 +124,7 @@ def test_a_run_of_many_megabytes_is_read_up_to_the_first_block_that_is_corrupt()
             await stored(bed, 16)
             original = bed.memory.copy()
             bed.store.shelf.records[KEYS[10]][HEADER_BYTES + 12345] ^= 1
-            bed.pool.fetch(FetchBlocks(1, tuple((KEYS[n], 16 + n) for n in range(16))))
-            assert (await bed.one(BlocksFetched)).num_blocks == 10
+            assert (await bed.fetched(FetchBlocks(1, tuple((KEYS[n], 16 + n) for n in range(16))))).num_blocks == 10
             assert np.array_equal(bed.memory[16:26], original[:10])
             assert np.array_equal(bed.memory[26:], original[26:]), "nothing behind the last right block is touched"
             assert [bed.amount("kv_pool_reads", each) for each in ("read", "corrupt", "absent")] == [10, 1, 5]
@@ -149,19 +139,19 @@ def test_what_hangs_is_answered_in_time_and_what_it_brings_later_goes_nowhere() 
         async with pool_bed(bounds=HASTY) as bed:
             await stored(bed, 8)
             bed.store.may_read.clear()
+            came_back: list[int] = []
+            bed.store.in_read = lambda: came_back.append(8)
             bed.pool.look(LookInPool(1, tuple(KEYS[:8])))
             bed.pool.fetch(FetchBlocks(2, tuple((KEYS[n], 20 + n) for n in range(8))))
-            await bed.until(lambda: len(bed.events) == 2)
+            await bed.until(lambda: len(bed.events) == 2 and set(bed.store.asked) == {"look", "read"})
             assert bed.of(PoolLooked) == [PoolLooked(1, 0)]
             assert [(event.fetch_id, event.num_blocks) for event in bed.of(BlocksFetched)] == [(2, 0)]
             bed.memory[20:28] = 0xEE  # they are somebody else's now
             bed.store.may_read.set()
-            bed.pool.fetch(FetchBlocks(3, ((KEYS[0], 30),)))
-            assert (await bed.one(BlocksFetched)).num_blocks == 1
-            assert await bed.pool.stop(PATIENCE_S)  # behind the thread that hung
+            assert await bed.pool.stop(PATIENCE_S)  # behind the threads that hung
+            assert came_back == [8], "and brought what they were sent for"
             assert (bed.memory[20:28] == 0xEE).all()
-            assert bed.store.asked.count("read") == 2, "the store has let the first one go, too"
-            assert len(bed.events) == 3, "each was answered once"
+            assert len(bed.events) == 2, "each was answered once"
             assert bed.amount("kv_pool_looks", "late") == 1 and bed.amount("kv_pool_reads", "late") == 8
 
     run(test())
@@ -170,13 +160,12 @@ def test_what_hangs_is_answered_in_time_and_what_it_brings_later_goes_nowhere() 
 @pytest.mark.covers("W08")
 def test_a_fetch_that_runs_out_of_time_keeps_what_it_has() -> None:
     async def test() -> None:
-        bounds = dataclasses.replace(PATIENT, fetch_timeout_s=0.3)
+        bounds = dataclasses.replace(PATIENT, fetch_timeout_s=1.0)
         async with pool_bed(block_bytes=1 << 20, num_blocks=32, bounds=bounds) as bed:
             await stored(bed, 8)
             bed.store.in_read = bed.store.may_read.clear  # the first run of four is read, the second one hangs
             original = bed.memory.copy()
-            bed.pool.fetch(FetchBlocks(1, tuple((KEYS[n], 20 + n) for n in range(8))))
-            assert (await bed.one(BlocksFetched)).num_blocks == 4
+            assert (await bed.fetched(FetchBlocks(1, tuple((KEYS[n], 20 + n) for n in range(8))))).num_blocks == 4
             bed.store.may_read.set()
             assert await bed.pool.stop(PATIENCE_S)
             assert np.array_equal(bed.memory[20:24], original[:4])
@@ -188,13 +177,12 @@ def test_a_fetch_that_runs_out_of_time_keeps_what_it_has() -> None:
 @pytest.mark.covers("W08")
 def test_a_pool_that_keeps_failing_is_left_alone_for_a_while_and_then_used_again() -> None:
     async def test() -> None:
-        timing = BreakerTiming(num_failures=3, first_s=0.1, longest_s=0.1)
+        timing = BreakerTiming(num_failures=3, first_s=0.5, longest_s=0.5)
         async with pool_bed(bounds=dataclasses.replace(PATIENT, breaker=timing)) as bed:
             await stored(bed, 4)
             bed.store.fails_to_read = True
             for number in range(3):
-                bed.pool.look(LookInPool(number, tuple(KEYS[:4])))
-                assert await bed.one(PoolLooked) == PoolLooked(number, 0)
+                assert await bed.looked(LookInPool(number, tuple(KEYS[:4]))) == PoolLooked(number, 0)
             bed.store.asked.clear()
             bed.pool.look(LookInPool(3, tuple(KEYS[:4])))
             bed.pool.fetch(FetchBlocks(4, ((KEYS[0], 9),)))
@@ -202,14 +190,14 @@ def test_a_pool_that_keeps_failing_is_left_alone_for_a_while_and_then_used_again
             assert bed.store.asked == [], "answered at once, and nobody is asked"
             assert bed.pool.snapshot()["circuits"] == {"read": "open", "write": "closed"}
             bed.store.fails_to_read = False
-            await asyncio.sleep(0.11)  # the pause is over
-            bed.pool.look(LookInPool(5, tuple(KEYS[:4])))
-            assert await bed.one(PoolLooked) == PoolLooked(5, 4)
-            bed.pool.fetch(FetchBlocks(6, ((KEYS[0], 9),)))
-            assert (await bed.one(BlocksFetched)).num_blocks == 1
+            while (await bed.looked(LookInPool(5, tuple(KEYS[:4])))).num_blocks != 4:
+                assert bed.store.asked == [], "the pause is not over"
+                await asyncio.sleep(0.01)
+            assert (await bed.fetched(FetchBlocks(6, ((KEYS[0], 9),)))).num_blocks == 1
             assert bed.pool.snapshot()["circuits"] == {"read": "closed", "write": "closed"}
             assert bed.amount("kv_pool_circuit_opened", "read") == 1
-            assert [bed.amount("kv_pool_looks", each) for each in ("failed", "refused", "found")] == [3, 1, 1]
+            assert [bed.amount("kv_pool_looks", each) for each in ("failed", "found")] == [3, 1]
+            assert bed.amount("kv_pool_looks", "refused") >= 1
 
     run(test())
 
@@ -228,8 +216,7 @@ def test_a_full_pool_is_written_to_no_more_and_read_all_the_same() -> None:
             assert bed.events[-1] == BlocksStaged(2, 0)
             assert bed.amount("kv_pool_saves", "refused") == 5
             assert bed.store.asked == ["write", "write"]
-            bed.pool.look(LookInPool(3, tuple(KEYS[:4])))
-            assert await bed.one(PoolLooked) == PoolLooked(3, 4)
+            assert await bed.looked(LookInPool(3, tuple(KEYS[:4]))) == PoolLooked(3, 4)
 
     run(test())
 
@@ -241,11 +228,35 @@ def test_a_pool_that_claims_blocks_and_never_gives_one_is_left_alone() -> None:
         async with pool_bed(bounds=dataclasses.replace(PATIENT, breaker=timing)) as bed:
             bed.store.claims = 1000
             for number in range(3):
-                bed.pool.look(LookInPool(number, tuple(KEYS[:4])))
-                assert await bed.one(PoolLooked) == PoolLooked(number, 4), "no more than was asked for"
-                bed.pool.fetch(FetchBlocks(number, tuple((KEYS[n], n) for n in range(4))))
-                assert (await bed.one(BlocksFetched)).num_blocks == 0
+                assert await bed.looked(LookInPool(number, tuple(KEYS[:4]))) == PoolLooked(number, 4), (
+                    "no more than was asked for"
+                )
+                assert (await bed.fetched(FetchBlocks(number, tuple((KEYS[n], n) for n in range(4))))).num_blocks == 0
             assert bed.pool.snapshot()["circuits"] == {"read": "open", "write": "closed"}
+
+    run(test())
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_calls_too_many_for_the_threads_come_too_late_which_is_the_store_s_fault_only_if_it_hangs(hangs: bool) -> None:
+    async def test() -> None:
+        bounds = dataclasses.replace(
+            HASTY, fetch_timeout_s=1.0, num_readers=1, breaker=BreakerTiming(2, first_s=LONG_S)
+        )
+        async with pool_bed(bounds=bounds) as bed:
+            await stored(bed, 1)
+            bed.store.may_read.clear()
+            bed.pool.fetch(FetchBlocks(0, ((KEYS[0], 9),)))
+            await bed.until(lambda: bed.store.asked == ["read"])
+            for number in range(1, 6):
+                bed.pool.fetch(FetchBlocks(number, ((KEYS[0], 10),)))
+            if not hangs:
+                bed.store.in_read = bed.store.may_read.clear
+                bed.store.may_read.set()  # for one of them
+            await bed.until(lambda: len(bed.events) == 6)
+            assert bed.amount("kv_pool_reads", "late") == (6 if hangs else 5)
+            assert bed.pool.snapshot()["circuits"] == {"read": "open" if hangs else "closed", "write": "closed"}
 
     run(test())
 

@@ -7,7 +7,9 @@ from typing import Final
 from tests.mutants import (
     of_answers,
     of_engine,
+    of_fetching,
     of_handoff,
+    of_kv_pool,
     of_mixed,
     of_moves,
     of_nodes,
@@ -29,6 +31,8 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
+    *of_fetching.MUTANTS,
+    *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,

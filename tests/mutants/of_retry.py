@@ -161,8 +161,8 @@ MUTANTS: Final = (
         "drained-onto-the-draining",
         "A node that is about to end is given what another one hands over.",
         "router/node_state.py",
-        "self.is_listed and self.session is Session.UP and not self.entry.draining",
-        "self.is_listed and self.session is Session.UP",
+        "return self.session is Session.UP and not (self.is_gone or self.drains)",
+        "return self.session is Session.UP and not self.is_gone",
         (*_MOVES, *_RETRY),
     ),
     Mutant(

@@ -61,6 +61,9 @@ class TestRouter:
         self.heard.append("draining" if entry.draining else "listed")
         self.dialer.dial(entry)
 
+    def on_missed(self, node: Peer) -> None:
+        self.heard.append("missed")
+
     def on_unlisted(self, node: Peer) -> None:
         self.heard.append("unlisted")
 

@@ -62,7 +62,7 @@ async def _get(counters: Counters, measures: Measures, *paths: str, is_draining:
     ending = Ending(core, default_timeout_s=25.0)
     if is_draining:
         ending.ask("the test")
-    view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, ending))
+    view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:

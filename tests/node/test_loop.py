@@ -54,6 +54,9 @@ class Recorder:
     def fetch(self, action: ev.FetchBlocks) -> None:
         self._note(action)
 
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
     def _note(self, what: object) -> None:
         self.done.append(what)
         self.grown.set()

@@ -61,6 +61,15 @@ def test_free_memory_is_read_from_meminfo() -> None:
         (("--node-id", "a b"), "--node-id a b"),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-batched-tokens 32"),
         (("--host", "0.0.0.0"), "--host 0.0.0.0"),
+        (("--kv-pool", "file://relative"), "--kv-pool file://relative"),
+        (("--kv-pool", "s3://bucket"), "file:///PATH, memory://, redis://HOST:PORT/DB"),
+        (("--kv-pool-max-mib", "10"), "--kv-pool-max-mib 10: there is no KV pool without --kv-pool"),
+        (("--kv-pool-ttl-s", "10"), "--kv-pool-ttl-s 10: there is no KV pool"),
+        (("--kv-pool-staging-mib", "10"), "--kv-pool-staging-mib 10: there is no KV pool"),
+        (("--kv-pool-secret-file", "s"), "--kv-pool-secret-file s: there is no KV pool"),
+        (("--save-preempted-kv", "on"), "--save-preempted-kv on: there is no KV pool"),
+        (("--save-finished-kv", "on"), "--save-finished-kv on: there is no KV pool"),
+        (("--kv-pool", "memory://", "--save-preempted-kv", "off"), "--kv-pool memory://: nothing is saved there"),
     ],
 )
 def test_what_does_not_fit_together_is_one_sentence(flags: tuple[str, ...], sentence: str) -> None:
@@ -68,6 +77,30 @@ def test_what_does_not_fit_together_is_one_sentence(flags: tuple[str, ...], sent
         config(*flags)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.covers("W01", "W04")
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        ((), (False, False)),
+        (("--save-preempted-kv", "off"), (False, False)),
+        (("--kv-pool", "file:///p"), (True, False)),
+        (("--kv-pool", "file:///p", "--save-preempted-kv", "off"), (False, False)),
+        (("--kv-pool", "file:///p", "--save-preempted-kv", "on", "--save-finished-kv", "on"), (True, True)),
+    ],
+)
+def test_who_gives_way_is_saved_where_there_is_a_pool_and_who_is_done_where_it_is_asked_for(
+    flags: tuple[str, ...], saved: tuple[bool, bool]
+) -> None:
+    told = config(*flags)
+    assert (told.saves_preempted, told.saves_finished) == saved
+
+
+def test_a_password_in_the_url_of_the_kv_pool_is_not_in_the_sentence() -> None:
+    with pytest.raises(ConfigError) as error:
+        config("--kv-pool", "redis://:hunter2@host:port/0")
+    assert "hunter2" not in str(error.value) and "--kv-pool" in str(error.value)
 
 
 def test_every_name_that_a_core_counts_is_a_counter() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from proto import baton_pb2 as pb
-from runtime.listing import MAX_ENTRIES, MAX_TEXT_CHARS, Listed, Listing, Unlisted, entry_problem
+from runtime.listing import MAX_ENTRIES, MAX_TEXT_CHARS, Change, Listed, Listing, Missed, Unlisted, entry_problem
 from runtime.session import Peer
 
 TTL_S = 1.5
@@ -46,7 +46,7 @@ def test_a_repetition_changes_nothing_and_keeps_the_entry() -> None:
     assert listing.register(entry(), 1.0) == []
     assert listing.expire(2.4) == []
     assert listing.next_deadline() == 2.5
-    assert listing.expire(2.5) == [Unlisted(Peer("decode-0", 1))]
+    assert listing.expire(2.5) == [Missed(Peer("decode-0", 1))]
     assert listing.next_deadline() is None
 
 
@@ -57,7 +57,7 @@ def test_a_router_that_was_held_up_gives_the_nodes_the_time_that_it_did_not_list
     assert listing.expire(10.0) == [], "it may have registered twenty times meanwhile"
     deadline = listing.next_deadline()
     assert deadline is not None and deadline <= 10.0 + TTL_S
-    assert listing.expire(deadline) == [Unlisted(Peer("decode-0", 1))]
+    assert listing.expire(deadline) == [Missed(Peer("decode-0", 1))]
 
 
 @pytest.mark.covers("R13", "C06")
@@ -76,7 +76,7 @@ def test_what_went_silent_does_not_come_back_once_another_process_has_its_name()
 def test_what_went_silent_comes_back() -> None:
     listing = Listing(TTL_S)
     listing.register(entry(), 0.0)
-    assert listing.expire(TTL_S) == [Unlisted(Peer("decode-0", 1))]
+    assert listing.expire(TTL_S) == [Missed(Peer("decode-0", 1))]
     assert listing.register(entry(), 10.0) == [Listed(entry())]
 
 
@@ -228,15 +228,21 @@ class ListingModel(RuleBasedStateMachine):
         self.gone: set[Peer] = set()
         self.silent: dict[str, Peer] = {}
         self.reported: dict[Peer, pb.NodeEntry] = {}
+        self.missed: set[Peer] = set()
 
-    def take(self, changes: list[Listed | Unlisted]) -> None:
+    def take(self, changes: list[Change]) -> None:
         for change in changes:
             if isinstance(change, Listed):
                 peer = Peer(change.entry.node.name, change.entry.node.incarnation)
                 assert self.reported.get(peer) != change.entry, "nothing changed"
                 self.reported[peer] = change.entry
-            else:
+            elif isinstance(change, Missed):
                 del self.reported[change.peer]
+                self.missed.add(change.peer)
+            else:
+                assert change.peer in self.gone, "only who has gone by its own word, or was replaced"
+                self.missed.discard(change.peer)
+                self.reported.pop(change.peer, None)
 
     @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4), port=st.integers(1, 4), drains=st.booleans())
     def register(self, name: str, incarnation: int, port: int, drains: bool) -> None:
@@ -261,9 +267,15 @@ class ListingModel(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"), incarnation=st.integers(1, 4))
     def deregister(self, name: str, incarnation: int) -> None:
-        self.take(self.listing.deregister(Peer(name, incarnation)))
-        if self.heard.pop(Peer(name, incarnation), None) is not None:
-            self.gone.add(Peer(name, incarnation))
+        peer = Peer(name, incarnation)
+        is_known = self.heard.pop(peer, None) is not None
+        if self.silent.get(name) == peer:
+            is_known = bool(self.silent.pop(name))
+        if is_known:
+            self.gone.add(peer)
+        changes = self.listing.deregister(peer)
+        assert changes == [Unlisted(peer)] * is_known
+        self.take(changes)
 
     @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 1.5]))
     def wait(self, seconds: float) -> None:
@@ -277,6 +289,7 @@ class ListingModel(RuleBasedStateMachine):
             if self.now >= at + TTL_S:
                 del self.heard[peer]
                 self.silent[peer.name] = peer
+                assert peer in self.missed
 
     @invariant()
     def the_list_is_what_was_reported_and_what_was_heard(self) -> None:

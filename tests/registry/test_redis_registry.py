@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 
 from proto import baton_pb2 as pb
+from router.core import RouterCore
+from router.entrance import RouterCoreConfig
+from router.events import NodeListed, NodeMissed, NodeRef, NodeUnlisted, SessionUp
+from router.placement import Placement
 from runtime.redis_reader import RedisReader
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryClient
@@ -61,9 +65,34 @@ class Router:
         return self.handler.happened
 
 
+class Deciding(Recorder):
+    """Beside a router's core whose session with each node comes up as soon as it is listed, and stays so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._core = RouterCore(RouterCoreConfig(), Placement())
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._core.missing()
+
+    def on_listed(self, entry: pb.NodeEntry) -> None:
+        super().on_listed(entry)
+        self._core.receive(NodeListed(entry), 0.0)
+        self._core.receive(SessionUp(NodeRef(*NODE)), 0.0)
+
+    def on_missed(self, node: Peer) -> None:
+        super().on_missed(node)
+        self._core.receive(NodeMissed(NodeRef(*node)), 0.0)
+
+    def on_unlisted(self, node: Peer) -> None:
+        super().on_unlisted(node)
+        self._core.receive(NodeUnlisted(NodeRef(*node)), 0.0)
+
+
 @asynccontextmanager
-async def running_router(url: str) -> AsyncIterator[Router]:
-    handler, counts = Recorder(), Counter[str]()
+async def running_router(url: str, handler: Recorder | None = None) -> AsyncIterator[Router]:
+    handler, counts = handler or Recorder(), Counter[str]()
 
     def count(name: str, number: int) -> None:
         counts[name] += number
@@ -118,6 +147,29 @@ def test_every_router_finds_a_node_keeps_it_and_forgets_it_at_its_goodbye(redis:
     asyncio.run(scenario())
 
 
+@pytest.mark.covers("R13", "C08")
+def test_a_node_that_cannot_reach_redis_gets_work_while_its_session_is_up_and_none_behind_its_goodbye(
+    redis: RedisServer,
+) -> None:
+    async def scenario() -> None:
+        mixed, handler = entry(), Deciding()
+        mixed.role = pb.ROLE_MIXED
+        async with TcpProxy(redis.port) as proxy, running_router(redis.url, handler) as router:
+            async with running_node(f"redis://{proxy.address}/0", mixed):
+                await until(lambda: router.happened == LISTED, WITHIN_S)
+                proxy.black_hole()
+                await until(lambda: router.happened == [*LISTED, ("missed", NODE)], WITHIN_S)
+                assert handler.is_ready
+                proxy.heal()
+                proxy.cut()
+                await until(lambda: router.happened[2:] == LISTED, WITHIN_S)
+                assert handler.is_ready
+            await until(lambda: router.happened[3:] == [("unlisted", NODE)], WITHIN_S)
+            assert not handler.is_ready
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.covers("R13")
 def test_a_node_that_goes_silent_is_gone_and_back_when_it_returns(redis: RedisServer) -> None:
     async def scenario() -> None:
@@ -131,7 +183,7 @@ def test_a_node_that_goes_silent_is_gone_and_back_when_it_returns(redis: RedisSe
             await until(
                 lambda: len(router.happened) == 2, WITHIN_S
             )  # within 2 s: test_polled_listing.py has the exact figure
-            assert router.happened[1] == ("unlisted", NODE)
+            assert router.happened[1] == ("missed", NODE)
             proxy.heal()
             proxy.cut()
             await until(lambda: len(router.happened) == 3, WITHIN_S)

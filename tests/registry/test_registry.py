@@ -32,6 +32,9 @@ class Recorder:
     def on_listed(self, entry: pb.NodeEntry) -> None:
         self.happened.append(("listed", Peer(entry.node.name, entry.node.incarnation)))
 
+    def on_missed(self, node: Peer) -> None:
+        self.happened.append(("missed", node))
+
     def on_unlisted(self, node: Peer) -> None:
         self.happened.append(("unlisted", node))
 
@@ -98,7 +101,7 @@ def test_a_node_that_goes_silent_is_gone_within_2_s_with_no_call_arriving_and_ba
             proxy.black_hole()
             took_s = await until(lambda: len(running.handler.happened) == 2)
             assert took_s < 2.0
-            assert running.handler.happened[-1] == ("unlisted", NODE)
+            assert running.handler.happened[-1] == ("missed", NODE)
             proxy.heal()
             proxy.cut()  # what a partition swallowed is not waited for
             assert await until(lambda: len(running.handler.happened) == 3) < 3.0

@@ -193,11 +193,19 @@ class CoreWorld:
         )
         self.feed(FromNode(ref(name), pb.NodeMessage(error=error)))
 
-    def ask_to_move(self, name: str, request_id: str, attempt: int = 0, *, choice: int = 0) -> pb.Move | None:
+    def ask_to_move(
+        self,
+        name: str,
+        request_id: str,
+        attempt: int = 0,
+        *,
+        choice: int = 0,
+        reason: pb.MoveReason.ValueType = pb.MOVE_DRAINING,
+    ) -> pb.Move | None:
         """A node wants to hand a branch over; what it is told, if anything."""
         key = pb.AttemptKey(request_id=request_id, choice=choice, attempt=attempt)
         num_sent = len(self.sent)
-        wants_move = pb.WantsMove(key=key, reason=pb.MOVE_DRAINING)
+        wants_move = pb.WantsMove(key=key, reason=reason)
         self.feed(FromNode(ref(name), pb.NodeMessage(wants_move=wants_move)))
         moves = [
             message.move for node, message in self.sent[num_sent:] if message.HasField("move") and node == ref(name)

@@ -21,7 +21,14 @@ def used_metrics() -> list[Metric]:
 
     def snapshot() -> dict[str, Any]:
         circuits = {"d": "closed"}
-        return {"queued": 0, "requests": {}, "nodes": {"d@1": _NODE}, "circuits": circuits, "degraded": []}
+        return {
+            "queued": 0,
+            "requests": {},
+            "nodes": {"d@1": _NODE},
+            "circuits": circuits,
+            "degraded": [],
+            "caches": {},
+        }
 
     metrics = RouterMetrics(snapshot)
     for name in CORE_COUNTERS:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from router.cache_index import CacheIndex, Run
-from router.key_table import KeyTable, Keys
+from router.key_table import Keys, KeyTable
 
 POOL: list[int] = np.random.default_rng(3).integers(0, 2**64, size=600, dtype=np.uint64).tolist()
 ROOMY = 1 << 20

@@ -1,4 +1,4 @@
-"""A router follows the caches of nodes: whatever becomes of sessions, processes and messages, in the end it knows what they hold."""
+"""A router follows nodes' caches: whatever becomes of sessions, processes and messages, it comes to know what they hold."""
 
 from __future__ import annotations
 

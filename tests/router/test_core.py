@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import Finished, NodeListed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
+from router.events import Finished, NodeListed, NodeMissed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
 from tests.router.core_world import CoreWorld, node_entry, ref
 
 
@@ -97,6 +97,49 @@ def test_while_a_session_is_broken_its_node_gets_no_work_and_requests_wait() -> 
     assert not world.dispatches("a")
     world.feed(SessionUp(ref("d1")))
     assert len(world.dispatches("a")) == 1
+
+
+@pytest.mark.covers("R13", "C08")
+def test_a_node_that_the_registry_misses_works_on_while_its_session_is_up_and_is_forgotten_with_it() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    for name in ("p1", "d1"):
+        world.feed(NodeMissed(ref(name)))
+    assert not world.core.missing() and world.core.max_total_tokens == 256
+    world.submit("a")
+    assert len(world.dispatches("a")) == 1
+    world.feed(SessionBroken(ref("d1")))
+    world.submit("b")
+    assert not world.dispatches("b")
+    world.feed(SessionUp(ref("d1")))
+    assert len(world.dispatches("b")) == 1 and not world.hung_up
+    world.feed(SessionLost(ref("d1")))
+    assert world.hung_up == [ref("d1")], "nobody says where it is"
+    world.feed(NodeUnlisted(ref("p1")))
+    world.join_all("d2")
+    world.submit("c")
+    assert not world.dispatches("c"), "it has gone by its own word"
+
+
+@pytest.mark.covers("D08", "R13")
+@pytest.mark.parametrize("said", ["refusal", "at the sender", "move"])
+def test_a_node_that_says_that_it_drains_gets_no_more_though_the_registry_has_not_heard(said: str) -> None:
+    world = CoreWorld.with_nodes("p1", "d1", "d2")
+    world.submit("a")
+    node = world.dispatches("a")[0][1].target.node.name
+    match said:
+        case "refusal":
+            world.error_from(node, "a", pb.DRAINING)
+        case "at the sender":
+            world.error_from("p1", "a", pb.DRAINING, node_id=node)
+        case _:
+            world.tokens_from(node, "a", 0, [7])
+            world.ask_to_move(node, "a")
+    for name in "bcd":
+        world.submit(name)
+        assert world.dispatches(name)[0][1].target.node.name != node
+    world.feed(NodeUnlisted(ref(node)))
+    world.feed(SessionLost(ref(node)))
+    assert ("nodes_lost", "") not in world.counts, "it has ended as it said"
 
 
 def test_an_unlisted_node_keeps_its_work_and_gets_no_more() -> None:

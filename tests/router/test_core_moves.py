@@ -20,10 +20,10 @@ def decoding_world(*others: str, prefill: str = "p1", **config: Any) -> CoreWorl
     return world
 
 
-def moving_world(*others: str, **config: Any) -> CoreWorld:
+def moving_world(*others: str, reason: pb.MoveReason.ValueType = pb.MOVE_DRAINING, **config: Any) -> CoreWorld:
     """And it is to move to d2 under number 1."""
     world = decoding_world("d2", *others, **config)
-    move = world.ask_to_move("d1", "a")
+    move = world.ask_to_move("d1", "a", reason=reason)
     assert move is not None and (move.next_attempt, move.target.node.name) == (1, "d2")
     world.sent.clear()
     return world
@@ -130,7 +130,7 @@ def test_a_branch_moves_so_often_and_then_stays() -> None:
     world = decoding_world("d2", max_moves=2)
     holder, other = "d1", "d2"
     for attempt in range(2):
-        move = world.ask_to_move(holder, "a", attempt)
+        move = world.ask_to_move(holder, "a", attempt, reason=pb.MOVE_PREEMPTED)
         assert move is not None and move.target.node.name == other
         world.tokens_from(other, "a", 0, [7, 8], attempt=attempt + 1, from_receiver=True)
         holder, other = other, holder
@@ -162,7 +162,7 @@ def test_after_an_unanswered_commit_the_targets_batch_decides_or_the_grace(is_he
 
 @pytest.mark.covers("R10", "D08")
 def test_a_lost_holders_branch_is_retried_at_once_though_the_target_may_have_it() -> None:
-    world = moving_world("d3")
+    world = moving_world("d3", reason=pb.MOVE_PREEMPTED)
     world.feed(SessionLost(ref("d1")))
     ((_, dispatch),) = world.dispatches("a")
     assert (dispatch.attempt, list(dispatch.branches[0].generated_token_ids)) == (2, [7, 8])

@@ -12,7 +12,7 @@ from tests.router.core_world import CoreWorld, node_entry, ref
 
 BROKEN = [pb.CHECKSUM, pb.TRANSFER_FAILED, pb.LEASE_EXPIRED]
 RETRIED = [*BROKEN, pb.INTERNAL]
-REFUSED = [pb.NO_BLOCKS, pb.BUSY, pb.DRAINING]
+REFUSED = [pb.NO_BLOCKS, pb.BUSY]
 
 
 @pytest.mark.parametrize("code", BROKEN)

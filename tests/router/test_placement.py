@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.config import RouterConfig
 from router.events import NodeRef
-from router.placement import POLICIES, Candidate, Draw, Pair, Placement
+from router.placement import CACHE_AWARE, POLICIES, Candidate, Draw, Imbalance, Pair, Placement, Prompt
 
 nodes = st.builds(NodeRef, st.sampled_from("abcde"), st.integers(1, 2))
 candidates = st.lists(
@@ -21,6 +21,7 @@ candidates = st.lists(
 )
 few_nodes = st.lists(nodes, max_size=3)
 seeds = st.integers(0, 2**64 - 1)
+policies = st.sampled_from([*sorted(POLICIES), CACHE_AWARE])
 
 
 def candidate(name: str, load: float = 0.0) -> Candidate:
@@ -28,7 +29,7 @@ def candidate(name: str, load: float = 0.0) -> Candidate:
 
 
 @pytest.mark.covers("R01")
-@given(candidates, candidates, few_nodes, few_nodes, st.one_of(st.none(), nodes), st.sampled_from(sorted(POLICIES)))
+@given(candidates, candidates, few_nodes, few_nodes, st.one_of(st.none(), nodes), policies)
 def test_choose_is_total_and_keeps_to_its_rules(
     prefills: list[Candidate],
     decodes: list[Candidate],
@@ -43,7 +44,7 @@ def test_choose_is_total_and_keeps_to_its_rules(
         for decode in decodes
         if prefill.fingerprint == decode.fingerprint and not {prefill.node, decode.node} & set(excluded)
     ]
-    pair = Placement(policy, policy).choose(prefills, decodes, kept=kept, excluded=excluded, avoided=avoided)
+    pair = Placement(policy, "random").choose(prefills, decodes, kept=kept, excluded=excluded, avoided=avoided)
     assert (pair is None) == (not allowed)
     if pair is None:
         return
@@ -127,6 +128,52 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_nodes(fresh_seed: i
     assert all(abs(counts[name] - expected) < 250 for name, expected in (("a", 3000), ("b", 2000), ("c", 1000))), counts
 
 
+def chosen(placement: Placement, loads: dict[str, float], num_tokens: int, cached: dict[str, int]) -> str:
+    """The prefill node for a prompt."""
+    prompt = Prompt(num_tokens, {NodeRef(name, 1): tokens for name, tokens in cached.items()})
+    pair = placement.choose([candidate(name, load) for name, load in loads.items()], [candidate("z")], prompt=prompt)
+    assert pair is not None
+    return pair.prefill.name
+
+
+@pytest.mark.covers("R01", "R02")
+def test_cache_aware_takes_the_node_with_the_least_to_compute_before_the_first_token() -> None:
+    placement = Placement(CACHE_AWARE)
+    assert chosen(placement, {"a": 0, "b": 500}, 1000, {"b": 600}) == "b", "400 + 500 are less than 1000"
+    assert chosen(placement, {"a": 0, "b": 700}, 1000, {"b": 600}) == "a", "and 400 + 700 are more"
+    assert chosen(placement, {"a": 0, "b": 0, "c": 0}, 1000, {"b": 16, "c": 32}) == "c"
+    turns = Counter(chosen(placement, {"a": 7, "b": 7, "c": 8}, 1000, {}) for _ in range(6))
+    assert turns == {"a": 3, "b": 3}, "nothing is cached: by load, and equals in turn"
+
+
+@pytest.mark.covers("R02")
+def test_under_imbalance_what_a_node_holds_counts_no_more() -> None:
+    by_tokens = Placement(CACHE_AWARE, imbalance=Imbalance(num_tokens=300, ratio=1.0))
+    assert chosen(by_tokens, {"a": 0, "b": 300}, 1000, {"b": 900}) == "b"
+    assert chosen(by_tokens, {"a": 0, "b": 301}, 1000, {"b": 900}) == "a", "by 600 the sooner, and left out"
+    by_ratio = Placement(CACHE_AWARE, imbalance=Imbalance(num_tokens=300, ratio=2.0))
+    assert chosen(by_ratio, {"a": 1000, "b": 2000}, 5000, {"b": 4000}) == "b", "a long queue may be twice as long"
+    assert chosen(by_ratio, {"a": 1000, "b": 2001}, 5000, {"b": 4000}) == "a"
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(0, 2000), min_size=1),
+    st.integers(1, 2000),
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 2000)),
+    st.integers(0, 1000),
+    st.floats(1, 4),
+)
+@pytest.mark.covers("R02")
+def test_cache_aware_is_total_and_chooses_the_best_of_those_that_are_not_overloaded(
+    loads: dict[str, float], num_tokens: int, cached: dict[str, int], tokens: int, ratio: float
+) -> None:
+    name = chosen(Placement(CACHE_AWARE, imbalance=Imbalance(tokens, ratio)), loads, num_tokens, cached)
+    shortest = min(loads.values())
+    allowed = {each: load for each, load in loads.items() if load <= max(shortest + tokens, shortest * ratio)}
+    assert name in allowed
+    assert all(load - cached.get(each, 0) >= loads[name] - cached.get(name, 0) for each, load in allowed.items())
+
+
 @given(seeds, st.integers(1, 2**32))
 def test_what_is_drawn_is_below_its_bound(seed: int, bound: int) -> None:
     draw = Draw(seed)
@@ -137,4 +184,5 @@ def test_what_is_drawn_is_below_its_bound(seed: int, bound: int) -> None:
 def test_every_policy_can_be_chosen_for_each_role() -> None:
     hints = get_type_hints(RouterConfig)
     for role in ("prefill", "decode"):
-        assert set(get_args(hints[f"placement_{role}"])) == set(POLICIES)
+        by_cache = {CACHE_AWARE} if role == "prefill" else set[str]()
+        assert set(get_args(hints[f"placement_{role}"])) == set(POLICIES) | by_cache

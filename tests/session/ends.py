@@ -17,6 +17,7 @@ from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
 from runtime.session_driver import CHANNEL_OPTIONS
 from runtime.session_server import SessionServer
+from tests.session.tcp_proxy import TcpProxy
 
 if TYPE_CHECKING:
     from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 NODE = Peer("node", 5)
 ROUTER = Peer("router", 7)
 TIMING = SessionTiming()
+FOUND_S = 2.0  # the design's bound for a silent peer; a busy machine gets as much again
 
 
 async def until(is_true: Callable[[], bool], within_s: float = 10.0) -> float:
@@ -149,3 +151,16 @@ async def running_router(timing: SessionTiming = TIMING) -> AsyncIterator[tuple[
         yield dialer, handler
     finally:
         await dialer.close()
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[RunningNode, TcpProxy, SessionDialer, RouterRecorder]]:
+    """A node and a router with an open session through a proxy."""
+    async with (
+        running_node() as node,
+        TcpProxy(node.port) as proxy,
+        running_router() as (dialer, router),
+    ):
+        dialer.dial(node.entry(proxy.address))
+        await until(lambda: router.count("up") == 1)
+        yield node, proxy, dialer, router

@@ -8,9 +8,7 @@ import operator
 import random
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,14 @@ import pytest
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.session import PROTOCOL, Peer, SessionTiming
-from runtime.session_dialer import PARTING_S, SessionDialer
+from runtime.session_dialer import SessionDialer
 from tests.session.ends import (
+    FOUND_S,
     NODE,
     ROUTER,
     RouterRecorder,
     RunningNode,
+    connected,
     running_node,
     running_router,
     to_node,
@@ -35,21 +35,6 @@ from tests.session.ends import (
     until,
 )
 from tests.session.tcp_proxy import TcpProxy
-
-FOUND_S = 2.0  # the design's bound for a silent peer; a busy machine gets as much again
-
-
-@asynccontextmanager
-async def connected() -> AsyncIterator[tuple[RunningNode, TcpProxy, SessionDialer, RouterRecorder]]:
-    """A node and a router with an open session through a proxy."""
-    async with (
-        running_node() as node,
-        TcpProxy(node.port) as proxy,
-        running_router() as (dialer, router),
-    ):
-        dialer.dial(node.entry(proxy.address))
-        await until(lambda: router.count("up") == 1)
-        yield node, proxy, dialer, router
 
 
 def dict_of(value: object) -> dict[str, Any]:
@@ -243,49 +228,6 @@ def test_a_node_whose_loop_hangs_is_found_within_2_s_and_taken_back_when_it_goes
         finally:
             process.kill()
             await process.wait()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.covers("R12", "C10")
-def test_a_router_that_goes_silent_or_hangs_up_is_lost_to_the_node() -> None:
-    async def scenario() -> None:
-        async with connected() as (node, _, dialer, router):
-            dialer.send(*NODE, to_node(0))
-            await until(lambda: node.handler.got == [0])
-            dialer.hang_up(*NODE)
-            assert await until(lambda: node.handler.lost == [ROUTER]) < 2 * FOUND_S
-            assert [what for what, _ in router.happened] == ["up"], "who hangs up wants to hear no more"
-            node.send(1)  # dropped
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.covers("R12", "C03")
-def test_what_a_router_says_last_arrives_before_it_hangs_up_and_who_does_not_answer_holds_it_up_for_a_moment() -> None:
-    async def scenario() -> None:
-        async with connected() as (node, _, dialer, _):
-            for number in range(100):
-                dialer.send(*NODE, to_node(number))
-            await dialer.close()
-            assert node.handler.got == list(range(100))
-        async with connected() as (node, proxy, dialer, _):
-            proxy.black_hole()
-            dialer.send(*NODE, to_node(0))
-            began = time.monotonic()
-            await dialer.close()
-            assert PARTING_S <= time.monotonic() - began < FOUND_S
-            assert not node.handler.got
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.covers("R12")
-def test_a_session_that_the_node_ends_is_lost_to_the_router_at_once() -> None:
-    async def scenario() -> None:
-        async with connected() as (node, _, _, router):
-            await node.sessions.close()
-            assert await until(lambda: router.count("lost") == 1) < FOUND_S / 2
 
     asyncio.run(scenario())
 

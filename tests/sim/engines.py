@@ -14,6 +14,7 @@ from engine.block_pool import BlockPool
 from engine.fake_runner import BYTES_PER_TOKEN
 from engine.key_log import KeyLog
 from engine.reserve import ReserveConfig
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from mixed_node.core import MixedCore
 from node.cache_feed import TellingCore
@@ -73,6 +74,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         max_waiting_reserves=knobs.max_waiting_reserves,
         preempt_move_s=knobs.preempt_move_s,
         reserves_for_running=knobs.reserves_for_running,
+        reads_kv_pool=knobs.kv_pool_flaws is not None,
     )
     pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
     pool.key_log = KeyLog(knobs.key_log)
@@ -82,6 +84,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         knobs.max_model_len,
         knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
         reserve=ReserveConfig(knobs.reserve_policy),
+        saves=SaveRules(knobs.kv_pool_flaws is not None, knobs.kv_pool_flaws is not None and knobs.saves_finished),
         resumes_preempted=role == pb.ROLE_MIXED,
         keeps_preempted=knobs.preempt_move_s > 0,
     )

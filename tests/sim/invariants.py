@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from engine.block_pool import BlockCounts, BlockState
+from prefill_node.fetching import MAX_FETCHES, MAX_LOOKS, POOL_SHARE
 from proto import baton_pb2 as pb
 from router.core import RouterCore
 from runtime.session import SessionTiming, State
@@ -63,8 +64,11 @@ def check_pool(node: SimNode, state: Mapping[str, object]) -> tuple[tuple[BlockS
     assert found == counts and len(states) == node.pool.num_blocks, f"{node.label}: {counts}, but there are {found}"
     num_promised = node.pool.num_promised
     assert 0 <= num_promised <= counts.free + counts.cached, f"{node.label}: promises without room, {counts}"
-    leased = state.get("blocks_of_leases", 0)
-    assert counts.leased + counts.quarantined == leased, f"{node.label}: {counts}, but leases have {leased} blocks"
+    leased, fetched = (state.get(f"blocks_of_{name}", 0) for name in ("leases", "fetches"))
+    assert isinstance(leased, int) and isinstance(fetched, int)
+    assert counts.leased + counts.quarantined == leased + fetched, (
+        f"{node.label}: {counts}, but leases have {leased} blocks and fetches {fetched}"
+    )
     used, held = [state is BlockState.USED for state in states], [number > 0 for number in references]
     if used != held:
         block_id = next(each for each in range(len(states)) if used[each] != held[each])
@@ -81,8 +85,10 @@ def check_owners(node: SimNode, state: Mapping[str, object], references: tuple[i
     held = Counter(block_id for name in phases for block_id in node.scheduler.block_ids(name))
     for block_id, number in held.items():
         assert number <= references[block_id], f"{node.label}: block {block_id} has more holders than references"
-    # What no sequence has is held for leases: the leading blocks that the node had already.
-    num_surplus = sum(references) - held.total()
+    # What no sequence has is held for leases, the leading blocks that the node had already; what fetches continue; what is saved.
+    for_fetches, for_saves = state.get("references_of_fetches", 0), scheduler["references_of_saves"]
+    assert isinstance(for_fetches, int)
+    num_surplus = sum(references) - held.total() - for_fetches - for_saves
     num_lent = sum(node.num_held.values())
     if _num_closing(node, state) == 0:
         assert num_surplus == num_lent, (
@@ -138,6 +144,10 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
         "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,
         "reserves_unanswered": MAX_UNANSWERED,
+        "waiting_for_kv": limits.max_attempts,
+        "kv_looks": MAX_LOOKS,
+        "kv_fetches": MAX_FETCHES,
+        "blocks_of_fetches": node.pool.num_blocks // POOL_SHARE,
     }
     for name, most in bounds.items():
         number = state.get(name, 0)
@@ -265,4 +275,9 @@ _MUST_BE_ZERO = {
     "local_branches",
     "fences",
     "waiting_reserves",
+    "waiting_for_kv",
+    "kv_looks",
+    "kv_fetches",
+    "blocks_of_fetches",
+    "references_of_fetches",
 }

@@ -39,6 +39,7 @@ from tests.sim.calls import Answer, Calls
 from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
+from tests.sim.kv_pool import SimKvPool
 from tests.sim.runner import SimRunner
 from tests.sim.scenario import VOCAB_SIZE, Knobs
 from tests.sim.sessions import Listener
@@ -62,6 +63,7 @@ class Surroundings:
     kernel: Kernel
     hub: MemoryHub
     calls: Calls
+    kv_pool: SimKvPool
     knobs: Knobs
     moment: Callable[[str, str], None]  # what has just happened, and at which host: faults may wait for it
     look: Callable[[], None]  # at the links
@@ -259,6 +261,8 @@ class SimNode(Process):
             case ev.AnswerCommit(reply_to, message):
                 self.transport.answer(reply_to, message.SerializeToString())
                 self._around.moment("activate", self.host)
+            case ev.SaveBlocks() | ev.LookInPool() | ev.FetchBlocks():
+                self._around.kv_pool.ask(self, action)
 
     # ---------------------------------------------------------------- the runner
 

@@ -20,7 +20,7 @@ from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.retry import COST, Cost
-from runtime.listing import Change, Listed, Listing
+from runtime.listing import Change, Listed, Listing, Missed
 from runtime.registry_server import TTL_S
 from runtime.session import Peer
 from tests.sim.calls import Answer
@@ -62,7 +62,7 @@ class SimRouter(Process):
         self.clients: dict[str, Client] = {}  # by request id
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
-        self._listed: dict[rev.NodeRef, None] = {}  # nodes that do not drain
+        self._listed: dict[rev.NodeRef, None] = {}  # nodes that have not gone, and do not drain
         self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
         self._pair_seen_at: float | None = None  # by its clock; None: never yet
         self._events: deque[rev.Event] = deque()
@@ -142,7 +142,7 @@ class SimRouter(Process):
     def _note(self, event: rev.Event) -> None:
         """The core is about to hear this."""
         if isinstance(event, rev.FromNode):
-            self._note_message(event.message)
+            self._note_message(event.node, event.message)
             return
         self._look_for_pair()
         match event:
@@ -162,8 +162,11 @@ class SimRouter(Process):
                 self._lost(ref)
         self._look_for_pair()
 
-    def _note_message(self, message: pb.NodeMessage) -> None:
+    def _note_message(self, node: rev.NodeRef, message: pb.NodeMessage) -> None:
         kind = message.WhichOneof("kind")
+        if message.error.code == pb.DRAINING or message.wants_move.reason == pb.MOVE_DRAINING:
+            name = message.error.node_id or node.name  # who drains may say so to a router before the registry does
+            self._listed = {each: None for each in self._listed if each.name != name}
         if kind == "error" and (client := self.clients.get(message.error.key.request_id)) is not None:
             self._note_error(client, message.error)
         for tokens in message.tokens.branches if kind == "tokens" and message.tokens.from_receiver else ():
@@ -232,6 +235,9 @@ class SimRouter(Process):
                 self._hosts[rev.NodeRef(entry.node.name, entry.node.incarnation)] = entry.grpc_address.partition(":")[0]
                 self._tell("lists", entry.node.name)
                 self._feed(rev.NodeListed(entry))
+            elif isinstance(change, Missed):
+                self._tell("misses", change.peer.name)
+                self._feed(rev.NodeMissed(rev.NodeRef(*change.peer)))
             else:
                 self._tell("lists no more", change.peer.name)
                 self._feed(rev.NodeUnlisted(rev.NodeRef(*change.peer)))

@@ -55,6 +55,8 @@ MOMENTS: Final = (
     "session up",
 )
 
+KV_POOL_FLAWS: Final = ("slow", "fails", "full", "corrupts", "lies")
+
 LINK_KINDS: Final = ("cut link", "flip bit", "lose ack")  # those need a node that may send KV to another
 
 
@@ -143,6 +145,8 @@ class Knobs:
     max_waiting_reserves: int = 64
     is_one_sided: bool = False  # the transport: writes land unasked
     clock_spread: float = 0.0  # clocks run at 1 ± this
+    kv_pool_flaws: tuple[str, ...] | None = None  # of the cluster's KV pool (kv_pool.py); None: there is none
+    saves_finished: bool = True  # --save-finished-kv
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
 
@@ -186,9 +190,10 @@ def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
+    knobs = _with_kv_pool(knobs, random.Random(f"kv pool {seed}"))
     knobs = _with_caches(knobs, random.Random(f"caches {seed}"))
     load_s = rng.uniform(0.5, 4.0)
-    clients = _draw_clients(rng, knobs, load_s)
+    clients = _sharing_more(_draw_clients(rng, knobs, load_s), knobs, random.Random(f"shared prompts {seed}"))
     scenario = Scenario(seed, knobs, clients)
     is_on = {kind: rng.random() < 0.4 for kind in FAULT_KINDS}
     kinds = [kind for kind, on in is_on.items() if on and (scenario.handoff_pairs or kind not in LINK_KINDS)]
@@ -274,6 +279,26 @@ def _with_local_prefill(knobs: Knobs, rng: random.Random) -> Knobs:
     if rng.random() < 0.2:
         knobs = replace(knobs, num_prefill=0, num_mixed=0, num_decode=max(knobs.num_decode, 1))
     return replace(knobs, local_prefill_max_tokens=rng.choice((0, 8, 200)), local_prefill_chunk=rng.choice((1, 5, 64)))
+
+
+def _with_kv_pool(knobs: Knobs, rng: random.Random) -> Knobs:
+    """The same."""
+    if rng.random() < 0.5:
+        return knobs
+    flaws = tuple(flaw for flaw in KV_POOL_FLAWS if rng.random() < 0.3)
+    return replace(knobs, kv_pool_flaws=flaws, saves_finished=rng.random() < 0.8)
+
+
+def _sharing_more(clients: tuple[ClientPlan, ...], knobs: Knobs, rng: random.Random) -> tuple[ClientPlan, ...]:
+    """Where there is a KV pool most prompts have a long beginning in common, as far as it fits."""
+    if knobs.kv_pool_flaws is None:
+        return clients
+    shared = tuple(rng.randrange(VOCAB_SIZE) for _ in range(knobs.max_model_len))
+    rooms = (knobs.max_model_len - len(plan.prompt) - plan.max_tokens for plan in clients)
+    lengths = [rng.choice((0, room // 2, room)) for room in rooms]
+    return tuple(
+        replace(plan, prompt=shared[:length] + plan.prompt) for plan, length in zip(clients, lengths, strict=True)
+    )
 
 
 def _with_caches(knobs: Knobs, rng: random.Random) -> Knobs:

@@ -29,6 +29,7 @@ from tests.sim.ends import Circumstances, problem
 from tests.sim.faults import Faults
 from tests.sim.invariants import check_idle_node, check_idle_router, check_process
 from tests.sim.kernel import FOREVER, Kernel
+from tests.sim.kv_pool import SimKvPool
 from tests.sim.links import Links
 from tests.sim.lives import Lives
 from tests.sim.network import Network
@@ -62,6 +63,7 @@ class World:
             self.kernel,
             self.hub,
             self.calls,
+            SimKvPool(self.kernel, scenario.knobs),
             scenario.knobs,
             self._moment,
             self.links.look,
@@ -223,16 +225,14 @@ class World:
 
     def _do_indices_agree(self) -> bool:
         """Every router that follows caches knows exactly the blocks that the nodes that prefill hold (R02)."""
-        followed = [(router, router.caches) for router in self.lives.routers if router.caches is not None]
+        followed = [router.caches for router in self.lives.routers if router.caches is not None]
         for node in self.lives.nodes if followed else ():
             if node.role == pb.ROLE_DECODE:
                 continue
             keys, _ = node.pool.keys_from(0, node.pool.num_blocks)
-            held, ref = (
-                {int.from_bytes(key[:8], "little") for key in keys},
-                NodeRef(node.identity.name, node.identity.incarnation),
-            )
-            for router, caches in followed:
+            held = {int.from_bytes(key[:8], "little") for key in keys}
+            ref = NodeRef(node.identity.name, node.identity.incarnation)
+            for caches in followed:
                 if not caches.is_whole(ref) or caches.keys_of(ref) != held:
                     return False
                 self.kernel.count("index agrees", len(held))

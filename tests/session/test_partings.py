@@ -1,0 +1,54 @@
+"""Sessions that one end closes in good order: what was said last arrives, and the other end knows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from runtime.session_dialer import PARTING_S
+from tests.session.ends import FOUND_S, NODE, ROUTER, connected, to_node, until
+
+
+@pytest.mark.covers("R12", "C10")
+def test_a_router_that_goes_silent_or_hangs_up_is_lost_to_the_node() -> None:
+    async def scenario() -> None:
+        async with connected() as (node, _, dialer, router):
+            dialer.send(*NODE, to_node(0))
+            await until(lambda: node.handler.got == [0])
+            dialer.hang_up(*NODE)
+            assert await until(lambda: node.handler.lost == [ROUTER]) < 2 * FOUND_S
+            assert [what for what, _ in router.happened] == ["up"], "who hangs up wants to hear no more"
+            node.send(1)  # dropped
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R12", "C03")
+def test_what_a_router_says_last_arrives_before_it_hangs_up_and_who_does_not_answer_holds_it_up_for_a_moment() -> None:
+    async def scenario() -> None:
+        async with connected() as (node, _, dialer, _):
+            for number in range(100):
+                dialer.send(*NODE, to_node(number))
+            await dialer.close()
+            assert node.handler.got == list(range(100))
+        async with connected() as (node, proxy, dialer, _):
+            proxy.black_hole()
+            dialer.send(*NODE, to_node(0))
+            began = time.monotonic()
+            await dialer.close()
+            assert PARTING_S <= time.monotonic() - began < FOUND_S
+            assert not node.handler.got
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R12")
+def test_a_session_that_the_node_ends_is_lost_to_the_router_at_once() -> None:
+    async def scenario() -> None:
+        async with connected() as (node, _, _, router):
+            await node.sessions.close()
+            assert await until(lambda: router.count("lost") == 1) < FOUND_S / 2
+
+    asyncio.run(scenario())
