@@ -8,6 +8,7 @@ random subset on, because what is always on hides what only happens without it.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
@@ -198,7 +199,37 @@ def draw_scenario(seed: int) -> Scenario:
     kinds = [kind for kind, on in is_on.items() if on and (scenario.handoff_pairs or kind not in LINK_KINDS)]
     num_faults = rng.choice((0, 1, 1, 2, 3, 5, 8)) if kinds else 0
     faults = [_draw_fault(rng, rng.choice(kinds), scenario, load_s) for _ in range(num_faults)]
-    return Scenario(seed, knobs, clients, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _with_drains(Scenario(seed, knobs, clients, _in_order(faults)), random.Random(f"drains {seed}"), load_s)
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.at))
+
+
+def _with_drains(scenario: Scenario, rng: random.Random, load_s: float) -> Scenario:
+    """In a part of the seeds, drawn apart: nodes are drained while they decode long streams, so that these move."""
+    hosts = [host for host in scenario.hosts if host.startswith(("decode", "mixed"))]
+    if rng.random() < 0.6 or len(hosts) < 2:
+        return scenario
+    knobs = scenario.knobs
+    room = -(-knobs.max_model_len // BLOCK_SIZE)
+    knobs = replace(
+        knobs,
+        step_s=max(knobs.step_s, 0.05),
+        num_slots=max(knobs.num_slots, 4),
+        max_batched_tokens=max(knobs.max_batched_tokens, 8),
+        num_blocks=max(knobs.num_blocks, 3 * room),
+    )
+    clients = []
+    for plan in scenario.clients:
+        max_tokens = min(rng.randint(20, 60), knobs.max_model_len - len(plan.prompt))
+        stop_token_ids = plan.stop_token_ids if rng.random() < 0.3 else ()
+        clients.append(replace(plan, max_tokens=max(max_tokens, plan.max_tokens), stop_token_ids=stop_token_ids))
+    drains = [
+        Fault(rng.uniform(0.7, 1.0 + load_s), "drain", host, seconds=rng.uniform(0.01, 1.0), moment=rng.choice(MOMENTS))
+        for host in rng.sample(hosts, rng.randint(1, len(hosts)))
+    ]
+    return replace(scenario, knobs=knobs, clients=tuple(clients), faults=_in_order((*scenario.faults, *drains)))
 
 
 def _draw_knobs(rng: random.Random) -> Knobs:

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
+from router.waiting import KINDS
 from tests.sim.outcome import Outcome, run_scenario
-from tests.sim.scenario import FAULT_KINDS, Scenario, draw_scenario
+from tests.sim.scenario import FAULT_KINDS, KV_POOL_FLAWS, Scenario, draw_scenario
 from tests.sim.shrink import Shrinker
 
 NUM_SEEDS = 160
@@ -101,8 +102,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "plans with several branches",
         "preempted",
         "pd_errors:PREEMPTED",
-        "dispatches:local_short",
-        "dispatches:local_absent",
+        *(f"dispatches:{kind}" for kind in KINDS),
         "writes into quarantine",
         "dispatched to itself",
         "dispatched: mixed to decode",
@@ -122,7 +122,28 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "circuit open to probing",
         "circuit probing to closed",
         "circuit probing to open",
-        "drained",
+        "drained: decode",
+        "drained: mixed",
+        "drained: prefill",
+        "ended:DRAINING",
+        "pd_errors:DRAINING",
+        "retries:INTERNAL",
+        "retries:NODE_LOST",
+        "retries:PREEMPTED",
+        "moved",
+        "moves:begun",
+        "moves:done",
+        "moves:off",
+        "moves:no_room",
         "moves_refused",
+        "kv saves",
+        "kv blocks fetched",
+        "kv fetches short",
+        *(f"kv pool {flaw}" for flaw in KV_POOL_FLAWS),
+        "kv_pool_too_late",
+        "kv_pool_not_worth",
+        "kv_pool_probes",
+        "moves_failed",
+        "sessions resumed",
     ):
         assert counters.get(name), f"{name} never happened: {sorted(counters)}"
