@@ -84,7 +84,8 @@ class Round:
     """One way, once."""
 
     way: str
-    mean_s: float  # of a step
+    p50_s: float  # of a step
+    mean_s: float
     p99_s: float
     num_saved: int  # blocks that were to be stored
     num_dropped: int  # of those, for want of room in the buffer
@@ -96,9 +97,11 @@ class Figures:
     """One way; medians over rounds."""
 
     way: str
+    p50_s: float  # of a step, as the next two
     mean_s: float
     p99_s: float
-    mean_ratio: float  # to "none" in the same round
+    p50_ratio: float  # to "none" in the same round, as the next two
+    mean_ratio: float
     p99_ratio: float
     num_saved: float
     num_dropped: float
@@ -199,8 +202,8 @@ async def _round(model: Model, config: StepBenchConfig, way: str) -> Round:
     slow.close()  # so that its thread ends
     await node.stop()
     ordered = sorted(seconds[config.steps // 10 :])  # the batch fills up
-    means = statistics.fmean(ordered), percentile(ordered, 99)
-    return Round(way, *means, node.num_saved, saves["full"], saves["written"])
+    of_a_step = statistics.median(ordered), statistics.fmean(ordered), percentile(ordered, 99)
+    return Round(way, *of_a_step, node.num_saved, saves["full"], saves["written"])
 
 
 def figures_of(way: str, rounds: Sequence[Round]) -> Figures:
@@ -212,8 +215,10 @@ def figures_of(way: str, rounds: Sequence[Round]) -> Figures:
     median = statistics.median
     return Figures(
         way,
+        p50_s=median(each.p50_s for each in own),
         mean_s=median(each.mean_s for each in own),
         p99_s=median(each.p99_s for each in own),
+        p50_ratio=median(each.p50_s / other.p50_s for each, other in pairs),
         mean_ratio=median(each.mean_s / other.mean_s for each, other in pairs),
         p99_ratio=median(each.p99_s / other.p99_s for each, other in pairs),
         num_saved=median(each.num_saved for each in own),
@@ -225,12 +230,24 @@ def figures_of(way: str, rounds: Sequence[Round]) -> Figures:
 def show(console: Console, figures: Sequence[Figures]) -> None:
     """One table."""
     table = Table(title=None, box=None, pad_edge=False)
-    for heading in ("KV pool", "ms a step", "ratio", "p99 ms", "ratio", "blocks saved", "dropped", "written"):
+    for heading in (
+        "KV pool",
+        "p50 ms",
+        "ratio",
+        "mean ms",
+        "ratio",
+        "p99 ms",
+        "ratio",
+        "blocks saved",
+        "dropped",
+        "written",
+    ):
         table.add_column(heading, justify="left" if heading == "KV pool" else "right", no_wrap=True)
     for each in figures:
-        times = (1000 * each.mean_s, each.mean_ratio, 1000 * each.p99_s, each.p99_ratio)
+        pairs = ((each.p50_s, each.p50_ratio), (each.mean_s, each.mean_ratio), (each.p99_s, each.p99_ratio))
+        times = [cell for seconds, ratio in pairs for cell in (f"{1000 * seconds:.2f}", f"{ratio:.3f}")]
         counts = (each.num_saved, each.num_dropped, each.num_written)
-        table.add_row(each.way, *(f"{value:.3f}" for value in times), *(f"{value:.0f}" for value in counts))
+        table.add_row(each.way, *times, *(f"{value:.0f}" for value in counts))
     console.print(table)
 
 

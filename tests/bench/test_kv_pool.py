@@ -59,10 +59,10 @@ def test_steps_are_measured_with_no_pool_a_fast_one_and_one_that_takes_nothing(
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    rounds = [Round("none", mean_s, 2 * mean_s, 0, 0, 0) for mean_s in (1.0, 100.0)]
-    rounds += [Round("slow", mean_s, mean_s, 8, 4, 2) for mean_s in (1.5, 150.0)]
+    rounds = [Round("none", mean_s / 2, mean_s, 2 * mean_s, 0, 0, 0) for mean_s in (1.0, 100.0)]
+    rounds += [Round("slow", mean_s, mean_s, mean_s, 8, 4, 2) for mean_s in (1.5, 150.0)]
     figures = figures_of("slow", rounds)
-    assert (figures.mean_ratio, figures.p99_ratio) == (1.5, 0.75)
+    assert (figures.p50_ratio, figures.mean_ratio, figures.p99_ratio) == (3, 1.5, 0.75)
     assert (figures.num_saved, figures.num_dropped, figures.num_written) == (8, 4, 2)
 
 
