@@ -182,15 +182,9 @@ MUTANTS: Final = (
         "kv-save-waits-for-room",
         "A save waits until the store has made room in the buffer.",
         "node/kv_pool_writer.py",
-<<<<<<< HEAD
         "                is_present = self._recent.has(key, now)\n",
         "                self._changed.wait_for(lambda: self._staging.num_used < self.num_slots, 30)\n"
         "                is_present = self._recent.has(key, now)\n",
-=======
-        "                slot = None if is_present else self._staging.begin(key)\n",
-        "                self._changed.wait_for(lambda: self._staging.num_used < self.num_slots, 30)\n"
-        "                slot = None if is_present else self._staging.begin(key)\n",
->>>>>>> store
         _THREADS,
     ),
     Mutant(
