@@ -38,7 +38,7 @@ from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.recovery import fault_free, model_name
 from bench.reschedule_plot import plot
-from bench.streams import StreamRun, Watched
+from bench.streams import Watched
 from runtime.config import knob, load
 from runtime.process import fatal, write_atomically
 
@@ -190,25 +190,20 @@ async def _preempt(fleet: Fleet, way: str, is_cached: bool, bodies: list[dict[st
     computed, num_read, read_s, retries = (
         now - then for now, then in zip(_counted(fleet, prefill), before, strict=True)
     )
-    stream = max(runs, key=_pause_s)
-    left, _ = stream.longest_pause(0.0)
-    if retries != 1 or left < awake_at or any(run.error for run in runs):
+    if retries != 1 or any(run.error for run in runs):
         errors = [run.error for run in runs]
         raise ClusterProblem(
-            f"{way}: {retries:g} preemptions {left - awake_at:.1f} s after all were awake, not one: {errors}; a larger "
-            "--tokens-before leaves more time"
+            f"{way}: {retries:g} preemptions since all were awake, not one: {errors}; a larger --tokens-before leaves more time"
         )
+    pauses = [run.longest_pause(awake_at) for run in runs]
+    pause_s, index = max((ends - begins, index) for index, (begins, ends) in enumerate(pauses))
+    stream, left = runs[index], pauses[index][0]
     fleet.restore()
-    alone = await asyncio.to_thread(fault_free, fleet, [bodies[runs.index(stream)]])
+    alone = await asyncio.to_thread(fault_free, fleet, [bodies[index]])
     known = stream.prompt_tokens + stream.tokens_before(left) + 1
     blocks = int(num_read) * BLOCK_SIZE
     is_right = alone == [stream.token_ids]
-    return Preempted(way, _pause_s(stream), known, int(computed), blocks, read_s, is_right)
-
-
-def _pause_s(run: StreamRun) -> float:
-    begins, ends = run.longest_pause(0.0)
-    return ends - begins
+    return Preempted(way, pause_s, known, int(computed), blocks, read_s, is_right)
 
 
 def _put_to_sleep(fleet: Fleet, node: str) -> None:
