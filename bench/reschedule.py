@@ -38,7 +38,7 @@ from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.recovery import fault_free, model_name
 from bench.reschedule_plot import plot
-from bench.streams import StreamRun, Watched
+from bench.streams import Watched
 from runtime.config import knob, load
 from runtime.process import fatal, write_atomically
 
@@ -49,6 +49,7 @@ _DESCRIPTION: Final = (
 BLOCK_SIZE: Final = 16
 # way -> (there is a KV pool, the prefill node has computed the prompt)
 WAYS: Final = {"neither": (False, False), "prefix cache": (False, True), "KV pool": (True, False), "both": (True, True)}
+_TOKENS_BEHIND: Final = 96  # that a stream says, about, when its pause is over
 _SLACK_BLOCKS: Final = 2  # of decode-0's pool, when the first stream is as long as --tokens-before says
 
 
@@ -57,10 +58,10 @@ class RescheduleConfig:
     """One run."""
 
     model: Path = knob(help="model directory; baton model make", metavar="DIR")
-    rounds: int = knob(3, "preemptions of each way", low=1, high=1000)
-    prompt_tokens: int = knob(768, "of each prompt", low=16, high=1 << 20)
+    rounds: int = knob(2, "preemptions of each way", low=1, high=1000)
+    prompt_blocks: int = knob(48, f"of each prompt, {BLOCK_SIZE} tokens each", low=1, high=1 << 16)
     tokens_before: int = knob(
-        256, "completion tokens, about, that the stream has when it is preempted", low=32, high=1 << 20
+        448, "completion tokens, about, that the stream has when it is preempted", low=32, high=1 << 20
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", "what nodes compute in")
     seed: int = knob(0, "of the requests", low=0, high=(1 << 63) - 1)
@@ -74,9 +75,14 @@ class RescheduleConfig:
             raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}, and needs matplotlib")
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of each prompt: whole blocks, so that a prefix cache has all of it."""
+        return self.prompt_blocks * BLOCK_SIZE
+
+    @property
     def max_tokens(self) -> int:
         """Of each stream: so many that none is done before the other gives way."""
-        return 2 * self.tokens_before
+        return self.tokens_before + _TOKENS_BEHIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +196,26 @@ async def _preempt(fleet: Fleet, way: str, is_cached: bool, bodies: list[dict[st
     computed, num_read, read_s, retries = (
         now - then for now, then in zip(_counted(fleet, prefill), before, strict=True)
     )
-    stream = max(runs, key=_pause_s)
-    left, _ = stream.longest_pause(0.0)
-    if retries != 1 or left < awake_at or any(run.error for run in runs):
+    if retries != 1 or any(run.error for run in runs):
         errors = [run.error for run in runs]
         raise ClusterProblem(
-            f"{way}: {retries:g} preemptions {left - awake_at:.1f} s after all were awake, not one: {errors}; a larger "
-            "--tokens-before leaves more time"
+            f"{way}: {retries:g} preemptions since all were awake, not one: {errors}; a larger --tokens-before leaves more time"
         )
+    stream = runs[1]  # who came later gives way
+    cached = stream.prompt_tokens if is_cached else 0
+    num_tokens = cached + int(computed) + int(num_read) * BLOCK_SIZE
+    instants = [at for at, number in stream.events for _ in range(number)]
+    first_again = num_tokens - stream.prompt_tokens  # index of the first token of the next attempt
+    if not 0 < first_again < len(instants) or instants[first_again - 1] < awake_at:
+        raise ClusterProblem(
+            f"{way}: {num_tokens} tokens were prefilled again, of which {stream.prompt_tokens} are the prompt"
+        )
+    pause_s = instants[first_again] - instants[first_again - 1]
     fleet.restore()
-    alone = await asyncio.to_thread(fault_free, fleet, [bodies[runs.index(stream)]])
-    known = stream.prompt_tokens + stream.tokens_before(left) + 1
+    alone = await asyncio.to_thread(fault_free, fleet, [bodies[1]])
     blocks = int(num_read) * BLOCK_SIZE
     is_right = alone == [stream.token_ids]
-    return Preempted(way, _pause_s(stream), known, int(computed), blocks, read_s, is_right)
-
-
-def _pause_s(run: StreamRun) -> float:
-    begins, ends = run.longest_pause(0.0)
-    return ends - begins
+    return Preempted(way, pause_s, num_tokens, int(computed), blocks, read_s, is_right)
 
 
 def _put_to_sleep(fleet: Fleet, node: str) -> None:
