@@ -10,7 +10,8 @@ over each other.
 
 **Bounded.** What lies there is summed up before the first write, and then whenever a 32nd of max_bytes was written here,
 since others write, too: up to four writing processes keep the bound, each one more may be a 32nd (or one block) above it.
-Where seven eighths are full, an eighth is freed at once; what was read or written last (mtime, which a read renews) stays.
+Where seven eighths are full, an eighth is freed at once; what was read or written last stays (mtime, which is renewed by
+whoever reads a block or would have written it).
 
 Ages are differences of the file system's own clock, never of a host's. Only what has a name as above is ever removed. A file
 system that hangs holds up the calling thread for as long: who must not wait gives up on the thread (node/kv_pool.py).
@@ -77,8 +78,18 @@ class FileStore:
         return [not self._has(self._path(key)) for key in keys]
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """As KvStore.num_leading."""
-        return next((index for index, key in enumerate(keys) if not self._has(self._path(key))), len(keys))
+        """As KvStore.num_leading, but that it looks for one that is not there by halves.
+
+        A file system that many hosts share takes a round trip for each look, and a block is rarely there without those before it.
+        """
+        num_there, step = 0, 1  # the block before num_there was there
+        while num_there + step <= len(keys) and self._has(self._path(keys[num_there + step - 1])):
+            num_there, step = num_there + step, 2 * step
+        while step > 1:
+            step //= 2
+            if num_there + step <= len(keys) and self._has(self._path(keys[num_there + step - 1])):
+                num_there += step
+        return num_there
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
         """As KvStore.write."""
@@ -87,7 +98,10 @@ class FileStore:
             header = self._records.header(key, block)
             path = self._path(key)
             try:
-                if self._has(path) or not self._has_room():
+                if self._has(path):
+                    _renew(path)
+                    continue
+                if not self._has_room():
                     continue
                 self._put(path, header, block)
             except OSError as error:
@@ -158,8 +172,7 @@ class FileStore:
                 return False
             if not _read_all(file, (memoryview(header), block)) or not self._records.is_right(key, header, block):
                 return False
-            with contextlib.suppress(OSError):  # of a file system that one may only read
-                os.utime(file)
+            _renew(file)
             return True
         finally:
             os.close(file)
@@ -210,6 +223,12 @@ class FileStore:
 
 def _failed(error: OSError) -> KvStoreError:
     return KvStoreError(f"{type(error).__name__}: {error.strerror}")
+
+
+def _renew(file: int | str) -> None:
+    """It was used now."""
+    with contextlib.suppress(OSError):  # it is gone meanwhile, or somebody else's, who lets others read only
+        os.utime(file)
 
 
 def _write_file(path: str, header: bytes, block: memoryview) -> None:

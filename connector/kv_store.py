@@ -54,10 +54,10 @@ class KvStore(Protocol):
         """For each key, whether the store has no such block."""
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys have their block here; one round trip for all, unverified."""
+        """How many leading keys have their block here, unverified: one round trip for all, or few. May overlook a hole."""
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Store those (key, bytes) that are missing; how many were. A second writer of a key is harmless.
+        """Store those (key, bytes) that are missing; how many were. The others are in use again. A second writer is harmless.
 
         The bytes are [block_bytes] u8 and must not change meanwhile. Raises ValueError for another length.
         """

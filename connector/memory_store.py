@@ -51,7 +51,10 @@ class MemoryStore:
         for key, block in blocks:
             header = self._form.header(key, block)
             with self._shelf.lock:
-                if self._max_records == 0 or self._form.name(key) in self._shelf.records:
+                if self._max_records == 0:
+                    continue
+                if self._form.name(key) in self._shelf.records:
+                    self._shelf.records.move_to_end(self._form.name(key))
                     continue
             record = bytearray(self._form.record_bytes)
             record[:HEADER_BYTES] = header

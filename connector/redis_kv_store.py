@@ -65,7 +65,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] * 2)
 return num_evicted
 """
 
-# KEYS: used, then those that were read. ARGV: ttl in ms.
+# KEYS: used, then those that were read, or would have been written. ARGV: ttl in ms.
 _TOUCH: Final = f"""
 {_NOW}
 for i = 2, #KEYS do
@@ -113,6 +113,9 @@ class RedisKvStore:
             return 0
         is_missing = self.missing([key for key, _ in blocks])
         wanted = [block for block, missing in zip(blocks, is_missing, strict=True) if missing]
+        present = [key for (key, _), missing in zip(blocks, is_missing, strict=True) if not missing]
+        if present:
+            self._answer_of(partial(self._renew, self._names(present)))
         num_stored = 0
         for first in range(0, len(wanted), self._per_batch):
             batch = wanted[first : first + self._per_batch]
@@ -160,6 +163,9 @@ class RedisKvStore:
         num_evicted, *_ = pipe.execute()
         self._count("evicted", int(num_evicted))
         return len(batch)
+
+    def _renew(self, names: Sequence[bytes]) -> None:
+        self._client.eval(_TOUCH, 1 + len(names), self._used, *names, self._ttl_ms)
 
     def _read_batch(self, batch: Sequence[tuple[bytes, memoryview]]) -> RunRead:
         names = self._names([key for key, _ in batch])

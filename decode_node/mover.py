@@ -176,6 +176,9 @@ class Mover:
     def take(self, event: ev.Event, now: float) -> list[Verdict]:
         """What a target, or a link, has said."""
         self._do_dues(self._handovers.take(event, now), now)
+        num_taken, num_failed = self._handovers.take_late()
+        counts = (("moves_done", num_taken), ("moves_failed", num_failed))
+        self.out += [ev.Count(name, number) for name, number in counts if number]
         if isinstance(event, BlocksTaken):
             self.look(now)
         return self._take_verdicts()
@@ -284,7 +287,7 @@ class Mover:
 
     def _withdraw(self, move: Move, now: float) -> None:
         if move.sending.state not in GIVEN_UP:
-            if move.sending.state is not SenderState.COMMITTING:  # else it may well have been done
+            if move.sending.state is not SenderState.COMMITTING:  # else its answer will tell
                 self.out.append(ev.Count("moves_failed"))
             self._do_dues(self._handovers.step(move.sending, SenderEvent.CANCEL, now), now)
 

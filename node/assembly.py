@@ -91,6 +91,7 @@ def build_engine(
             max_waiting_reserves=config.max_waiting_reserves,
             reserves_for_running=config.decode_reserve == "on",
             preempt_move_s=config.preempt_move_ms / 1000,
+            reads_kv_pool=config.kv_pool is not None,
         ),
         scheduler=Scheduler(scheduler_config, pool, key_seed),
         pool=pool,

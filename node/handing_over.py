@@ -27,6 +27,7 @@ from node.timers import Timers
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
+MAX_UNHEARD: Final = 1024  # Commits whose senders have given up, and whose answers are still of interest
 GIVEN_UP: Final = {SenderState.DRAINING, SenderState.FAILED, SenderState.DONE}
 
 
@@ -89,6 +90,13 @@ class Due(NamedTuple):
         return self.error
 
 
+class Late(NamedTuple):
+    """Handovers that were given up behind their Commit, and what the receiver has made of it."""
+
+    num_taken: int
+    num_failed: int  # refused, or the link is gone without an answer
+
+
 class Handovers:
     """All handovers that one core sends. What it asks of the shell goes to `out`, in the order of the core's own actions."""
 
@@ -111,6 +119,8 @@ class Handovers:
         self._asked: dict[AttemptKey, Handover] = {}  # Reserve sent, answer not here; may outlive the owner's interest
         self._held: dict[AttemptKey, Handover] = {}  # with a lease, until the blocks may be dropped
         self._timers: Timers[AttemptKey] = Timers()
+        self._unheard: dict[tuple[str, int], None] = {}  # link and lease of what was given up behind its Commit
+        self._late = Late(0, 0)
 
     @property
     def num_asked(self) -> int:
@@ -153,6 +163,8 @@ class Handovers:
                 return self._answered(link_id, payload, now)
             case LinkClosed(link_id, reason):
                 dues: list[Due] = []
+                for lease in [each for each in self._unheard if each[0] == link_id]:
+                    self._hear_late(lease, was_taken=False)
                 for key in self._links.lost(link_id):
                     error = self.error(pb.TRANSFER_FAILED, f"the link broke: {reason}")
                     dues += self.step(self._held[key], SenderEvent.LINK_LOST, now, error)
@@ -216,7 +228,10 @@ class Handovers:
             return []
         key = self._links.attempt(link_id, answer.lease_id)
         if key is None:
-            self._out.append(ev.Count("stale_refused"))
+            if (link_id, answer.lease_id) in self._unheard:
+                self._hear_late((link_id, answer.lease_id), was_taken=not answer.HasField("error"))
+            else:
+                self._out.append(ev.Count("stale_refused"))
             return []
         handover = self._held[key]
         if handover.state is not SenderState.COMMITTING or handover.num_unread > 0:
@@ -225,6 +240,15 @@ class Handovers:
         if answer.HasField("error"):
             return self.step(handover, SenderEvent.COMMIT_REFUSED, now, messages.known_error(answer.error))
         return self.step(handover, SenderEvent.ACKED, now)
+
+    def _hear_late(self, lease: tuple[str, int], *, was_taken: bool) -> None:
+        del self._unheard[lease]
+        self._late = Late(self._late.num_taken + was_taken, self._late.num_failed + (not was_taken))
+
+    def take_late(self) -> Late:
+        """What has been heard since this was asked last."""
+        late, self._late = self._late, Late(0, 0)
+        return late
 
     # ------------------------------------------------------------ from its owner
 
@@ -248,6 +272,11 @@ class Handovers:
         handover.state, actions = step_sender(before, event)
         if handover.state is SenderState.DRAINING and before is not SenderState.DRAINING:
             handover.overdue_at = now + self._limits.lease_life_s
+            if before is SenderState.COMMITTING and event is SenderEvent.CANCEL:
+                if len(self._unheard) >= MAX_UNHEARD:
+                    self._hear_late(next(iter(self._unheard)), was_taken=False)
+                lease = handover.held_lease
+                self._unheard[lease.link_id, lease.ref.lease_id] = None
         dues = [Due(handover, action, error) for action in actions if not self._do(handover, action, now)]
         if handover.state is SenderState.DRAINING and handover.num_unread == 0:
             dues += self.step(handover, SenderEvent.QUIET, now)

@@ -21,6 +21,7 @@ from node.events import Event, FetchBlocks, LookInPool, SaveBlocks
 from node.kv_pool_circuit import PoolCircuit
 from node.kv_pool_reader import PoolReader
 from node.kv_pool_writer import PoolWriter
+from node.kv_recent import RecentKeys
 from node.measures import Measures
 
 
@@ -29,6 +30,8 @@ class KvPoolBounds:
     """What the threads keep within."""
 
     staging_bytes: int = 64 << 20  # of blocks that wait to be written
+    num_recent: int = 1 << 16  # keys of blocks that the pool has, which are not copied again
+    recent_s: float = 60.0  # for so long: it may have dropped one since
     look_timeout_s: float = 1.0  # from asking to the answer, whatever the store does
     fetch_timeout_s: float = 5.0
     num_readers: int = 2  # fetches at once
@@ -49,7 +52,9 @@ class KvPoolThreads:
         """kv_bytes: [num_blocks, block_bytes] u8, contiguous. `post` is called from any thread, and from inside the calls."""
         self._store = store
         self._circuits = {side: PoolCircuit(side, bounds.breaker, measures) for side in ("read", "write")}
-        self._writer = PoolWriter(store, kv_bytes, bounds.staging_bytes, self._circuits["write"], post, measures)
+        recent = RecentKeys(bounds.num_recent, bounds.recent_s)
+        to_write = (bounds.staging_bytes, recent, self._circuits["write"])
+        self._writer = PoolWriter(store, kv_bytes, *to_write, post, measures)
         timeouts_s = (bounds.look_timeout_s, bounds.fetch_timeout_s)
         self._reader = PoolReader(
             store, kv_bytes, bounds.num_readers, timeouts_s, self._circuits["read"], post, measures

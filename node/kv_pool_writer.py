@@ -22,6 +22,7 @@ import numpy.typing as npt
 from connector.kv_store import KvStore, KvStoreError
 from node.events import BlocksStaged, Event, SaveBlocks
 from node.kv_pool_circuit import PoolCircuit
+from node.kv_recent import RecentKeys
 from node.kv_staging import Staging
 from node.measures import Measures
 from runtime.threads import started_thread
@@ -37,11 +38,12 @@ class PoolWriter:
         store: KvStore,
         kv_bytes: npt.NDArray[np.uint8],
         staging_bytes: int,
+        recent: RecentKeys,
         circuit: PoolCircuit,
         post: Callable[[Event], None],
         measures: Measures,
     ) -> None:
-        """kv_bytes: [num_blocks, block_bytes] u8."""
+        """kv_bytes: [num_blocks, block_bytes] u8. `recent` is the writer's own from now on."""
         self._store = store
         self._kv_bytes = kv_bytes
         self._circuit = circuit
@@ -52,6 +54,7 @@ class PoolWriter:
         self._per_batch = max(1, _BATCH_BYTES // block_bytes)
         self._buffer = np.empty((self.num_slots, block_bytes), np.uint8)
         self._staging = Staging(self.num_slots)  # under _changed's lock, as the two flags
+        self._recent = recent  # under the same lock
         self._changed = Condition()
         self._is_ending = False  # nothing is staged any more
         self._is_hurried = False  # nor written
@@ -101,12 +104,17 @@ class PoolWriter:
             self._changed.notify()
 
     def _stage(self, action: SaveBlocks) -> int:
-        """Copy leading blocks as far as there is room; how many."""
+        """Copy leading blocks as far as there is room, those that the pool has left out; how many."""
+        now = time.monotonic()
         for index, (key, block_id) in enumerate(action.blocks):
             with self._changed:
                 if self._staging.holds(key):  # of another sequence with this prefix
                     continue
-                slot = self._staging.begin(key)
+                is_present = self._recent.has(key, now)
+                slot = None if is_present else self._staging.begin(key)
+            if is_present:
+                self._measures.add("kv_pool_saves", "present")
+                continue
             if slot is None:
                 return index
             np.copyto(self._buffer[slot], self._kv_bytes[block_id])
@@ -120,11 +128,13 @@ class PoolWriter:
     def _write_all(self) -> None:
         while batch := self._next_batch():
             outcome, num_written = self._write(batch)
-            self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
-            self._measures.add("kv_pool_saves", "written", num_written)
             with self._changed:
+                if outcome == "present":
+                    self._recent.note((key for key, _ in batch), time.monotonic())
                 for _, slot in batch:
                     self._staging.left(slot)
+            self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
+            self._measures.add("kv_pool_saves", "written", num_written)
 
     def _next_batch(self) -> list[tuple[bytes, int]]:
         """Blocks to write; none: there will be no more."""

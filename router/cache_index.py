@@ -96,8 +96,8 @@ class CacheIndex:
 
     # ---------------------------------------------------------------- keys
 
-    def store(self, holder: int, keys: Keys) -> None:
-        """This holder has these keys from now on."""
+    def store(self, holder: int, keys: Keys) -> int:
+        """This holder has these keys from now on; how many of them are taken up."""
         keys = self._wanted(keys)
         while not self._table.has_room(len(keys)):
             if self._is_sweeping:
@@ -114,6 +114,7 @@ class CacheIndex:
         for value in self._table.put(new, holder).tolist():
             self._use(value, -1)
             self.num_dropped += 1
+        return len(keys)
 
     def evict(self, holder: int, keys: Keys) -> None:
         """This holder has these keys no more."""

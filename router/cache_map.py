@@ -37,8 +37,8 @@ class Pace:
     """When nodes are asked."""
 
     rest_s: float = 0.02  # from a node's answer to the next question to it
-    gap_s: float = 0.001  # between any two questions
-    key_s: float = 0.000_001  # more of it for each key of the last answer: some five times what taking one up costs
+    gap_s: float = 0.002  # between any two questions: some five times what hearing an answer costs
+    key_s: float = 0.000_002_5  # more of it for each key of the last answer: as many times what taking one up costs
 
 
 @dataclass(slots=True)
@@ -137,9 +137,9 @@ class CacheMap:
         if not is_sound:
             return False
         stored, evicted = _keys(news.stored), _keys(news.evicted)
-        self._free_at = max(self._free_at, now) + self._pace.key_s * (len(stored) + len(evicted))
         self._index.evict(known.holder, evicted)
-        self._index.store(known.holder, stored)
+        num_taken_up = self._index.store(known.holder, stored)
+        self._free_at = max(self._free_at, now) + self._pace.key_s * (num_taken_up + len(evicted))
         known.taken = news.taken
         known.next_block = news.next_block if news.HasField("next_block") else None
         return True

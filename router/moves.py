@@ -63,6 +63,8 @@ class Moves:
         if branch.awaits_prompt_logprobs or branch.num_moves >= self._config.max_moves:
             return None
         broken = self._breakers.avoided(now)
+        while broken and not self._nodes.has_target(pair.decode, branch.total_tokens, broken):
+            broken = broken[1:]  # the least bad first
         held_off = {node for node, until in branch.held_off.items() if until > now}
         found = [
             each

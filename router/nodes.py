@@ -212,6 +212,12 @@ class NodeTable:
         prefills = {node.fingerprint for node in able if node.prefills}
         return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
 
+    def decoding(self, total_tokens: int = 0) -> set[NodeRef]:
+        """Nodes that decode and can take work, were there room, that can hold so long a sequence."""
+        return {
+            node.ref for node in self if node.decodes and node.can_take_work and total_tokens <= node.max_total_tokens
+        }
+
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
         return [
@@ -260,6 +266,19 @@ class NodeTable:
             and each.fingerprint == known.fingerprint
             and self._nodes[each.node].has_blocks_for(num_tokens)
         ]
+
+    def has_target(self, holder: NodeRef, total_tokens: int, without: Collection[str]) -> bool:
+        """Whether some other node could take a branch over from its holder, had it room, that is none of these."""
+        known = self._nodes.get(holder)
+        return known is not None and any(
+            node.ref != holder
+            and node.decodes
+            and node.can_take_work
+            and node.fingerprint == known.fingerprint
+            and total_tokens <= node.max_total_tokens
+            and node.ref.name not in without
+            for node in self
+        )
 
     def spare_candidates(
         self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int

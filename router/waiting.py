@@ -1,8 +1,9 @@
 """Who is dispatched next, and where. Pure.
 
-Waiting branches form one queue ordered by arrival; one that was refused keeps its place, and while the head finds no room
-nothing behind it is dispatched: capacity is not given to the small at the cost of the large, and refused work is not prefilled
-in vain. A branch longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
+Waiting branches form one queue ordered by arrival; one that was refused keeps its place. Who finds no room has a claim to every
+decode node that is large enough for it, and nobody behind is dispatched to those: capacity is not given to the small at the cost
+of the large, and refused work is not prefilled in vain. Who fits on a node that nobody before has a claim to overtakes. A branch
+longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
 time is over: it holds up nobody.
 
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
@@ -19,7 +20,7 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple, Protocol
 
 from proto.attempt_key import BranchKey
@@ -33,6 +34,9 @@ from router.placement import Candidate, Pair, Placement, Prompt
 from router.requests import LiveBranch
 
 KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
+
+
+_LOOK_AHEAD: Final = 16  # claims that are looked behind: a bound on the cost of a turn
 
 
 class Placed(NamedTuple):
@@ -98,26 +102,39 @@ class WaitingBranches:
             self.put(self._branches[self._aside.popitem()[0]])
 
     def take(self, now: float) -> Placed | None:
-        """Take out the head and who goes with it, and say where; None if there is none or it finds no room."""
+        """Take out the first that finds room and who goes with it, and say where; None if there is none."""
         longest = self._nodes.max_total_tokens
-        while (first := self._by_arrival.first()) is not None:
+        claimants: list[LiveBranch] = []
+        claimed: set[NodeRef] = set()
+        placed: Placed | None = None
+        while placed is None and (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
-            if branch.rests_until <= now and (longest is None or branch.total_tokens <= longest):
-                found = self._find_pair(branch, now)
-                if found is None:
-                    self._pace.waits(now)
-                    return None
-                pair, kind, num_cached = found
-                num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
-                group = [branch, *self._mates(branch)][:num_fitting]
-                self._pace.dispatched(len(group), now)
-                for each in group:
-                    self.discard(each.key)
-                return Placed(group, pair, kind, num_cached)
             self._by_arrival.discard(branch.key)
-            self._aside[branch.key] = None
-        self._pace.is_empty()
-        return None
+            if branch.rests_until > now or (longest is not None and branch.total_tokens > longest):
+                self._aside[branch.key] = None
+            elif (found := self._find_pair(branch, claimed, now)) is not None:
+                placed = self._placed(branch, *found)
+            else:
+                claimants.append(branch)
+                claimed |= self._nodes.decoding(branch.total_tokens)
+                if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
+                    break
+        for branch in claimants:
+            self._by_arrival.put(branch.key, branch.arrival)
+        if claimants:
+            self._pace.waits(now)
+        elif placed is None:
+            self._pace.is_empty()
+        if placed is not None:
+            self._pace.dispatched(len(placed.group), now)
+        return placed
+
+    def _placed(self, branch: LiveBranch, pair: Pair, kind: str, num_cached: int) -> Placed:
+        num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
+        group = [branch, *self._mates(branch)][:num_fitting]
+        for each in group:
+            self.discard(each.key)
+        return Placed(group, pair, kind, num_cached)
 
     def wait_s(self, now: float) -> float:
         """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
@@ -130,10 +147,10 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, now: float) -> tuple[Pair, str, int] | None:
+    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int] | None:
         broken, last = self._broken(branch, now), branch.last_pair
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
-        excluded, avoided = [node for node, until in branch.held_off.items() if until > now], branch.held_off
+        excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
 
         def alone(decodes: Sequence[Candidate]) -> Pair | None:

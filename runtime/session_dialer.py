@@ -49,7 +49,7 @@ from runtime.session_events import (
 
 LOG = logging.getLogger(__name__)
 
-PARTING_S: Final = 0.5  # ten times what an acknowledgement may take
+PARTING_S: Final = 1.0  # twenty times what an acknowledgement may take, half of the grace that it is to save
 _PARTING_POLL_S: Final = 0.005
 
 _OWN_CONNECTION: Final = (("grpc.use_local_subchannel_pool", 1),)  # else channels to one address share one

@@ -354,6 +354,10 @@ class MovingWorld:
             assert node.scheduler.num_free_slots == node.scheduler.num_slots
             snapshot = node.core.snapshot()
             assert (snapshot["branches"], snapshot["leases"], snapshot["branches_moving"]) == (0, 0, {})
+        fates = [self.happened[f"moves_{fate}"] for fate in ("done", "refused", "failed")]
+        assert sum(fates) == self.happened["moves_begun"], "each move comes to one end"
+        if not (self.happened["cut"] or self.happened["answer lost"]):
+            assert self.happened["moves_done"] >= self.happened["moved"], "also where a Cancel overtook the answer"
 
 
 def decode_nodes(number: int, **sizes: Any) -> list[Decode]:

@@ -102,7 +102,7 @@ def test_a_loop_that_saves_for_hours_into_a_store_that_takes_nothing_goes_on_as_
 @pytest.mark.covers("W06")
 def test_only_missing_blocks_are_written_and_a_block_takes_one_place_in_the_buffer() -> None:
     async def test() -> None:
-        async with pool_bed(bounds=dataclasses.replace(PATIENT, staging_bytes=8000)) as bed:
+        async with pool_bed(bounds=dataclasses.replace(PATIENT, staging_bytes=8000, recent_s=0.0)) as bed:
             await stored(bed, 4)
             bed.store.may_write.clear()
             bed.pool.save(save(1, 2, 4))
@@ -286,5 +286,36 @@ def test_a_store_that_hangs_does_not_keep_a_node_from_stopping() -> None:
             assert not await bed.pool.stop(0.1)
             assert time.monotonic() - began_at < 2
             assert "close" not in bed.store.asked, "somebody is inside"
+
+    run(test())
+
+
+@pytest.mark.covers("W06", "W01")
+def test_what_the_pool_has_said_to_have_is_not_copied_again_for_a_while_and_leaves_room_for_what_is_new() -> None:
+    async def test(recent_s: float, num_asked: int) -> None:
+        bounds = dataclasses.replace(PATIENT, staging_bytes=4 * 1000, recent_s=recent_s)
+        async with pool_bed(bounds=bounds) as bed:
+            await stored(bed, 4)
+            bed.store.may_write.clear()
+            # A prompt that everybody has, and something new behind it.
+            assert await bed.saved(save(1, 0, 8)) == BlocksStaged(1, 8 if recent_s else 4)
+            bed.store.may_write.set()
+            await bed.until(lambda: bed.amount("kv_pool_saves", "present") == 4)
+            await bed.until(lambda: bed.amount("kv_pool_saves", "written") == num_asked)
+
+    run(test(LONG_S, 8))
+    run(test(0.0, 4))
+
+
+@pytest.mark.covers("W08", "W06")
+def test_what_could_not_be_written_is_copied_again() -> None:
+    async def test() -> None:
+        async with pool_bed(bounds=PATIENT) as bed:
+            bed.store.fails_to_write = True
+            bed.pool.save(save(0, 0, 4))
+            await bed.until(lambda: bed.amount("kv_pool_saves", "failed") == 4)
+            bed.store.fails_to_write = False
+            bed.pool.save(save(1, 0, 4))
+            await bed.until(lambda: bed.amount("kv_pool_saves", "written") == 4)
 
     run(test())

@@ -46,7 +46,8 @@ def test_a_run_ends_at_the_first_block_that_is_not_there(place: Place) -> None:
     assert store.num_leading(keys) == 0
     store.write(pairs(keys[:3] + keys[4:], blocks[[0, 1, 2, 4, 5, 6, 7]]))
     assert store.missing(keys) == [False, False, False, True, False, False, False, False]
-    assert (store.num_leading(keys), store.num_leading(keys[4:]), store.num_leading(keys[3:])) == (3, 4, 0)
+    assert store.num_leading(keys) in (3, 8), "a hole may be overlooked, and is found by reading"
+    assert (store.num_leading(keys[:3]), store.num_leading(keys[4:]), store.num_leading(keys[3:])) == (3, 4, 0)
     into = np.zeros((8, SMALL), np.uint8)
     assert store.read(keys, views(into)) == RunRead(3, is_corrupt=False)
     assert np.array_equal(into[:3], blocks[:3])
@@ -195,6 +196,27 @@ def test_a_full_store_drops_what_was_used_least_recently_and_counts_it(place: Pl
     assert not any(store.missing(keys[-max_records * 5 // 8 :]))  # one may free more than it needs
     store.close()
     reader.close()
+
+
+@pytest.mark.covers("W10")
+def test_what_would_be_written_again_and_again_is_in_use_and_stays(place: Place) -> None:
+    store = place.open(RECORDS, KvStoreLimits(max_bytes=16 * RECORDS.record_bytes))
+    keys, blocks = keys_of(100), blocks_of(100, SMALL)
+    store.write(pairs(keys[:1], blocks[:1]))
+    for number in range(1, 100):  # sequences with one prefix
+        assert store.write(pairs([keys[0], keys[number]], blocks[[0, number]])) == 1
+    store.close()
+
+
+@pytest.mark.covers("W10")
+def test_however_many_blocks_of_a_prompt_there_are_they_are_counted(place: Place) -> None:
+    store = place.open(RECORDS)
+    keys, blocks = keys_of(40), blocks_of(40, SMALL)
+    for number in range(40):
+        assert [store.num_leading(keys[:num]) for num in (number, 39, 40)] == [number, min(number, 39), number]
+        store.write(pairs(keys[number : number + 1], blocks[number : number + 1]))
+    assert store.num_leading(keys) == 40
+    store.close()
 
 
 @pytest.mark.covers("W10")

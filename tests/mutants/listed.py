@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.mutants import (
     of_answers,
+    of_caches,
     of_engine,
     of_fetching,
     of_handoff,
@@ -31,6 +32,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
+    *of_caches.MUTANTS,
     *of_fetching.MUTANTS,
     *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,

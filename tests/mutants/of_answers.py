@@ -170,8 +170,8 @@ MUTANTS: Final = (
         "queue-never-found-empty",
         "A queue that has been served keeps its pace.",
         "router/waiting.py",
-        "        self._pace.is_empty()\n",
-        "",
+        "            self._pace.is_empty()\n",
+        "            pass\n",
         _ADMISSION,
     ),
     Mutant(

@@ -159,8 +159,8 @@ MUTANTS: Final = (
         "fetch-answers-the-other-core",
         "On a mixed node what the pool says goes to the core that did not ask.",
         "mixed_node/core.py",
-        "                self._prefill.take(event, now)\n            case ev.FromRouter(_, message)",
-        "                self._decode.take(event, now)\n            case ev.FromRouter(_, message)",
+        "                self._prefill.take(event, now)\n            case ev.BlocksStaged(save_id)",
+        "                self._decode.take(event, now)\n            case ev.BlocksStaged(save_id)",
         _CORE,
     ),
     Mutant(

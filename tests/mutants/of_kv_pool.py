@@ -93,8 +93,8 @@ MUTANTS: Final = (
         "kv-read-does-not-renew",
         "What is read all the time goes all the same, for it was written long ago.",
         "connector/file_store.py",
-        "                os.utime(file)",
-        "                os.fstat(file)",
+        "        os.utime(file)",
+        "        str(file)",
         _CONTRACT,
     ),
     Mutant(
@@ -182,9 +182,9 @@ MUTANTS: Final = (
         "kv-save-waits-for-room",
         "A save waits until the store has made room in the buffer.",
         "node/kv_pool_writer.py",
-        "                slot = self._staging.begin(key)\n",
+        "                slot = None if is_present else self._staging.begin(key)\n",
         "                self._changed.wait_for(lambda: self._staging.num_used < self.num_slots, 30)\n"
-        "                slot = self._staging.begin(key)\n",
+        "                slot = None if is_present else self._staging.begin(key)\n",
         _THREADS,
     ),
     Mutant(

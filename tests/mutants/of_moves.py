@@ -75,6 +75,14 @@ MUTANTS: Final = (
         _MOVES,
     ),
     Mutant(
+        "late-answer-unheard",
+        "A move whose router has ended the old attempt before its Commit was answered is counted as nothing.",
+        "node/handing_over.py",
+        "            if (link_id, answer.lease_id) in self._unheard:\n",
+        "            if False:\n",
+        ("tests/cores/test_moving_lives.py",),
+    ),
+    Mutant(
         "kept-for-ever",
         "Who gave way is kept for a target that never answers, and older ones wait for its blocks.",
         "decode_node/mover.py",
@@ -118,7 +126,7 @@ MUTANTS: Final = (
         "drained-prefill-forgets-what-it-began",
         "A prefill node that drains gives back what it has begun as well.",
         "prefill_node/core.py",
-        "self._give_back([self._tasks[key] for key in self._not_started], now)",
+        "self._give_back([self._tasks[key] for key in (*self._fetching.held, *self._not_started)], now)",
         "self._give_back([*self._tasks], now)",
         ("tests/cores/test_prefill_core.py",),
     ),

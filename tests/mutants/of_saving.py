@@ -125,6 +125,22 @@ MUTANTS: Final = (
         _CORES,
     ),
     Mutant(
+        "recent-for-ever",
+        "What the pool had once is never stored again, though it has dropped it since.",
+        "node/kv_recent.py",
+        "return noted_at is not None and now - noted_at < self._life_s",
+        "return noted_at is not None",
+        ("tests/kv_pool/test_kv_recent.py",),
+    ),
+    Mutant(
+        "recent-though-it-failed",
+        "A block whose writing failed is taken for one that the pool has.",
+        "node/kv_pool_writer.py",
+        '                if outcome == "present":\n',
+        "                if True:\n",
+        ("tests/kv_pool/test_kv_pool_threads.py",),
+    ),
+    Mutant(
         "prompts-chunks-cache-what-was-generated",
         "A prefill node caches completion tokens of earlier attempts.",
         "engine/room.py",

@@ -186,3 +186,18 @@ def test_the_table_grows_by_pieces_and_loses_nothing_at_any_load() -> None:
         assert (table.values_at(table.find(piece)) == 1 + start).all()
         table.set_at(table.find(piece), 0)
     assert len(table) == 0 and (table.find(keys) == -1).all()
+
+
+@pytest.mark.covers("R02")
+def test_a_run_ends_at_the_first_block_that_a_holder_lacks_whatever_it_has_behind() -> None:
+    index = CacheIndex(ROOMY)
+    first, second, third = (index.open() or 0 for _ in range(3))
+    index.store(first, array([*POOL[:1], *POOL[2:200]]))
+    index.store(second, array(POOL[:200]))
+    index.store(third, array(POOL[1:200]))
+    runs = index.leading(array(POOL[:200]))
+    assert leading_in(runs, (first, second, third)) == {first: 1, second: 200}
+    assert leading_in(index.leading(array(POOL[2:3])), (first, second, third)) == dict.fromkeys(
+        (first, second, third), 1
+    )
+    assert index.leading(array([])) == index.leading(array(POOL[300:400])) == []

@@ -118,6 +118,8 @@ class Following:
             if followed.node.prefills:
                 assert self.map.is_whole(ref)
                 assert self.map.keys_of(ref) == shorts(followed.pool)
+        held = [shorts(each.pool) for each in self.nodes.values() if each.node.prefills]
+        assert self.map.snapshot()["keys"] == len(set().union(*held)), "nothing else is kept"
 
 
 @pytest.mark.covers("R02")
@@ -195,8 +197,8 @@ def test_the_pace_is_the_routers_and_follows_from_how_much_came() -> None:
     world.start("prefill-1")
     first, second = list(world.nodes)
     assert [ref for ref, _ in world.map.questions(0.0)] == [first]
-    world.map.take(first, pb.CacheNews(taken=5, stored=bytes(8 * 100)), 0.0005)
-    assert world.map.questions(0.0105) == [], "a hundred keys take their time"
+    world.map.take(first, pb.CacheNews(taken=5, stored=random.Random(1).randbytes(800)), 0.0005)  # a hundred keys
+    assert world.map.questions(0.0105) == [], "they take their time"
     assert [ref for ref, _ in world.map.questions(0.0111)] == [second]
     assert world.map.questions(0.0204) == [], "a node rests between two questions"
     assert [(ref, ask.taken) for ref, ask in world.map.questions(0.0206)] == [(first, 5)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import Finished, LoadReported, NodeListed, SessionBroken, SessionLost
+from router.events import Finished, LoadReported, NodeListed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
 from tests.router.core_world import CoreWorld, node_entry, ref
 
 
@@ -91,6 +91,26 @@ def test_nobody_is_named_who_cannot_take_it(change: dict[str, Any], why: str) ->
     assert move.retry_after_ms > 0
     world.tokens_from("d1", "a", 2, [9], pb.FINISH_STOP)
     assert world.ends["a"] == Finished("a", "stop", (7, 8, 9))
+
+
+@pytest.mark.covers("D08", "R18")
+def test_a_target_that_is_left_alone_for_its_failures_is_better_than_none_and_worse_than_one_without_room() -> None:
+    world = decoding_world(breaker_failures=1)
+    for name in ("d2", "d3"):  # each has died once, and is back
+        world.join_all(name)
+        world.feed(SessionLost(ref(name)))
+        world.feed(SessionUp(ref(name)))
+        world.now += 0.1
+    world.join(node_entry("d4", pb.ROLE_DECODE))
+    world.feed(LoadReported(ref("d4"), pb.LoadReport(blocks_used=16)))
+    waits = world.ask_to_move("d1", "a")
+    assert waits is not None and not waits.HasField("target"), "d4 may have room in a moment"
+    world.feed(NodeUnlisted(ref("d4")))
+    move = world.ask_to_move("d1", "a")
+    assert move is not None and move.target.node.name == "d2", "whose time is over first: else all is computed again"
+    world.tokens_from("d2", "a", 0, [7, 8, 9], pb.FINISH_LENGTH, attempt=1, from_receiver=True)
+    assert world.ends["a"] == Finished("a", "length", (7, 8, 9))
+    world.assert_nothing_is_left()
 
 
 @pytest.mark.covers("R04", "D08")

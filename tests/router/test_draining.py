@@ -132,6 +132,7 @@ def test_when_the_time_is_over_and_at_ctrl_c_a_stream_ends_with_one_error_and_it
             assert error["error"]["code"] == "SHUTTING_DOWN"
             assert await router.process.wait() == 0
             for node in router.nodes:  # who hears nothing works on until the session's grace is over
+                await until(lambda node=node: bool(node.cancels))  # type: ignore[misc]
                 assert [cancel.key.attempt for cancel in node.cancels] == [0]
 
     asyncio.run(scene())

@@ -34,6 +34,13 @@ from tests.sim.planted import (
     the_queue_has_no_end,
     writes_run_on_into_blocks_that_are_free,
 )
+from tests.sim.planted_kv import (
+    a_fetch_ends_with_its_request,
+    leaving_while_kv_is_fetched,
+    over_a_lying_pool,
+    what_did_not_come_counts_as_fetched,
+    what_is_to_be_saved_is_not_kept,
+)
 from tests.sim.scenario import ClientPlan, Fault, Knobs, Scenario, draw_scenario
 
 MAX_SEEDS = 120
@@ -66,6 +73,9 @@ BUGS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (a_probe_that_says_nothing_probes_for_ever, "probes with no attempt"),
     (refused_attempts_count_as_failed, "nothing had struck it|retries some are left"),
     (attempts_keep_their_numbers, "do not end|does not end|nothing had struck it|cannot act on"),
+    (what_did_not_come_counts_as_fetched, "is wrong"),
+    (a_fetch_ends_with_its_request, "a fetch writes into block|and fetches"),
+    (what_is_to_be_saved_is_not_kept, "is to be saved and is|saved under another's key"),
 )
 
 
@@ -109,6 +119,8 @@ def leaving_while_a_node_is_probed(seed: int) -> Scenario:
 # What drawn seeds find too seldom.
 SCENARIOS: dict[Callable[[Patch], None], Callable[[int], Scenario]] = {
     sent_blocks_are_dropped_before_they_are_read: leaving_while_kv_is_written,
+    what_did_not_come_counts_as_fetched: over_a_lying_pool,
+    a_fetch_ends_with_its_request: leaving_while_kv_is_fetched,
     a_probe_that_says_nothing_probes_for_ever: leaving_while_a_node_is_probed,
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 from router.waiting import KINDS
 from tests.sim.outcome import Outcome, run_scenario
-from tests.sim.scenario import FAULT_KINDS, Scenario, draw_scenario
+from tests.sim.scenario import FAULT_KINDS, KV_POOL_FLAWS, Scenario, draw_scenario
 from tests.sim.shrink import Shrinker
 
 NUM_SEEDS = 160
@@ -136,6 +136,13 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "moves:off",
         "moves:no_room",
         "moves_refused",
+        "kv saves",
+        "kv blocks fetched",
+        "kv fetches short",
+        *(f"kv pool {flaw}" for flaw in KV_POOL_FLAWS),
+        "kv_pool_too_late",
+        "kv_pool_not_worth",
+        "kv_pool_probes",
         "moves_failed",
         "sessions resumed",
     ):

@@ -1,0 +1,94 @@
+"""The queue: who finds no room keeps its place and its claims, and holds up nobody who could never use what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proto import baton_pb2 as pb
+from tests.router.core_world import CoreWorld, node_entry
+
+SIZES = {"d1": 256, "d2": 64, "d3": 20}  # the longest sequence that each can hold
+MAX_NUM_SEQS = 2
+
+
+def uneven_cluster(*names: str) -> CoreWorld:
+    world = CoreWorld.with_nodes("p1")
+    for name in names:
+        world.join(node_entry(name, pb.ROLE_DECODE, max_model_len=SIZES[name], max_num_seqs=MAX_NUM_SEQS))
+    return world
+
+
+def target_of(world: CoreWorld, request_id: str) -> str | None:
+    """Where the newest attempt was sent, if there is one."""
+    found = world.dispatches(request_id)
+    return found[-1][1].target.node.name if found else None
+
+
+@pytest.mark.covers("A12", "S16")
+def test_one_node_with_a_long_retry_after_holds_up_only_who_could_use_it() -> None:
+    world = uneven_cluster("d1", "d3")
+    world.submit("large", max_tokens=200)
+    world.error_from("p1", "large", pb.NO_BLOCKS, node_id="d1", retry_after_ms=2000)
+    for name in ("also large", "small", "small too", "one too many"):
+        world.submit(name, max_tokens=200 if name == "also large" else 4)
+    assert [target_of(world, name) for name in ("small", "small too")] == ["d3", "d3"]
+    assert not world.dispatches("also large"), "it is not for those behind to try what was refused"
+    assert not world.dispatches("one too many"), "d1 is what the large ones wait for"
+    world.pass_time(2.1)
+    assert len(world.dispatches("large")) == 2 and target_of(world, "also large") == "d1"
+
+
+@pytest.mark.covers("S16", "A12")
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.tuples(st.sampled_from("ssrfw"), st.sampled_from([4, 40, 200]), st.integers(0, 99)), max_size=40))
+def test_nobody_goes_where_somebody_before_waits_to_go_and_who_could_go_does_not_wait(
+    events: Sequence[tuple[str, int, int]],
+) -> None:
+    """Requests come, are refused for two seconds, and end; after each event the whole queue is read by the rule."""
+    world, lengths = uneven_cluster(*SIZES), dict[str, int]()  # in the order of arrival
+    held: dict[tuple[str, str], float] = {}  # until when a node is not asked again
+
+    def fitting(name: str) -> set[str]:
+        return {node for node, size in SIZES.items() if lengths[name] <= size}
+
+    for number, (what, max_tokens, which) in enumerate(events):
+        running = [name for name in lengths if not world.has_ended(name) and phase_of(world, name) != "Waiting"]
+        num_sent = len(world.sent)
+        if what == "s":
+            lengths[f"r{number}"] = 3 + max_tokens
+            world.submit(f"r{number}", max_tokens=max_tokens)
+        elif what == "w":
+            world.pass_time((0.3, 1.1, 2.1)[which % 3])
+        elif running:
+            name = running[which % len(running)]
+            attempt = world.dispatches(name)[-1][1].attempt
+            if what == "r":
+                node = target_of(world, name)
+                assert node is not None
+                held[name, node] = world.now + 2.0
+                world.error_from("p1", name, pb.NO_BLOCKS, attempt, node_id=node, retry_after_ms=60_000)
+            else:
+                world.tokens_from("p1", name, 0, [7], pb.FINISH_STOP, attempt)
+        waiting = [name for name in lengths if not world.has_ended(name) and phase_of(world, name) == "Waiting"]
+        for _, message in world.sent[num_sent:]:
+            if message.HasField("dispatch"):
+                before = list(lengths)[: list(lengths).index(message.dispatch.request_id)]
+                target = message.dispatch.target.node.name
+                assert not any(target in fitting(name) for name in waiting if name in before)
+        claimed: set[str] = set()
+        for name in waiting:
+            free = {node for node in fitting(name) - claimed if world.node(node)["branches"] < MAX_NUM_SEQS}
+            assert all(held.get((name, node), 0.0) > world.now for node in free)
+            claimed |= fitting(name)
+
+
+def phase_of(world: CoreWorld, request_id: str) -> str:
+    """Of its only choice."""
+    requests: Any = world.core.snapshot()["requests"]
+    phase: str = requests[request_id][0]["phase"]
+    return phase
