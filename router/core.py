@@ -172,6 +172,8 @@ class RouterCore:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:
                 continue  # ended a moment ago, with its request or by the loss of its other node
+            if ref in change.died:
+                branch.tries.saw_death(ref)
             word, error = word_of_loss(side), node_lost(ref, "while the request was on it")
             if ref in change.drained:
                 error = node_drained(ref)
@@ -180,6 +182,8 @@ class RouterCore:
             self._ends.hear(branch, branch.pair, word, error, now)
         for ref in (*change.lost, *change.drained):
             for branch in self._live.unscored_at(ref):
+                if ref in change.died:
+                    branch.tries.saw_death(ref)
                 if branch.pair is not None:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions

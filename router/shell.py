@@ -47,6 +47,7 @@ from runtime.alarm import Alarm
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from runtime.session_events import Loss
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -123,9 +124,9 @@ class RouterShell:
         """SessionHandler."""
         self._feed(SessionBroken(NodeRef(*node)))
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         """SessionHandler."""
-        self._feed(SessionLost(NodeRef(*node)))
+        self._feed(SessionLost(NodeRef(*node), has_died=loss is Loss.DIED))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
         """SessionHandler."""
