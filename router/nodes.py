@@ -106,9 +106,10 @@ class NodeTable:
                     return change
         self._max_total_tokens = self._longest_pair()
         self._longest_known = self._max_total_tokens or self._longest_known
-        if self._is_degraded != bool(self.degraded()):
+        sentences = self.degraded()
+        if self._is_degraded != bool(sentences) and not self.missing():  # else nothing is served: that is no recovery
             self._is_degraded = not self._is_degraded
-            change.actions.append(Degraded(tuple(self.degraded())))
+            change.actions.append(Degraded(tuple(sentences)))
         return change
 
     def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:

@@ -34,6 +34,14 @@ MUTANTS: Final = (
         _RETRY,
     ),
     Mutant(
+        "whole-again-with-nobody",
+        "When the last node goes the log says that nothing is lacking any more.",
+        "router/nodes.py",
+        "if self._is_degraded != bool(sentences) and not self.missing():",
+        "if self._is_degraded != bool(sentences):",
+        ("tests/router/test_core_local.py",),
+    ),
+    Mutant(
         "silence-is-death",
         "Two nodes that were silent for a while end a stream that has retries left.",
         "router/retry.py",
