@@ -131,6 +131,10 @@ class RouterCore:
         None before the first."""
         return self._nodes.longest_known
 
+    def most_prompts(self, num_choices: int) -> int:
+        """Prompts with so many choices each that could come at once, were nobody else here: those behind find the queue full."""
+        return 1 + (self._config.max_queue + self._nodes.num_slots - 1) // num_choices
+
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return self._nodes.missing()

@@ -216,6 +216,11 @@ class NodeTable:
         prefills = {node.fingerprint for node in able if node.prefills}
         return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that all nodes that decode could run at once, whatever state they are in."""
+        return sum(node.entry.max_num_seqs for node in self if node.decodes)
+
     def decoding(self, total_tokens: int = 0) -> set[NodeRef]:
         """Nodes that decode and can take work, were there room, that can hold so long a sequence."""
         return {

@@ -89,6 +89,10 @@ class RouterShell:
         """The longest sequence (prompt and completion) that can be served; None while no pair of nodes is known."""
         return self._core.max_total_tokens
 
+    def most_prompts(self, num_choices: int) -> int:
+        """Prompts with so many choices each that one answer may have: more find the queue full whenever they come."""
+        return self._core.most_prompts(num_choices)
+
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return ["the router is shutting down"] if self.is_draining else self._core.missing()
