@@ -175,6 +175,11 @@ class DecodeCore:
         """Whether no lease is to be given now, because somebody who was here before does not find room."""
         self._door.is_held_up = is_held_up
 
+    @property
+    def has_line(self) -> bool:
+        """Whether anybody waits here for room for a lease."""
+        return len(self._door.line) > 0
+
     # ------------------------------------------------------------ Reserve, Renew, Release
 
     def _reserve(self, call_id: int, request: pb.ReserveRequest, now: float) -> None:

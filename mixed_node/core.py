@@ -27,6 +27,13 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
 
+class FetchingPart(ev.PartOfCore, Protocol):
+    """The prefill core, likewise."""
+
+    def hold_back(self, is_held_up: bool) -> None:
+        """Whether no blocks are to be taken to read the KV pool into."""
+
+
 class LeasingPart(ev.PartOfCore, Protocol):
     """The decode core, as far as it must know that it is not alone."""
 
@@ -39,6 +46,10 @@ class LeasingPart(ev.PartOfCore, Protocol):
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no lease is to be given now."""
 
+    @property
+    def has_line(self) -> bool:
+        """Whether anybody waits for room for a lease."""
+
     def load(self) -> pb.LoadReport:
         """See NodeCore."""
 
@@ -47,7 +58,7 @@ class MixedCore:
     """Two cores over one scheduler and one pool, seen as one."""
 
     def __init__(
-        self, identity: NodeIdentity, scheduler: Scheduler, prefill: ev.PartOfCore, decode: LeasingPart
+        self, identity: NodeIdentity, scheduler: Scheduler, prefill: FetchingPart, decode: LeasingPart
     ) -> None:
         """The scheduler resumes what it preempts (SchedulerConfig.resumes_preempted)."""
         self._self = identity.to_proto()
@@ -119,6 +130,7 @@ class MixedCore:
         """Plan what can be planned, then let each core go on from there."""
         steps = self._steps.plan()
         self._decode.hold_back(self._steps.is_held_up)
+        self._prefill.hold_back(self._decode.has_line)
         out: list[ev.Action] = [*self._out, *steps]
         self._out = []
         said = [action for part in self._parts for action in part.settle(now)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mixed_node.core import LeasingPart, MixedCore
+from mixed_node.core import FetchingPart, LeasingPart, MixedCore
 from node.config import NodeConfig
-from node.events import PartOfCore
 from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(
     argv: Sequence[str] | None,
-    make_prefill_core: Callable[[CoreParts], PartOfCore],
+    make_prefill_core: Callable[[CoreParts], FetchingPart],
     make_decode_core: Callable[[CoreParts], LeasingPart],
 ) -> int:
     """Run the node until a signal; its exit code."""

@@ -28,6 +28,12 @@ def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) ->
         max_bytes=defaults.max_bytes if config.kv_pool_max_mib is None else config.kv_pool_max_mib << 20,
         ttl_s=defaults.ttl_s if config.kv_pool_ttl_s is None else config.kv_pool_ttl_s,
     )
+    for flag, mib in (
+        ("--kv-pool-max-mib", config.kv_pool_max_mib),
+        ("--kv-pool-staging-mib", config.kv_pool_staging_mib),
+    ):
+        if mib is not None and mib << 20 < block_bytes:
+            raise ValueError(f"{flag} {mib}: does not hold one block, which has {block_bytes} bytes")
     records = KvRecords(block_bytes, _secret_in(config.kv_pool_secret_file))
     match read_kv_pool_address(config.kv_pool):
         case MemoryPool():

@@ -261,7 +261,8 @@ class _NodeProcess:
         pool = KvPoolThreads(self._store, self._engine.memory.bytes, bounds, inbox.post, self._measures)
 
         async def stop() -> None:
-            await pool.stop(max(KV_POOL_STOP_S, self._ending.seconds_left))
+            # A fifth is left for the call under way, which nobody can end.
+            await pool.stop(max(KV_POOL_STOP_S, 0.8 * self._ending.seconds_left))
             if num_lost := pool.snapshot()["staging_blocks_used"]:
                 log_event(LOG, logging.WARNING, "kv_pool_unwritten", node=self._identity.name, blocks=num_lost)
 

@@ -144,6 +144,10 @@ class PrefillCore:
         """See NodeCore."""
         return load_report(self._scheduler, self._pool)
 
+    def hold_back(self, is_held_up: bool) -> None:
+        """Whether no blocks are to be taken to read the KV pool into, because somebody who was here before does not find room."""
+        self._fetching.is_held_up = is_held_up
+
     # ------------------------------------------------------------ from the router
 
     def _from_router(self, router: ev.RouterId, message: pb.RouterMessage, now: float) -> None:
@@ -173,7 +177,8 @@ class PrefillCore:
         offer = messages.offer_of(work, self._limits.reserve_wait_s)
         self._tasks.add(PrefillTask(work, Handover(offer)))
         self._timers.set(work.key, work.deadline)
-        if not self._fetching.hold(work.key, work.matchable_keys(self._pool.block_size), now):
+        matchable, goes_on = work.matchable_keys(self._pool.block_size), bool(work.generated_token_ids)
+        if not self._fetching.hold(work.key, matchable, now, goes_on=goes_on):
             self._queue((work.key,))
 
     def _queue(self, keys: Iterable[AttemptKey]) -> None:

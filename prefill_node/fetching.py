@@ -13,6 +13,9 @@ earlier, for the reader may write. Then all are cached like any others: nothing 
 since what those before it need could be just that. A fetch takes room that nobody who runs or waits is counted on to need, and all
 fetches take a quarter of the pool at most.
 
+What was just preempted elsewhere may be on its way into the pool while its next attempt looks for it there: a request that has
+completion tokens already looks again, as long as a quarter of its patience lasts.
+
 A block is fetched once at a time: who needs one that is on its way waits for it. While an answer is overdue, nobody new waits.
 Where fetching is not worth it, a few blocks are fetched now and then all the same, and nobody waits for them: else one slow moment
 of the pool would be held against it for ever.
@@ -38,6 +41,8 @@ MAX_FETCHES: Final = 4  # at a time; as many more as there are blocks for would 
 MAX_LOOKS: Final = 64  # at a time: most are of requests that have given up by then
 POOL_SHARE: Final = 4  # a fourth of the blocks may be leased for fetches
 PROBE_BLOCKS: Final = 8
+LOOK_AGAIN_S: Final = 0.01  # a block is written in less
+LOOKS_FOR: Final = 1 / 4  # of the patience of who goes on: so much is lost if nothing was saved
 PROBE_PAUSE_S: Final = 10.0
 
 
@@ -46,10 +51,12 @@ class _Held:
     """A request that waits."""
 
     block_keys: tuple[bytes, ...]  # those that a match may use
-    end: int  # leading ones of them that it hopes for: by the pool's word, once it has given it
+    end: int  # leading ones of them that it hopes for: on their way for others, then by the pool's word
     began_at: float
     num_in_front: int  # prompt positions to compute, when it came
     give_up_at: float
+    looks_until: float  # what the pool has not may come so long
+    is_told: bool = False  # the pool was asked what it has of all of them, and has answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +91,11 @@ class Fetching:
         self._cache = PrefixCache(pool)
         self._out = out
         self._is_on = is_on
+        self.is_held_up = False  # no fetch is to begin
         self.cost = FetchCost(pool.block_size)
         self._held: dict[AttemptKey, _Held] = {}
         self._patience: Timers[AttemptKey] = Timers()
+        self._again: Timers[AttemptKey] = Timers()  # to look
         self._looks: dict[int, _Look] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._by_key: dict[bytes, _Fetch] = {}  # what is on its way
@@ -98,8 +107,11 @@ class Fetching:
         """Who waits, in the order of their coming."""
         return tuple(self._held)
 
-    def hold(self, key: AttemptKey, block_keys: tuple[bytes, ...], now: float) -> bool:
-        """Whether a request that came just now waits for blocks of these keys; False: it is to be computed at once."""
+    def hold(self, key: AttemptKey, block_keys: tuple[bytes, ...], now: float, *, goes_on: bool) -> bool:
+        """Whether a request that came just now waits for blocks of these keys; False: it is to be computed at once.
+
+        `goes_on`: it has run elsewhere, where more of it may be about to be saved.
+        """
         if not self._is_on:
             return False
         num_local = len(self._cache.match(block_keys, len(block_keys)))
@@ -114,20 +126,17 @@ class Fetching:
             self._out.append(ev.Count("kv_pool_not_worth"))
             self._probe(block_keys[num_local : num_local + PROBE_BLOCKS], now)
             return False
-        if len(self._looks) >= MAX_LOOKS:
-            return False
-        give_up_at = now + self.cost.patience_s(num_missing, num_in_front)
-        held = self._held[key] = _Held(block_keys, len(block_keys), now, num_in_front, give_up_at)
+        patience_s = self.cost.patience_s(num_missing, num_in_front)
+        give_up_at, looks_until = now + patience_s, now + (LOOKS_FOR * patience_s if goes_on else 0.0)
+        end = num_local + len(list(takewhile(self._by_key.__contains__, block_keys[num_local:])))
+        self._held[key] = _Held(block_keys, end, now, num_in_front, give_up_at, looks_until)
         self._patience.set(key, give_up_at)
-        if (fetch := self._by_key.get(block_keys[num_local])) is not None:
-            fetch.waiters.append(key)
-        else:
-            self._look(_Look(held.block_keys[num_local:], key, num_local, now, give_up_at))
-        return True
+        return not self._go_on((key,), now)
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody wants this request any more; of a request that does not wait nothing is here."""
         self._patience.set(key, None)
+        self._again.set(key, None)
         self._held.pop(key, None)
 
     def take(self, event: ev.PoolLooked | ev.BlocksFetched, now: float) -> list[AttemptKey]:
@@ -142,13 +151,13 @@ class Fetching:
         """Who has waited long enough."""
         late = self._patience.pop_due(now)
         for key in late:
-            del self._held[key]
+            self.drop(key)
             self._out.append(ev.Count("kv_pool_too_late"))
-        return late
+        return [*late, *self._look_again(self._again.pop_due(now), now)]
 
     def next_deadline(self) -> float | None:
         """When expire must be called."""
-        return self._patience.next()
+        return min((at for at in (self._patience.next(), self._again.next()) if at is not None), default=None)
 
     def snapshot(self) -> dict[str, object]:
         """What is under way; block counts as the pool's own counts go."""
@@ -170,11 +179,20 @@ class Fetching:
             return []
         if (held := self._held.get(look.waiter)) is None:
             return []
-        held.end = look.base + num_blocks
-        patient_s = self.cost.patience_s(num_blocks, held.num_in_front)
-        held.give_up_at = min(held.give_up_at, held.began_at + patient_s)
-        self._patience.set(look.waiter, held.give_up_at)
+        held.end, held.is_told = look.base + num_blocks, True
+        if now >= held.looks_until:
+            patient_s = self.cost.patience_s(num_blocks, held.num_in_front)
+            held.give_up_at = min(held.give_up_at, held.began_at + patient_s)
+            self._patience.set(look.waiter, held.give_up_at)
         return self._go_on((look.waiter,), now)
+
+    def _look_again(self, keys: Sequence[AttemptKey], now: float) -> list[AttemptKey]:
+        """For what may have come since; who needs not wait for that."""
+        released = []
+        for key in keys:
+            self._held[key].is_told = False
+            released += self._go_on((key,), now)
+        return released
 
     def _fetched(self, fetch: _Fetch, num_blocks: int, seconds: float, now: float) -> list[AttemptKey]:
         filled = fetch.block_ids[:num_blocks]
@@ -197,6 +215,7 @@ class Fetching:
             held = self._held.get(key)
             if held is not None and lacking in held.block_keys[: held.end]:
                 held.end = held.block_keys.index(lacking)
+                held.is_told, held.looks_until = True, held.began_at
 
     def _go_on(self, keys: Sequence[AttemptKey], now: float) -> list[AttemptKey]:
         """Of these, who has nothing more to wait for."""
@@ -211,7 +230,7 @@ class Fetching:
         matched = self._cache.match(held.block_keys, held.end)
         lacking = held.block_keys[len(matched) : held.end]
         if not lacking:
-            return False
+            return self._hope(key, held, len(matched), now)
         fetch = self._by_key.get(lacking[0])
         if fetch is None:
             num_worth = self.cost.num_worth(len(lacking), self._scheduler.backlog().num_tokens)
@@ -222,6 +241,20 @@ class Fetching:
         if fetch is None:
             return False
         fetch.waiters.append(key)
+        return True
+
+    def _hope(self, key: AttemptKey, held: _Held, num_local: int, now: float) -> bool:
+        """Whether there may be more than it hoped for so far: the pool is asked, or is to be asked again."""
+        if held.end == len(held.block_keys) or num_local == len(held.block_keys):
+            return False
+        if held.is_told:
+            if now < held.looks_until:
+                self._again.set(key, now + LOOK_AGAIN_S)
+            return now < held.looks_until
+        if len(self._looks) >= MAX_LOOKS:
+            return False
+        num_local = len(self._cache.match(held.block_keys, len(held.block_keys)))
+        self._look(_Look(held.block_keys[num_local:], key, num_local, now, held.give_up_at))
         return True
 
     # ------------------------------------------------------------ what is asked of it
@@ -257,7 +290,8 @@ class Fetching:
         num_blocks = min(num_needed, self._pool.num_blocks // POOL_SHARE - self._num_leased)
         matched = self._cache.match(behind, len(behind))
         num_taken = sum(map(self._pool.is_cached, matched)) + num_blocks + self._scheduler.backlog().num_blocks
-        if num_blocks < 1 or len(self._fetches) >= MAX_FETCHES or not self._scheduler.admits(num_taken, ()):
+        has_room = num_blocks > 0 and not self.is_held_up and self._scheduler.admits(num_taken, ())
+        if not has_room or len(self._fetches) >= MAX_FETCHES:
             self._out.append(ev.Count("kv_pool_no_room"))
             return None
         continued = self._cache.acquire_match(behind, len(behind))  # before the lease: it would evict just these

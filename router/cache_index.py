@@ -86,10 +86,15 @@ class CacheIndex:
             return
         cells = self._table.taken_cells(self._swept, num_buckets)
         unwanted = (self._table.keys_at(cells) & np.uint64(self._mask)) != 0
-        for value, of_value in self._by_value(cells[unwanted]):
-            self._set(of_value, value, 0)
-        for value, of_value in self._by_value(cells[~unwanted]):
-            self._set(of_value, value, self._live(value))
+        numbers = np.unique(self._table.values_at(cells[unwanted]), return_counts=True)
+        self._table.set_at(cells[unwanted], 0)
+        for value, num_keys in zip(*(each.tolist() for each in numbers), strict=True):
+            self._use(value, -num_keys)
+        cells = cells[~unwanted]
+        values = self._table.values_at(cells)
+        for value in np.unique(values).tolist():  # as many as there are nodes, and most of them as they should be
+            if self._bits(value) & self._closed:
+                self._set(cells[values == value], value, self._live(value))
         self._swept += num_buckets
         if self._swept >= self._table.num_buckets:
             self._end_sweep()

@@ -159,12 +159,13 @@ class Prefill:
         now: float = 0.0,
         ms_left: int = 60_000,
         target: NodeIdentity = DECODE,
+        generated: Sequence[int] = (),
     ) -> list[ev.Action]:
         """What the core does about a Dispatch."""
         message = pb.Dispatch(
             request_id=key.request_id,
             attempt=key.attempt,
-            branches=[pb.Branch(choice=key.choice, seed=1)],
+            branches=[pb.Branch(choice=key.choice, seed=1, generated_token_ids=generated)],
             prompt_token_ids=prompt,
             sampling=pb.Sampling(max_tokens=max_tokens),
             target=pb.Target(node=target.to_proto(), grpc_address="decode-0:1"),

@@ -61,8 +61,12 @@ class Reading:
         self.take(list(self.prefill.core.tick(self.now)))
         self.take(list(self.prefill.core.receive(event, self.now)))
 
-    def dispatch(self, key: AttemptKey, prompt: list[int], ms_left: int = 60_000) -> None:
-        self.take(self.prefill.dispatch(key, prompt, 1, now=self.now, ms_left=ms_left))
+    def dispatch(
+        self, key: AttemptKey, prompt: list[int], ms_left: int = 60_000, generated: list[int] | None = None
+    ) -> None:
+        completion = generated or []
+        asked = self.prefill.dispatch(key, prompt, len(completion) + 1, self.now, ms_left, generated=completion)
+        self.take(asked)
 
     def look_says(self, num_blocks: int) -> None:
         self.feed(ev.PoolLooked(self.looks.pop(0).look_id, num_blocks))

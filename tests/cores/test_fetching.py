@@ -8,11 +8,11 @@ import pytest
 from engine.block_pool import BlockState
 from node import events as ev
 from prefill_node.fetch_cost import COLD_WAIT_S
-from prefill_node.fetching import PROBE_BLOCKS, PROBE_PAUSE_S
+from prefill_node.fetching import LOOK_AGAIN_S, LOOKS_FOR, PROBE_BLOCKS, PROBE_PAUSE_S
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from tests.cores.mixed import MIXED, Mixed
-from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, only
+from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, only, reserve_request
 from tests.cores.reading import STEP_S, Reading, keys_of, prompt_of
 
 A, B, C, D, E = (AttemptKey(name, 0, 0) for name in "abcde")
@@ -75,6 +75,53 @@ def test_two_requests_with_one_beginning_fetch_it_once() -> None:
     node.fetch_brings(4)
     assert [start for start, _ in node.step()] == [16, 16, 16] and not node.fetches
     node.assert_empty()
+
+
+@pytest.mark.covers("W07")
+def test_who_waited_for_anothers_blocks_then_asks_for_its_own() -> None:
+    node = Reading()
+    node.dispatch(A, prompt_of(4))
+    node.look_says(4)
+    longer = [*prompt_of(4)[:-1], *[9] * BLOCK_SIZE, 2]
+    node.dispatch(B, longer)
+    assert not node.looks
+    node.fetch_brings(4)
+    assert node.looks[0].keys == (keys_of(longer)[4],), "nobody has asked whether the pool has this one"
+    node.look_says(1)
+    node.fetch_brings(1)
+    assert [start for start, _ in (*node.step(), *node.step())] == [16, 20]
+    node.assert_empty()
+
+
+@pytest.mark.covers("W07")
+def test_who_goes_on_from_elsewhere_looks_again_for_what_is_being_saved_of_it_a_quarter_of_its_patience_long() -> None:
+    node = Reading()
+    node.warm_up()
+    began_at = node.now
+    whole = prompt_of(8)
+    node.dispatch(A, whole[:20], generated=whole[20:])
+    node.look_says(0)
+    assert not node.plans and not node.looks
+    node.wait(LOOK_AGAIN_S)
+    node.look_says(3)
+    node.fetch_brings(3)
+    assert not node.plans and not node.looks, "more of it may come"
+    node.wait(LOOK_AGAIN_S)
+    assert node.looks[0].keys == tuple(keys_of(whole)[3:])
+    node.look_says(2)
+    node.fetch_brings(2)
+    while not node.plans:
+        node.wait(LOOK_AGAIN_S)
+        if node.looks:
+            node.look_says(0)
+    patience_s = 8 * BLOCK_SIZE * STEP_S / 8
+    assert node.now - began_at == pytest.approx(patience_s * LOOKS_FOR, abs=2 * LOOK_AGAIN_S)
+    assert node.step()[0][0] == 20
+    node.run()
+    node.assert_empty()
+    node.dispatch(B, [3] * 20)
+    node.look_says(0)
+    assert node.plans, "nothing is being saved of who is new"
 
 
 @pytest.mark.covers("W07", "S12")
@@ -299,12 +346,9 @@ def test_a_twin_that_was_computed_while_the_fetch_ran_stays_the_one_found() -> N
     node.assert_empty()
 
 
-@pytest.mark.covers("W07")
-def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
-    node = Mixed(reads_kv_pool=True)
-    node.memory[:] = 0
-    prompt = prompt_of(4)
-    dispatch = pb.Dispatch(
+def to_another(prompt: list[int]) -> pb.Dispatch:
+    """A mixed node computes it for a decode node."""
+    return pb.Dispatch(
         request_id="a",
         branches=[pb.Branch(seed=1)],
         prompt_token_ids=prompt,
@@ -312,7 +356,13 @@ def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
         target=pb.Target(node=DECODE.to_proto(), grpc_address="decode-0:1"),
         ms_left=60_000,
     )
-    look = only(node.send(dispatch), ev.LookInPool)
+
+
+@pytest.mark.covers("W07")
+def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
+    node = Mixed(reads_kv_pool=True)
+    prompt = prompt_of(4)
+    look = only(node.send(to_another(prompt)), ev.LookInPool)
     assert node.identity is MIXED and not node.plans
     fetch = only(node.feed(ev.PoolLooked(look.look_id, 4)), ev.FetchBlocks)
     for _, block_id in fetch.blocks:
@@ -322,3 +372,21 @@ def test_the_prefill_half_of_a_mixed_node_reads_the_pool_too() -> None:
     assert [chunk.start for chunk in node.plans[0].chunks] == [16]
     node.step()
     node.assert_empty()
+
+
+@pytest.mark.covers("S12", "P04")
+@pytest.mark.parametrize("is_somebody_in_line", [False, True])
+def test_on_a_mixed_node_a_fetch_takes_no_room_while_somebody_waits_for_a_lease(is_somebody_in_line: bool) -> None:
+    node = Mixed(num_blocks=20, policy="none", reads_kv_pool=True)
+
+    def reserve(name: str, num_tokens: int) -> list[ev.Action]:
+        request = reserve_request(AttemptKey(name, 0, 0), [3] * num_tokens, 4)
+        request.to_incarnation, request.wait_ms = MIXED.incarnation, 10_000
+        return node.feed(ev.ReserveAsked(ord(name), request))
+
+    only(reserve("x", 40), ev.AnswerReserve)
+    if is_somebody_in_line:
+        assert not reserve("y", 40), "it finds room, and was to wait"
+    look = only(node.send(to_another(prompt_of(2))), ev.LookInPool)
+    actions = node.feed(ev.PoolLooked(look.look_id, 2))
+    assert any(isinstance(action, ev.FetchBlocks) for action in actions) == (not is_somebody_in_line)

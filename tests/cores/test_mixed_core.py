@@ -204,6 +204,10 @@ class DrainingPart:
     def hold_back(self, is_held_up: bool) -> None:
         pass
 
+    @property
+    def has_line(self) -> bool:
+        return False
+
     def sends(self, event: ev.Event) -> bool:
         return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,27 +109,29 @@ def test_every_role_saves_the_same_blocks_under_the_same_keys_and_each_is_writte
 def test_what_is_staged_is_written_before_a_node_that_drains_has_gone(
     all_roles: RoleByRole, redis: RedisServer, fresh_seed: int
 ) -> None:
-    """The store stands still while the node is asked to end, and it still stands still when nothing else is left to do."""
+    """The store stands still when the sequence ends, and still does when the node has nothing else left to do."""
     rng = random.Random(fresh_seed)
     prompt = [rng.randrange(256) for _ in range(3 * BLOCK_SIZE)]
     keys = keys_of(all_roles, "mixed-0", prompt)
-    redis.freeze()
-    thaw = threading.Timer(0.7, redis.thaw)
+    body = {"model": "llama-tiny", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
     try:
-        for _ in range(3):
-            ask(all_roles, prompt, 1)
-        all_roles.terminate("mixed-0")
-        all_roles.terminate("prefill-0")
-        assert not any(all_roles.exit_code(node) is not None for node in ("mixed-0", "prefill-0")), (
-            "it waits for the store"
-        )
-        thaw.start()
-        assert all_roles.wait_for_end("mixed-0") == all_roles.wait_for_end("prefill-0") == 0
+        with all_roles.http.stream("POST", f"{all_roles.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            redis.freeze()
+            frozen_at = time.monotonic()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        (node,) = (name for name in ("decode-0", "mixed-0") if all_roles.state(name)["kv_pool"]["staging_blocks_used"])
+        all_roles.terminate(node)
+        wait_until("it has nothing else to do", lambda: "drain_over" in all_roles.log_text(node))
+        with pytest.raises(subprocess.TimeoutExpired):
+            all_roles.wait_for_end(node, 0.6)
+        is_in_time = time.monotonic() - frozen_at < 0.9 * KvStoreLimits().timeout_s
     finally:
-        thaw.cancel()
         redis.thaw()
-    assert set(keys) <= names_in(redis)
-    assert "kv_pool_unwritten" not in all_roles.log_text("mixed-0") + all_roles.log_text("prefill-0")
+    assert all_roles.wait_for_end(node) == 0
+    assert "kv_pool_unwritten" not in all_roles.log_text(node)
+    assert set(keys) <= names_in(redis) or not is_in_time, "else the store had failed by then"
 
 
 # ---------------------------------------------------------------- who gives way, through directories

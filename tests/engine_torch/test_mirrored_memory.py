@@ -12,7 +12,9 @@ from engine.kv_memory import KvMemory
 from engine.local_engine import LocalEngine
 from engine.model import Model, load_model
 from engine.plan import Plan, PrefillChunk, Runner, SamplingParams, SlotStart
+from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
+from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
@@ -139,3 +141,29 @@ def test_a_move_between_devices_gives_the_tokens_of_one_engine(
     world.run()
     assert stream.end == "finished" and world.happened["moved"] == 1
     assert stream.token_ids == alone(model, prompt, 40, SEEDS[0])
+
+
+@pytest.mark.covers("W01")
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_what_is_saved_is_on_the_hosts_side_when_it_is_to_be_copied(model: Model, is_asynchronous: bool) -> None:
+    """Of who gives way, and of who is done: what decoding wrote, too, of which nothing else is ever brought there."""
+    memory = KvMemory(model.config, BLOCK_SIZE, 16, model.dtype, mirror=True)
+    rules = SaveRules(of_preempted=True, of_finished=True)
+    config = SchedulerConfig(4, 64, MAX_MODEL_LEN, reserve=ReserveConfig("none"), saves=rules)
+    scheduler = Scheduler(config, BlockPool(16, BLOCK_SIZE), b"key")
+    runner = TorchRunner(model, memory, 4, MAX_MODEL_LEN, is_asynchronous=is_asynchronous)
+    for number in range(3):
+        prompt = tuple(range(40 + number, 55 + number))
+        scheduler.submit(SequenceSpec(number, prompt, 0, SamplingParams(0.0, 0), 20, frozenset(), ()))
+    num_saved = 0
+    while scheduler.has_sequences:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.complete(runner.run(plan))
+        for save in scheduler.take_saves():
+            block_ids = [block_id for _, block_id in save.blocks]
+            on_device = memory.tensor[block_ids].reshape(len(block_ids), -1).view(torch.uint8).numpy()
+            assert np.array_equal(memory.bytes[block_ids], on_device) and on_device.any(-1).all()
+            num_saved += 1
+            scheduler.saved(save.save_id)
+    assert num_saved == 3 + scheduler.num_preempted > 3

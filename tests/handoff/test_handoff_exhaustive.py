@@ -6,7 +6,6 @@ blocks runs, what is in flight. One attempt, one block; a second attempt is the 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ from connector.handoff import (
     RECEIVER_TABLE,
     SENDER_IGNORED,
     SENDER_TABLE,
-    IllegalTransition,
     ReceiverAction,
     ReceiverEvent,
     ReceiverState,
@@ -27,6 +25,7 @@ from connector.handoff import (
     step_receiver,
     step_sender,
 )
+from tests.handoff.exploring import assert_in_one_place, reachable
 
 S, E, A = SenderState, SenderEvent, SenderAction
 R, V, B = ReceiverState, ReceiverEvent, ReceiverAction
@@ -221,20 +220,9 @@ def local_steps(w: World) -> Iterator[World]:
                 yield sender_step(w, event)
 
 
-def reachable() -> set[World]:
-    seen, queue = {World()}, deque([World()])
-    while queue:
-        w = queue.popleft()
-        for nxt in (*rpc_steps(w), *link_steps(w), *local_steps(w)):
-            if nxt not in seen:
-                seen.add(nxt)
-                queue.append(nxt)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def worlds() -> set[World]:
-    return reachable()
+    return reachable(World(), lambda w: (*rpc_steps(w), *link_steps(w), *local_steps(w)))
 
 
 @pytest.mark.covers("H04", "H06", "H08", "D05", "R21")
@@ -292,21 +280,13 @@ def test_a_lost_acknowledgement_leaves_the_receiver_running_and_the_sender_unsur
 @pytest.mark.parametrize("state", SenderState)
 @pytest.mark.parametrize("event", SenderEvent)
 def test_each_sender_pair_is_in_one_place(state: SenderState, event: SenderEvent) -> None:
-    places = ((state, event) in SENDER_TABLE) + ((state, event) in SENDER_IGNORED)
-    assert places <= 1
-    if places == 0:
-        with pytest.raises(IllegalTransition):
-            step_sender(state, event)
+    assert_in_one_place((state, event), SENDER_TABLE, SENDER_IGNORED, step_sender)
 
 
 @pytest.mark.parametrize("state", ReceiverState)
 @pytest.mark.parametrize("event", ReceiverEvent)
 def test_each_receiver_pair_is_in_one_place(state: ReceiverState, event: ReceiverEvent) -> None:
-    places = ((state, event) in RECEIVER_TABLE) + ((state, event) in RECEIVER_IGNORED)
-    assert places <= 1
-    if places == 0:
-        with pytest.raises(IllegalTransition):
-            step_receiver(state, event)
+    assert_in_one_place((state, event), RECEIVER_TABLE, RECEIVER_IGNORED, step_receiver)
 
 
 @pytest.mark.usefixtures("worlds")

@@ -6,7 +6,6 @@ reads its block, what is in flight. There is one owner at most, its tokens are i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +34,7 @@ from decode_node.moving import (
     MoveState,
     step_move,
 )
+from tests.handoff.exploring import assert_in_one_place, reachable
 
 M, E, A = MoveState, MoveEvent, MoveAction
 S, SE, SA = SenderState, SenderEvent, SenderAction
@@ -253,15 +253,13 @@ def holder_steps(w: World, used: set[tuple[Any, Any]]) -> Iterator[World]:
 
 def explore() -> tuple[set[World], set[tuple[Any, Any]]]:
     used: set[tuple[Any, Any]] = set()
-    seen, queue = {World()}, deque([World()])
-    while queue:
-        w = queue.popleft()
+
+    def steps(w: World) -> Iterator[World]:
         for nxt in (*rpc_steps(w, used), *link_steps(w, used), *target_steps(w), *holder_steps(w, used)):
-            if nxt not in seen:
-                check(nxt)
-                seen.add(nxt)
-                queue.append(nxt)
-    return seen, used
+            check(nxt)
+            yield nxt
+
+    return reachable(World(), steps), used
 
 
 def check(w: World) -> None:
@@ -355,11 +353,7 @@ def test_the_exploration_finds_a_release_behind_the_commit(monkeypatch: pytest.M
 @pytest.mark.parametrize("state", MoveState)
 @pytest.mark.parametrize("event", MoveEvent)
 def test_each_pair_is_in_one_place(state: MoveState, event: MoveEvent) -> None:
-    places = ((state, event) in MOVE_TABLE) + ((state, event) in MOVE_IGNORED)
-    assert places <= 1
-    if places == 0:
-        with pytest.raises(IllegalTransition):
-            step_move(state, event)
+    assert_in_one_place((state, event), MOVE_TABLE, MOVE_IGNORED, step_move)
 
 
 def test_every_row_of_the_table_is_reached(explored: tuple[set[World], set[tuple[Any, Any]]]) -> None:

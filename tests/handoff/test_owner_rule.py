@@ -1,33 +1,23 @@
 """The owner rule against both handoff machines: whatever order the two sessions deliver in, the router believes the right node.
 
-The world is one attempt at its sender, its receiver and the router. Both ends are the real machines; the bytes are left out (see
-test_handoff_exhaustive.py), so a lease is filled from the start. Each session is ordered; there is no order between them, and
-none between a session and the link. Whatever the router decides it cancels at both nodes, later or never: after a loss or a grace
-the attempt may run on for a while, and no word of it may count then.
+The world (owner_world.py) is one attempt at its sender, its receiver and the router. Whatever the router decides it cancels at both
+nodes, later or never: after a loss or a grace the attempt may run on for a while, and no word of it may count then.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 
-from connector.handoff import (
-    ReceiverAction,
-    ReceiverEvent,
-    ReceiverState,
-    SenderAction,
-    SenderEvent,
-    SenderState,
-    step_receiver,
-    step_sender,
-)
+from connector.handoff import ReceiverEvent, ReceiverState, SenderAction, SenderEvent, SenderState, step_sender
 from router.ownership import IGNORED, TABLE, Owner, Verdict, Word, judge
+from tests.handoff.exploring import reachable
+from tests.handoff.owner_world import Ends, hearing_steps, link_steps, receiver_step, receiver_steps
 
 S, E, A = SenderState, SenderEvent, SenderAction
-R, V, B = ReceiverState, ReceiverEvent, ReceiverAction
+R, V = ReceiverState, ReceiverEvent
 W = Word
 
 ONLY_OF_BROKEN_PEERS = (
@@ -45,24 +35,11 @@ HEARD: set[tuple[Owner, Word]] = set()
 
 
 @dataclass(frozen=True)
-class World:
+class World(Ends):
     """One attempt, from the lease on."""
 
-    sender: SenderState = S.WRITING
-    receiver: ReceiverState = R.FILLED
-    is_commit_in_flight: bool = False
-    is_release_in_flight: bool = False
-    ack: bool | None = None  # on its way back: owns it, refuses it
-    from_sender: tuple[Word, ...] = ()
-    from_receiver: tuple[Word, ...] = ()
     has_sampled: bool = False  # the sender has told its token
-    is_running: bool = False  # the receiver's branch generates
-    has_run: bool = False
-    is_sender_lost: bool = False
-    is_receiver_lost: bool = False
-    owner: Owner = Owner.SENDER
     verdict: Verdict | None = None  # that ended the attempt
-    is_grace_set: bool = False
     cancels: frozenset[str] = frozenset()  # under way to these nodes
 
 
@@ -82,21 +59,6 @@ def sender_step(w: World, event: SenderEvent) -> World:
             case _:
                 pass
     return sender_step(w, E.QUIET) if w.sender is S.DRAINING else w
-
-
-def receiver_step(w: World, event: ReceiverEvent) -> World:
-    state, actions = step_receiver(w.receiver, event)
-    w = replace(w, receiver=state)
-    for action in actions:
-        match action:
-            case B.ACTIVATE:
-                told = (*w.from_receiver, W.RECEIVER_TOKENS)
-                w = replace(w, is_running=True, has_run=True, from_receiver=told)
-            case B.ACK_COMMIT | B.REFUSE_COMMIT:
-                w = replace(w, ack=action is B.ACK_COMMIT)
-            case _:
-                pass
-    return w
 
 
 def hear(w: World, word: Word) -> World:
@@ -123,18 +85,13 @@ def hear(w: World, word: Word) -> World:
 
 
 def session_steps(w: World) -> Iterator[World]:
-    if w.from_sender:
-        yield hear(replace(w, from_sender=w.from_sender[1:]), w.from_sender[0])
-    if w.from_receiver:
-        yield hear(replace(w, from_receiver=w.from_receiver[1:]), w.from_receiver[0])
-    if w.is_grace_set:
-        yield hear(replace(w, is_grace_set=False), W.GRACE_OVER)
+    yield from hearing_steps(w, hear)
     if not w.is_sender_lost:  # the process dies: what it sent is lost with the session, or is heard first
         lost = replace(w, is_sender_lost=True, sender=S.FAILED, ack=None)
         yield replace(lost, from_sender=(W.SENDER_LOST,))
         yield replace(lost, from_sender=(*w.from_sender, W.SENDER_LOST))
     if not w.is_receiver_lost:
-        lost = replace(w, is_receiver_lost=True, receiver=R.RELEASED, is_running=False, ack=None)
+        lost = replace(w, is_receiver_lost=True, is_receiver_dead=True, receiver=R.RELEASED, is_running=False, ack=None)
         yield replace(lost, from_receiver=(W.RECEIVER_LOST,))
         yield replace(lost, from_receiver=(*w.from_receiver, W.RECEIVER_LOST))
     for node in w.cancels:
@@ -156,47 +113,12 @@ def sender_steps(w: World) -> Iterator[World]:
             ended = replace(w, has_sampled=True, from_sender=(*w.from_sender, W.SENDER_FINISH))
             yield sender_step(ended, E.WITHDRAW)
         yield sender_step(w, E.LEASE_GONE)
-    if w.sender in (S.WRITING, S.COMMITTING):
-        yield sender_step(replace(w, is_commit_in_flight=False), E.LINK_LOST)  # with what was on it
-        yield sender_step(w, E.LINK_LOST)  # what was on it still arrives
-    if w.sender is S.COMMITTING:
-        yield sender_step(w, E.OVERDUE)
-        if w.ack is not None:
-            yield sender_step(replace(w, ack=None), E.ACKED if w.ack else E.COMMIT_REFUSED)
-
-
-def receiver_steps(w: World) -> Iterator[World]:
-    if w.is_receiver_lost:
-        return
-    if w.is_commit_in_flight:
-        arrived = replace(w, is_commit_in_flight=False)
-        yield arrived  # lost
-        if w.receiver is not R.RUNNING:
-            yield receiver_step(arrived, V.COMMIT)
-    if w.is_release_in_flight:
-        arrived = replace(w, is_release_in_flight=False)
-        yield receiver_step(arrived, V.RELEASE) if w.receiver is R.FILLED else arrived
-    if w.receiver is R.FILLED:
-        yield receiver_step(w, V.EXPIRE)
-    if w.receiver in (R.COMMITTED, R.QUARANTINED):
-        yield receiver_step(w, V.QUIET)
-    if w.is_running and len(w.from_receiver) < 2:
-        yield replace(w, from_receiver=(*w.from_receiver, W.RECEIVER_TOKENS))
-    if w.is_running:
-        for word in (W.RECEIVER_FINISH, W.RECEIVER_ERROR):
-            yield replace(w, is_running=False, from_receiver=(*w.from_receiver, word))
+    yield from link_steps(w, sender_step)
 
 
 @pytest.fixture(scope="module")
 def worlds() -> set[World]:
-    seen, queue = {World()}, deque([World()])
-    while queue:
-        w = queue.popleft()
-        for nxt in (*session_steps(w), *sender_steps(w), *receiver_steps(w)):
-            if nxt not in seen:
-                seen.add(nxt)
-                queue.append(nxt)
-    return seen
+    return reachable(World(), lambda w: (*session_steps(w), *sender_steps(w), *receiver_steps(w)))
 
 
 @pytest.mark.covers("R21", "R04")

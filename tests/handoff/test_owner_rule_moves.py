@@ -1,34 +1,25 @@
 """The owner rule of a move, against both handoff machines: the holder decodes on, hands over, or goes on when it came to nothing.
 
-The world is one move: its holder, its target and the router, from the lease on (see test_owner_rule.py for what is left out). The
+The world is one move: its holder, its target and the router, from the lease on (owner_world.py). The
 holder decodes while it writes, and stops before Commit. What it does after a failure that is certain is free: it goes on and asks
 again, goes on to its end, or gives up. A target whose session is lost may be dead, or alive and unheard.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 
-from connector.handoff import (
-    ReceiverAction,
-    ReceiverEvent,
-    ReceiverState,
-    SenderAction,
-    SenderEvent,
-    SenderState,
-    step_receiver,
-    step_sender,
-)
+from connector.handoff import ReceiverState, SenderAction, SenderEvent, SenderState, step_sender
 from router.ownership import IGNORED, TABLE, Owner, Verdict, Word, judge
+from tests.handoff.exploring import reachable
+from tests.handoff.owner_world import MAX_WORDS, Ends, hearing_steps, link_steps, receiver_steps
 
 S, E, A = SenderState, SenderEvent, SenderAction
-R, V, B = ReceiverState, ReceiverEvent, ReceiverAction
+R = ReceiverState
 W = Word
-MAX_WORDS = 2  # tokens that wait in one session
 
 OF_MOVES = {row for row in TABLE.keys() | IGNORED if row[0] in (Owner.MOVING, Owner.DOUBTED)}
 ONLY_OF_BROKEN_PEERS = (
@@ -41,25 +32,12 @@ HEARD: set[tuple[Owner, Word]] = set()
 
 
 @dataclass(frozen=True)
-class World:
+class World(Ends):
     """One move."""
 
-    sender: SenderState = S.WRITING
-    receiver: ReceiverState = R.FILLED
-    is_commit_in_flight: bool = False
-    is_release_in_flight: bool = False
-    ack: bool | None = None
-    from_sender: tuple[Word, ...] = ()
-    from_receiver: tuple[Word, ...] = ()
+    owner: Owner = Owner.MOVING
     is_decoding: bool = True  # the holder
     must_decide: bool = False  # the holder, after a failure that is certain
-    is_running: bool = False  # the target
-    has_run: bool = False
-    is_sender_lost: bool = False
-    is_receiver_lost: bool = False  # its session
-    is_receiver_dead: bool = False
-    owner: Owner = Owner.MOVING
-    is_grace_set: bool = False
     is_asked_again: bool = False
 
 
@@ -79,25 +57,6 @@ def sender_step(w: World, event: SenderEvent) -> World:
             case _:
                 pass
     return sender_step(w, E.QUIET) if w.sender is S.DRAINING else w
-
-
-def receiver_step(w: World, event: ReceiverEvent) -> World:
-    state, actions = step_receiver(w.receiver, event)
-    w = replace(w, receiver=state)
-    for action in actions:
-        match action:
-            case B.ACTIVATE:
-                w = tell(replace(w, is_running=True, has_run=True), W.RECEIVER_TOKENS)
-            case B.ACK_COMMIT | B.REFUSE_COMMIT:
-                w = replace(w, ack=action is B.ACK_COMMIT)
-            case _:
-                pass
-    return w
-
-
-def tell(w: World, word: Word) -> World:
-    """The target's words; of a lost session nobody hears them."""
-    return w if w.is_receiver_lost else replace(w, from_receiver=(*w.from_receiver, word))
 
 
 def hear(w: World, word: Word) -> World:
@@ -125,12 +84,7 @@ def hear(w: World, word: Word) -> World:
 def session_steps(w: World) -> Iterator[World]:
     if w.is_asked_again:
         return  # the next move is another world
-    if w.from_sender:
-        yield hear(replace(w, from_sender=w.from_sender[1:]), w.from_sender[0])
-    if w.from_receiver:
-        yield hear(replace(w, from_receiver=w.from_receiver[1:]), w.from_receiver[0])
-    if w.is_grace_set:
-        yield hear(replace(w, is_grace_set=False), W.GRACE_OVER)
+    yield from hearing_steps(w, hear)
     if not w.is_sender_lost:
         lost = replace(w, is_sender_lost=True, is_decoding=False, must_decide=False, sender=S.FAILED, ack=None)
         yield replace(lost, from_sender=(W.SENDER_LOST,))
@@ -160,49 +114,12 @@ def sender_steps(w: World) -> Iterator[World]:
     if w.sender is S.WRITING:
         yield sender_step(w, E.ALL_WRITTEN)
         yield sender_step(w, E.LEASE_GONE)
-    if w.sender in (S.WRITING, S.COMMITTING):
-        yield sender_step(replace(w, is_commit_in_flight=False), E.LINK_LOST)
-        yield sender_step(w, E.LINK_LOST)
-    if w.sender is S.COMMITTING:
-        yield sender_step(w, E.OVERDUE)
-        if w.ack is not None:
-            yield sender_step(replace(w, ack=None), E.ACKED if w.ack else E.COMMIT_REFUSED)
-
-
-def receiver_steps(w: World) -> Iterator[World]:
-    if w.is_receiver_dead:
-        return
-    if w.is_commit_in_flight:
-        arrived = replace(w, is_commit_in_flight=False)
-        yield arrived  # lost
-        if w.receiver is not R.RUNNING:
-            yield receiver_step(arrived, V.COMMIT)
-    if w.is_release_in_flight:
-        arrived = replace(w, is_release_in_flight=False)
-        yield receiver_step(arrived, V.RELEASE) if w.receiver is R.FILLED else arrived
-    if w.receiver is R.FILLED:
-        yield receiver_step(w, V.EXPIRE)
-    if w.receiver in (R.COMMITTED, R.QUARANTINED):
-        yield receiver_step(w, V.QUIET)
-    if w.is_running and len(w.from_receiver) < MAX_WORDS:
-        yield tell(w, W.RECEIVER_TOKENS)
-    if w.is_running:
-        for word in (W.RECEIVER_FINISH, W.RECEIVER_ERROR):
-            yield tell(replace(w, is_running=False), word)
-        if w.is_receiver_lost:  # it finds its router gone
-            yield replace(w, is_running=False)
+    yield from link_steps(w, sender_step)
 
 
 @pytest.fixture(scope="module")
 def worlds() -> set[World]:
-    seen, queue = {World()}, deque([World()])
-    while queue:
-        w = queue.popleft()
-        for nxt in (*session_steps(w), *sender_steps(w), *receiver_steps(w)):
-            if nxt not in seen:
-                seen.add(nxt)
-                queue.append(nxt)
-    return seen
+    return reachable(World(), lambda w: (*session_steps(w), *sender_steps(w), *receiver_steps(w)))
 
 
 @pytest.mark.covers("R21", "R04", "D08")

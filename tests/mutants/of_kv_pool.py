@@ -182,9 +182,9 @@ MUTANTS: Final = (
         "kv-save-waits-for-room",
         "A save waits until the store has made room in the buffer.",
         "node/kv_pool_writer.py",
-        "                slot = None if is_present else self._staging.begin(key)\n",
+        "                is_present = self._recent.has(key, now)\n",
         "                self._changed.wait_for(lambda: self._staging.num_used < self.num_slots, 30)\n"
-        "                slot = None if is_present else self._staging.begin(key)\n",
+        "                is_present = self._recent.has(key, now)\n",
         _THREADS,
     ),
     Mutant(

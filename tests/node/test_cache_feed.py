@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine.block_pool import BlockPool
 from engine.key_log import KeyLog
 from node.cache_feed import CacheFeed, TellingCore
-from node.events import FromRouter, RouterId, RouterLost
+from node.events import Action, FromRouter, RouterId, RouterLost, ToRouter
 from proto import baton_pb2 as pb
 from tests.node.scripted_core import ScriptedCore
 
@@ -75,7 +77,7 @@ def test_who_asks_too_late_or_for_what_never_was_begins_anew() -> None:
     feed.ask(ONE, pb.CacheAsk())
     feed.tell()
     for number in range(2, 7):
-        pool.publish(*pool.allocate(1), key(number))
+        pool.publish(pool.allocate(1)[0], key(number))
     for ask in (pb.CacheAsk(taken=0), pb.CacheAsk(taken=99)):
         feed.ask(ONE, ask)
         assert told(feed) == [pb.CacheNews(taken=5, stored=shorts(*range(1, 7)))]
@@ -87,19 +89,31 @@ def test_who_asks_too_late_or_for_what_never_was_begins_anew() -> None:
 def test_nothing_is_kept_while_nobody_listens_and_each_router_has_its_own_place() -> None:
     pool = pool_with()
     core = TellingCore(ScriptedCore(), pool)
-    pool.publish(*pool.allocate(1), key(1))
-    assert not pool.key_log.is_on and pool.key_log.last == 0
+    pool.publish(pool.allocate(1)[0], key(1))
+    assert not is_on(pool) and pool.key_log.last == 0
     for router in (ONE, OTHER):
-        (action,) = core.receive(FromRouter(router, pb.RouterMessage(cache=pb.CacheAsk())), 0.0)
-        assert action.router == router  # type: ignore[union-attr]
+        assert said(core.receive(FromRouter(router, asks(pb.CacheAsk())), 0.0)) == [router]
     assert core.snapshot()["cache_listeners"] == 2
-    core.receive(FromRouter(OTHER, pb.RouterMessage(cache=pb.CacheAsk(taken=0))), 0.0)
-    pool.publish(*pool.allocate(1), key(2))
-    (action,) = core.tick(0.0)
-    assert action.router == OTHER  # type: ignore[union-attr]
+    core.receive(FromRouter(OTHER, asks(pb.CacheAsk(taken=0))), 0.0)
+    pool.publish(pool.allocate(1)[0], key(2))
+    assert said(core.tick(0.0)) == [OTHER]
     core.receive(RouterLost(OTHER), 0.0)
-    assert pool.key_log.is_on
+    assert is_on(pool)
     core.receive(RouterLost(ONE), 0.0)
-    assert not pool.key_log.is_on and core.snapshot()["cache_listeners"] == 0
-    (action,) = core.receive(FromRouter(ONE, pb.RouterMessage(cache=pb.CacheAsk(taken=1))), 0.0)
-    assert not action.message.cache.HasField("after"), "what happened while nobody listened is not known"  # type: ignore[union-attr]
+    assert not is_on(pool) and core.snapshot()["cache_listeners"] == 0
+    (action,) = core.receive(FromRouter(ONE, asks(pb.CacheAsk(taken=1))), 0.0)
+    assert isinstance(action, ToRouter)
+    assert not action.message.cache.HasField("after"), "what happened while nobody listened is not known"
+
+
+def asks(ask: pb.CacheAsk) -> pb.RouterMessage:
+    return pb.RouterMessage(cache=ask)
+
+
+def said(actions: Sequence[Action]) -> list[RouterId]:
+    """Whom a core tells something."""
+    return [action.router for action in actions if isinstance(action, ToRouter)]
+
+
+def is_on(pool: BlockPool) -> bool:
+    return pool.key_log.is_on

@@ -83,5 +83,12 @@ def test_what_cannot_be_opened_is_one_sentence(role: str, flags: tuple[str, ...]
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_bound_that_holds_no_block_is_one_sentence() -> None:
+    for flag in ("--kv-pool-max-mib", "--kv-pool-staging-mib"):
+        config = parse(NodeConfig, "", "", ["--model", "m", "--router", "h:1", "--kv-pool", "memory://", flag, "1"], {})
+        with pytest.raises(ValueError, match=f"{flag} 1: does not hold one block, which has 1048577 bytes"):
+            open_store("mixed", config, (1 << 20) + 1, count_nowhere)
+
+
 def test_a_prefill_node_that_saves_prompts_may_keep_them_for_itself() -> None:
     assert opened("prefill", "--kv-pool", "memory://", "--save-finished-kv", "on") is not None

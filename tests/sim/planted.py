@@ -17,6 +17,7 @@ from engine.scheduler import Scheduler
 from node.handing_over import Handovers
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
+from router.cache_index import CacheIndex
 from router.core import RouterCore
 from router.entrance import Entrance, RouterCoreConfig
 from router.events import RESCHEDULED
@@ -132,6 +133,11 @@ def the_queue_has_no_end(patch: Patch) -> None:
         return right(self, request, 0, wait_s, now)
 
     patch.setattr(Entrance, "find_refusal", find_refusal)
+
+
+def routers_overlook_evictions(patch: Patch) -> None:
+    """A block that a node evicted is still believed to be there."""
+    patch.setattr(CacheIndex, "evict", lambda self, holder, keys: None)
 
 
 def a_routers_timers_are_late(patch: Patch) -> None:

@@ -28,6 +28,7 @@ from tests.sim.planted import (
     refused_attempts_count_as_failed,
     refused_branches_are_not_queued,
     repeats_are_taken,
+    routers_overlook_evictions,
     senders_ignore_their_timers,
     sent_blocks_are_dropped_before_they_are_read,
     the_fence_admits_everything,
@@ -48,6 +49,7 @@ MAX_SEEDS = 120
 # Where the search begins, to save time: the first of the seeds from 0 on that found it when this was written.
 FIRST_SEEDS: dict[Callable[[Patch], None], int] = {
     promises_are_kept_for_ever: 30,
+    senders_ignore_their_timers: 31,
     writes_run_on_into_blocks_that_are_free: 47,
     sent_blocks_are_dropped_before_they_are_read: 5,
 }
@@ -65,6 +67,7 @@ BUGS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (refused_branches_are_not_queued, "queued of|do not end|does not end"),
     (the_queue_has_no_end, "a request came to"),
     (a_routers_timers_are_late, "after its deadline"),
+    (routers_overlook_evictions, "knows other blocks than"),
     (ended_leases_are_quiet_at_once, "a write landed in block"),
     (budgets_are_one_short, "retries some are left|what it has is lost"),
     (a_node_that_died_counts_twice, "retries some are left"),

@@ -136,6 +136,8 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "moves:off",
         "moves:no_room",
         "moves_refused",
+        "cached_tokens:",
+        "index agrees",
         "kv saves",
         "kv blocks fetched",
         "kv fetches short",

@@ -1,4 +1,4 @@
-"""`python -m bench.cache_index`: what the index of nodes' caches costs the router, at up to 1,000 nodes with a million blocks each.
+"""`python -m bench.block_index`: what the index of nodes' caches costs the router, at up to 1,000 nodes with a million blocks each.
 
 Each node holds conversations of `--chain` blocks behind one beginning that all of them share. All of that is told to an
 index as nodes tell it, in pieces; then prompts are looked up, and compared with what is known to be held. Times are of
@@ -28,7 +28,7 @@ from router.key_table import Keys
 from runtime.config import knob, load
 from runtime.process import write_atomically
 
-PROG: Final = "python -m bench.cache_index"
+PROG: Final = "python -m bench.block_index"
 PIECE: Final = 4096  # keys in a message, as of node/cache_feed.py
 SHARED: Final = 64  # blocks that every node holds
 SWEEP: Final = 2048  # buckets at once, as of router/cache_map.py
