@@ -47,7 +47,7 @@ again under its name, wait until the router's /ready answers 200, go on with the
 class DrainConfig:
     """What the operator says."""
 
-    node: str = knob(help="name of the node, or HOST:PORT of its gRPC port; also without the flag", metavar="NODE")
+    node: str = knob("", "name of the node, or HOST:PORT of its gRPC port; also without the flag", metavar="NODE")
     router: tuple[str, ...] = knob((), "registry of a router, as nodes are given it", metavar="HOST:PORT,…")
     registry: str = knob(
         EMBEDDED,
@@ -68,6 +68,10 @@ class DrainConfig:
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
+        if not self.node:
+            raise ValueError(
+                "NODE is missing: the node's name, as in baton drain decode-0, or HOST:PORT of its gRPC port"
+            )
         is_found = self.router or self.run_dir is not None or self.registry != EMBEDDED
         if not _ADDRESS.fullmatch(self.node) and not is_found:
             raise ValueError(f"{self.node}: --router HOST:PORT or --run-dir DIR is missing, to find it by its name")

@@ -155,7 +155,8 @@ class _Launcher:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
                     ready = await client.get("/ready")
-                    if ready.status_code == httpx.codes.OK and not ready.json()["degraded"]:
+                    is_whole = not self._config.may_prefill or not ready.json()["degraded"]
+                    if ready.status_code == httpx.codes.OK and is_whole:
                         models: dict[str, Any] = (await client.get("/v1/models")).json()
                         return str(models["data"][0]["id"])
                 await asyncio.sleep(READY_POLL_S)

@@ -21,7 +21,12 @@ class UpConfig:
     """One cluster on this machine."""
 
     model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
-    prefill: int = knob(1, "number of prefill nodes; 0 only with mixed ones", low=0, high=64)
+    prefill: int = knob(
+        1,
+        "number of prefill nodes; 0 with mixed ones, or where decode nodes compute prompts (--local-prefill)",
+        low=0,
+        high=64,
+    )
     decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
     mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
     routers: int = knob(1, "number of routers over the same nodes; each takes the next port", low=1, high=64)
@@ -86,6 +91,11 @@ class UpConfig:
         numbers = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return {role: number for role, number in numbers.items() if number}
 
+    @property
+    def may_prefill(self) -> bool:
+        """Whether there are nodes whose role it is to compute prompts; else decode nodes do, for good."""
+        return self.prefill + self.mixed > 0
+
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
@@ -95,9 +105,12 @@ class UpConfig:
             raise ValueError(
                 f"--port {self.port}: there are not {self.routers} ports from there on, one for each router"
             )
-        for role, number in (("prefill", self.prefill), ("decode", self.decode)):
-            if not number and not self.mixed:
-                raise ValueError(f"--{role} 0: nobody would {role}; at least 1 is needed, or --mixed 1")
+        if not self.decode and not self.mixed:
+            raise ValueError("--decode 0: nobody would decode; at least 1 is needed, or --mixed 1")
+        if not self.may_prefill and self.local_prefill == "off":
+            raise ValueError(
+                "--prefill 0: nobody would prefill, with --local-prefill off; at least 1 is needed, or --mixed 1"
+            )
         if not self.model.is_dir():
             raise ValueError(
                 f"--model {self.model}: is not a directory; make one with: baton model make --out {self.model}"

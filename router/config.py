@@ -61,7 +61,11 @@ class RouterConfig:
         True, "a decode node that failed a choice, or gave it up, gets it again only where no other can take it"
     )
     max_nodes_lost: int = knob(
-        2, "nodes that may die while a choice is on them before it fails: it may be what kills them", low=1, high=100
+        2,
+        "nodes whose processes may die while a choice is on them; then it ends as if its retries were spent, since it may be "
+        "what kills them; a node that is silent or cut off does not count",
+        low=1,
+        high=100,
     )
     max_moves: int = knob(
         8, "times that a choice may go from decode node to decode node, KV and all, before it stays", low=0, high=1000

@@ -131,6 +131,10 @@ class RouterCore:
         None before the first."""
         return self._nodes.longest_known
 
+    def most_prompts(self, num_choices: int) -> int:
+        """Prompts with so many choices each that could come at once, were nobody else here: those behind find the queue full."""
+        return 1 + (self._config.max_queue + self._nodes.num_slots - 1) // num_choices
+
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return self._nodes.missing()
@@ -172,6 +176,8 @@ class RouterCore:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:
                 continue  # ended a moment ago, with its request or by the loss of its other node
+            if ref in change.died:
+                branch.tries.saw_death(ref)
             word, error = word_of_loss(side), node_lost(ref, "while the request was on it")
             if ref in change.drained:
                 error = node_drained(ref)
@@ -180,6 +186,8 @@ class RouterCore:
             self._ends.hear(branch, branch.pair, word, error, now)
         for ref in (*change.lost, *change.drained):
             for branch in self._live.unscored_at(ref):
+                if ref in change.died:
+                    branch.tries.saw_death(ref)
                 if branch.pair is not None:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions

@@ -24,7 +24,7 @@ class RouterCoreConfig:
     max_inflight_prefills: int = 32  # per node that prefills
     preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
     preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
-    max_nodes_lost: int = 2  # a branch that was on so many when they died fails
+    max_nodes_lost: int = 2  # a branch that was on so many when they died is sent to no other
     one_event_s: float = 2.5  # two of them found within so long count as one: a session's grace and a heartbeat
     max_moves: int = 8  # of a branch, from decode node to decode node
     no_nodes_grace_s: float = 10.0  # how long a last pair of nodes may be gone before requests are turned away

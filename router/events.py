@@ -127,6 +127,7 @@ class SessionLost:
     """Gone for good: every attempt there is NODE_LOST."""
 
     node: NodeRef
+    has_died: bool = False  # its process has ended, and not in good order; else it may be silent, cut off, or well
 
 
 @dataclass(frozen=True, slots=True)

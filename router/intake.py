@@ -72,6 +72,11 @@ class Intake:
         if self._shell.max_total_tokens is None:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
             raise ApiError(503, message, code="NO_NODES", retry_after_s=1.0)
+        if len(prompts) > (most := self._shell.most_prompts(body.n)):
+            message = (
+                f"{len(prompts)} prompts with n = {body.n} never find room at once: at most {most} do (--max-queue)"
+            )
+            raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
         timeout_s = min(self._request_timeout_s, body.timeout_s or math.inf)
         asked = []

@@ -45,6 +45,7 @@ class NodeChange:
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
     drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
+    died: list[NodeRef] = field(default_factory=list)  # the others whose process is known to have ended
 
 
 class NodeTable:
@@ -98,16 +99,17 @@ class NodeTable:
                     node.session = Session.UP
                 case SessionBroken():
                     node.session = Session.BROKEN
-                case SessionLost():
-                    self._lose(node, change)
+                case SessionLost(has_died=has_died):
+                    self._lose(node, change, has_died)
                 case LoadReported(load=load):
                     node.load = load
                     return change
         self._max_total_tokens = self._longest_pair()
         self._longest_known = self._max_total_tokens or self._longest_known
-        if self._is_degraded != bool(self.degraded()):
+        sentences = self.degraded()
+        if self._is_degraded != bool(sentences) and not self.missing():  # else nothing is served: that is no recovery
             self._is_degraded = not self._is_degraded
-            change.actions.append(Degraded(tuple(self.degraded())))
+            change.actions.append(Degraded(tuple(sentences)))
         return change
 
     def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:
@@ -115,7 +117,7 @@ class NodeTable:
         for other in list(self):
             if other.ref != ref and (other.ref.name == ref.name or other.entry.grpc_address == entry.grpc_address):
                 other.is_listed = False
-                self._lose(other, change)
+                self._lose(other, change, has_died=True)
         fingerprint = entry.fingerprint.SerializeToString(deterministic=True)
         node = self._nodes.get(ref)
         if node is None:
@@ -124,16 +126,18 @@ class NodeTable:
             return
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
         if node.entry.grpc_address != entry.grpc_address:
-            self._lose(node, change)
+            self._lose(node, change, has_died=False)
             node.session = Session.DIALING
             change.actions += [HangUp(ref), Dial(entry)]
         node.entry, node.fingerprint = entry, fingerprint
 
-    def _lose(self, node: Node, change: NodeChange) -> None:
+    def _lose(self, node: Node, change: NodeChange, has_died: bool) -> None:
         if node.drains:
             change.drained.append(node.ref)
         elif node.session in (Session.UP, Session.BROKEN):
             change.lost.append(node.ref)
+            if has_died:
+                change.died.append(node.ref)
         node.session = Session.LOST
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
         if not node.is_listed:
@@ -211,6 +215,11 @@ class NodeTable:
         ]
         prefills = {node.fingerprint for node in able if node.prefills}
         return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that all nodes that decode could run at once, whatever state they are in."""
+        return sum(node.entry.max_num_seqs for node in self if node.decodes)
 
     def decoding(self, total_tokens: int = 0) -> set[NodeRef]:
         """Nodes that decode and can take work, were there room, that can hold so long a sequence."""

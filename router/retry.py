@@ -4,6 +4,9 @@ Who was refused for want of room, or by a node that is to end, asks again and pa
 (`--preempt-retry-count`). A preemption costs a small part of a retry: the node was short of blocks, nothing is broken, and who is
 patient is served. A budget that is 0 is spent by the first of either kind.
 
+Who was on so many nodes when they died (`--max-nodes-lost`) may be what kills them: that is the end, as if the budget were spent. A
+node that is silent, or cut off, is no such node.
+
 The first attempt after a failure follows at once, elsewhere where it can; of several in a row each waits longer, with jitter, so
 that those who failed together do not come back together. Not here: whose word ends an attempt (ownership.py).
 """
@@ -81,7 +84,7 @@ class Over(Enum):
     """No other attempt."""
 
     FINAL = auto()  # another would meet the same
-    SPENT = auto()  # somebody else may try: what there is so far is handed up
+    SPENT = auto()  # enough for here: what there is so far is handed up
 
 
 class Tries:
@@ -92,8 +95,8 @@ class Tries:
         self._credit = config.preempt_retry_count * PREEMPTIONS_PER_RETRY
         self.num_refusals = 0  # that it met so far
         self.failures_in_row = 0  # attempts that failed since a receiver was heard
-        self.num_losses = 0  # deaths of nodes that it was on
-        self._nodes_lost: set[NodeRef] = set()
+        self.num_deaths = 0  # of nodes that it was on, those of one event counted once
+        self._dead: set[NodeRef] = set()  # whose deaths have ended no attempt yet
         self._joins_until: float | None = None  # when another death found no longer belongs to the last one
 
     @property
@@ -105,19 +108,23 @@ class Tries:
         """A receiver was heard: what fails now is no repetition."""
         self.failures_in_row = 0
 
+    def saw_death(self, node: NodeRef) -> None:
+        """The process of a node that it is on has ended."""
+        self._dead.add(node)
+
     def lost(self, node: NodeRef, now: float) -> None:
-        """It was on this node, which is found dead at `now`.
+        """An attempt has ended at `now` by the loss of this node, which counts if the node has died.
 
         Two that are found dead at nearly one time died of one thing, such as their host, and count as one: whoever goes on
         elsewhere after the first may be sent to the second before that is missed.
         """
-        if node in self._nodes_lost:
-            return
-        self._nodes_lost.add(node)
+        if node not in self._dead:
+            return  # silent, or cut off, or it has lost the session: no request is to blame for that
+        self._dead.discard(node)
         if self._joins_until is not None and now <= self._joins_until:
             self._joins_until = None
         else:
-            self.num_losses += 1
+            self.num_deaths += 1
             self._joins_until = now + self._config.one_event_s
 
     def after(self, error: pb.PDError, is_at_decode: bool, draw: Draw) -> Again | Over:
@@ -125,8 +132,8 @@ class Tries:
         cost = COST.get(error.code)
         if cost is None or not (error.retryable or error.code in _WHATEVER_THEY_SAY):
             return Over.FINAL
-        if error.code == pb.NODE_LOST and self.num_losses >= self._config.max_nodes_lost:
-            return Over.FINAL  # it may be what kills them
+        if error.code == pb.NODE_LOST and self.num_deaths >= self._config.max_nodes_lost:
+            return Over.SPENT  # it may be what kills them
         wait_s = min(error.retry_after_ms / 1000, self._config.max_refusal_wait_s)
         is_held = cost is Cost.NOTHING or self._config.preempt_retry_exclude_decode or not is_at_decode
         if cost is Cost.RETRY:

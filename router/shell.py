@@ -47,6 +47,7 @@ from runtime.alarm import Alarm
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from runtime.session_events import Loss
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class RouterShell:
         """The longest sequence (prompt and completion) that can be served; None while no pair of nodes is known."""
         return self._core.max_total_tokens
 
+    def most_prompts(self, num_choices: int) -> int:
+        """Prompts with so many choices each that one answer may have: more find the queue full whenever they come."""
+        return self._core.most_prompts(num_choices)
+
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
         return ["the router is shutting down"] if self.is_draining else self._core.missing()
@@ -123,9 +128,9 @@ class RouterShell:
         """SessionHandler."""
         self._feed(SessionBroken(NodeRef(*node)))
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         """SessionHandler."""
-        self._feed(SessionLost(NodeRef(*node)))
+        self._feed(SessionLost(NodeRef(*node), has_died=loss is Loss.DIED))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
         """SessionHandler."""

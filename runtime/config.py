@@ -226,7 +226,7 @@ class _Knob:
             return "default on" if self.default else "default off"
         if isinstance(self.default, tuple):
             return "default " + (",".join(map(str, self.default)) or "empty")
-        return "default " + ("none" if self.default is None else str(self.default))
+        return "default " + ("none" if self.default is None else str(self.default) or "empty")
 
     def _bounded(self, value: float, where: str) -> float:
         if not math.isfinite(value) or (self.low is not None and value < self.low):

@@ -80,7 +80,7 @@ class Event(Enum):
     DIAL_DUE = auto()  # dialer: start, or the backoff has passed
     DIAL_FAILED = auto()  # dialer: no Hello came of it
     PORT_REFUSED = auto()  # dialer: nobody listens there
-    REFUSED = auto()  # dialer: the peer is somebody else, or has lost the session
+    REFUSED = auto()  # dialer: the peer is somebody else, or has lost or ended the session
     WELCOMED = auto()  # dialer: the peer's Hello on the stream that we opened
     CALLED = auto()  # listener: a stream with a Hello for this session
     SUPERSEDED = auto()  # the peer opened another session, or restarted

@@ -15,6 +15,7 @@ from typing import Final
 from proto import baton_pb2 as pb
 from runtime.session import Peer, SessionTiming, State
 from runtime.session_end import SessionEnd, hello_problem
+from runtime.session_events import Fate
 
 MAX_SESSIONS: Final = 256  # routers at a time
 MAX_LOST_IDS: Final = 4_096
@@ -30,10 +31,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class NotAdmitted:
-    """Close the stream; `is_final`: the router must take the session for lost, else it may try again."""
+    """Close the stream with this fate: unless it is ENDED the router must take the session for lost, else it may try again."""
 
     reason: str
-    is_final: bool
+    fate: Fate
 
 
 class SessionBook:
@@ -49,19 +50,20 @@ class SessionBook:
         """Find or make the session that this Hello opens."""
         problem = hello_problem(hello, self._me)
         if problem is not None:
-            return NotAdmitted(problem, is_final=True)
+            is_for_us = hello.to_incarnation == self._me.incarnation
+            return NotAdmitted(problem, Fate.REFUSED if is_for_us else Fate.REPLACED)
         name = hello.peer.name
         if (name, hello.session_id) in self._lost:
-            return NotAdmitted("the session was lost here", is_final=True)
+            return NotAdmitted("the session was lost here", Fate.REFUSED)
         current = self._sessions.get(name)
         if current is not None and current.session_id == hello.session_id:
             if not current.accepts(hello):
-                return NotAdmitted(f"last_received {hello.last_received} was never sent here", is_final=True)
+                return NotAdmitted(f"last_received {hello.last_received} was never sent here", Fate.REFUSED)
             return Admitted(current, superseded=None)
         if hello.last_received:
-            return NotAdmitted("there is no such session here", is_final=True)
+            return NotAdmitted("there is no such session here", Fate.REFUSED)
         if current is None and len(self._sessions) >= MAX_SESSIONS:
-            return NotAdmitted(f"{MAX_SESSIONS} routers hold sessions here", is_final=False)
+            return NotAdmitted(f"{MAX_SESSIONS} routers hold sessions here", Fate.ENDED)
         peer = Peer(name, hello.peer.incarnation)
         session = SessionEnd(self._me, peer, hello.session_id, self._timing, dial_at=None)
         self._sessions[name] = session

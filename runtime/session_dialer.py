@@ -26,7 +26,7 @@ from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming, State
-from runtime.session_driver import CHANNEL_OPTIONS, SessionDriver, surface, write_frames
+from runtime.session_driver import CHANNEL_OPTIONS, FATE, SessionDriver, surface, write_frames
 from runtime.session_end import SessionEnd
 from runtime.session_events import (
     Broken,
@@ -36,6 +36,7 @@ from runtime.session_events import (
     FrameArrived,
     HangUp,
     LoadArrived,
+    Loss,
     Lost,
     OpenStream,
     Output,
@@ -64,7 +65,7 @@ class SessionHandler(Protocol):
     def on_broken(self, node: Peer) -> None:
         """There is no stream at the moment; on_up or on_lost follows within the grace."""
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         """The session is gone with all that was sent on it; on_up may follow, for a new one."""
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
@@ -208,10 +209,14 @@ class SessionDialer:
                     line.last_refusal = reason
                     log_event(LOG, logging.WARNING, "session_refused", node=peer.name, reason=reason)
                 self._begin_again(line)
-            case Lost(reason):
+            case Lost(_, Loss.HUNG_UP):
+                log_event(LOG, logging.INFO, "session_ended", node=peer.name, by="the node, in good order")
+                self._begin_again(line)
+                self._handler.on_lost(peer, Loss.HUNG_UP)
+            case Lost(reason, loss):
                 log_event(LOG, logging.WARNING, "session_lost", node=peer.name, reason=reason)
                 self._begin_again(line)
-                self._handler.on_lost(peer)
+                self._handler.on_lost(peer, loss)
             case _:
                 assert_never(output)
 
@@ -244,8 +249,8 @@ async def _run_stream(address: str, driver: SessionDriver, stream: int, wake: as
     """Live one stream from its dial to its end; the session that opened it cancels this task to close it."""
     try:
         await _probe(address)
-        reason = await _converse(address, driver, stream, wake)
-        ended = StreamEnded(stream, Fate.ENDED, reason)
+        await _converse(address, driver, stream, wake)
+        ended = StreamEnded(stream, Fate.HUNG_UP, "it hung up")
     except ConnectionRefusedError:
         ended = StreamEnded(stream, Fate.PORT_REFUSED, f"{address} refuses connections")
     except OSError as error:
@@ -253,13 +258,13 @@ async def _run_stream(address: str, driver: SessionDriver, stream: int, wake: as
     except DecodeError:
         ended = StreamEnded(stream, Fate.ENDED, "a frame does not parse")
     except grpc.aio.AioRpcError as error:
-        is_refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        fate = Fate.REFUSED if is_refused else Fate.ENDED
+        fate = FATE.get(error.code(), Fate.ENDED)
         ended = StreamEnded(stream, fate, f"{error.code().name} {error.details()}")
     driver.feed(ended)
 
 
-async def _converse(address: str, driver: SessionDriver, stream: int, wake: asyncio.Event) -> str:
+async def _converse(address: str, driver: SessionDriver, stream: int, wake: asyncio.Event) -> None:
+    """Return if the node ends the stream with the status OK."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + _OWN_CONNECTION)
     try:
         call = NodeStub(channel).Session()
@@ -271,7 +276,6 @@ async def _converse(address: str, driver: SessionDriver, stream: int, wake: asyn
         finally:
             writer.cancel()
             call.cancel()
-        return "the node closed the stream"
     finally:
         await channel.close()
 

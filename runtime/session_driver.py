@@ -6,13 +6,15 @@ Not here: what the outputs mean (session_dialer.py, session_server.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
+
+import grpc
 
 from proto import baton_pb2 as pb
 from runtime.alarm import Alarm
 from runtime.session_end import SessionEnd
-from runtime.session_events import Input, Output
+from runtime.session_events import Fate, Input, Output
 
 MAX_FRAME_BYTES: Final = 17 << 20  # one message may fill the whole bound of unacknowledged bytes, and has a header
 
@@ -21,6 +23,17 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
 )
+
+
+# What ends a stream, as its status; OK is said by a node that ends in good order, and by nothing else. Of those that gRPC makes
+# itself there is none here.
+STATUS: Final[Mapping[Fate, grpc.StatusCode]] = {
+    Fate.ENDED: grpc.StatusCode.ABORTED,
+    Fate.REFUSED: grpc.StatusCode.FAILED_PRECONDITION,
+    Fate.REPLACED: grpc.StatusCode.NOT_FOUND,
+    Fate.HUNG_UP: grpc.StatusCode.OK,
+}
+FATE: Final = {code: fate for fate, code in STATUS.items()}
 
 
 class SessionDriver:

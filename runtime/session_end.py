@@ -28,6 +28,7 @@ from runtime.session_events import (
     HangUp,
     Input,
     LoadArrived,
+    Loss,
     Lost,
     Message,
     OpenStream,
@@ -41,6 +42,8 @@ from runtime.session_events import (
 )
 
 MAX_NAME_CHARS: Final = 255
+# What says more of the peer's process than that its session is lost.
+_LOSSES: Final = {Fate.PORT_REFUSED: Loss.DIED, Fate.REPLACED: Loss.DIED, Fate.HUNG_UP: Loss.HUNG_UP}
 _UP: Final = (State.OPEN, State.ATTACHED)
 _DOWN: Final = (State.BROKEN, State.DETACHED)
 
@@ -101,7 +104,7 @@ class SessionEnd:
             case FrameArrived(stream, frame):
                 return self._take_frame(stream, frame, now)
             case StreamEnded(stream, fate, reason):
-                return self._step(self._end_event(stream, fate), now, reason=reason)
+                return self._step(self._end_event(stream, fate), now, reason=reason, loss=_LOSSES.get(fate))
             case Called(stream, hello):
                 if self.state is not State.LOST:
                     self._trim(hello.last_received)
@@ -109,9 +112,9 @@ class SessionEnd:
             case Send(message):
                 return self._send(message, now)
             case Superseded(reason):
-                return self._step(Event.SUPERSEDED, now, reason=reason)
+                return self._step(Event.SUPERSEDED, now, reason=reason, loss=Loss.DIED)
             case HangUp():
-                return self._step(Event.HANG_UP, now, reason="hung up")
+                return self._step(Event.HANG_UP, now, reason="hung up", loss=Loss.HUNG_UP)
 
     def tick(self, now: float) -> list[Output]:
         """Fire every timer that is due.
@@ -217,7 +220,7 @@ class SessionEnd:
     def _end_event(self, stream: int, fate: Fate) -> Event:
         if stream != self.stream:
             return Event.STALE
-        if fate is Fate.REFUSED:
+        if fate in (Fate.REFUSED, Fate.REPLACED, Fate.HUNG_UP):
             return Event.REFUSED
         if self.state in _UP:
             return Event.STREAM_ENDED
@@ -249,14 +252,15 @@ class SessionEnd:
             return self._step(Event.DIAL_FAILED, now, reason="the first frame is not a Hello")
         hello = frame.hello
         problem = hello_problem(hello, self._me)
-        if problem is None and Peer(hello.peer.name, hello.peer.incarnation) != self.peer:
+        is_peer = Peer(hello.peer.name, hello.peer.incarnation) == self.peer
+        if problem is None and not is_peer:
             problem = f"{hello.peer.name} {hello.peer.incarnation:016x} answers in the place of {self.peer.name}"
         if problem is None and hello.session_id != self.session_id:
             problem = "the answer is for another session"
         if problem is None and not self._acked <= hello.last_received <= self._sent:
             problem = f"last_received is {hello.last_received}, not from {self._acked} to {self._sent}"
         if problem is not None:
-            return self._step(Event.REFUSED, now, reason=problem)
+            return self._step(Event.REFUSED, now, reason=problem, loss=None if is_peer else Loss.DIED)
         self._trim(hello.last_received)
         return self._step(Event.WELCOMED, now)
 
@@ -290,13 +294,20 @@ class SessionEnd:
     # ---------------------------------------------------------------- actions into outputs
 
     def _step(
-        self, event: Event, now: float, *, reason: str = "", stream: int | None = None, message: Message | None = None
+        self,
+        event: Event,
+        now: float,
+        *,
+        reason: str = "",
+        stream: int | None = None,
+        message: Message | None = None,
+        loss: Loss | None = None,
     ) -> list[Output]:
         before = self.state
         self.state, actions = step(before, event)
         out: list[Output] = []
         for action in actions:
-            out += self._perform(action, now, reason, stream, message)
+            out += self._perform(action, now, reason, stream, message, loss or Loss.UNKNOWN)
         if self.state is State.LOST and before is not State.LOST:
             self._kept.clear()
             self._kept_bytes = 0
@@ -304,7 +315,7 @@ class SessionEnd:
         return out
 
     def _perform(
-        self, action: Action, now: float, reason: str, stream: int | None, message: Message | None
+        self, action: Action, now: float, reason: str, stream: int | None, message: Message | None, loss: Loss
     ) -> list[Output]:
         match action:
             case Action.OPEN_STREAM:
@@ -315,7 +326,7 @@ class SessionEnd:
                 self._dial_ends_at = now + self._timing.dial_timeout_s
                 return [OpenStream(self.stream)]
             case Action.CLOSE_STREAM:
-                return self._close_stream(reason)
+                return self._close_stream(reason, loss)
             case Action.ATTACH:
                 self._attach(stream, now)
             case Action.REDIAL if now - self._attached_at >= self._timing.backoff_max_s:
@@ -341,15 +352,18 @@ class SessionEnd:
             case Action.REPORT_REFUSED:
                 return [Refused(reason)]
             case Action.REPORT_LOST:
-                return [Lost(reason)]
+                return [Lost(reason, loss)]
         return []
 
-    def _close_stream(self, reason: str) -> list[Output]:
+    def _close_stream(self, reason: str, loss: Loss) -> list[Output]:
         stream, self.stream = self.stream, None
         self._hello_due = False
         self._beat_due = False
         self._dial_ends_at = None
-        return [] if stream is None else [CloseStream(stream, self.state is State.LOST, reason)]
+        fate = Fate.ENDED
+        if self.state is State.LOST:
+            fate = Fate.HUNG_UP if loss is Loss.HUNG_UP else Fate.REFUSED
+        return [] if stream is None else [CloseStream(stream, fate, reason)]
 
     def _attach(self, stream: int | None, now: float) -> None:
         if stream is not None:  # a listener's: our Hello is still to be said

@@ -16,8 +16,18 @@ class Fate(Enum):
     """Why a stream ended, as far as the shell can tell."""
 
     ENDED = auto()
-    REFUSED = auto()  # with the status that says: there is no such session here
+    REFUSED = auto()  # there is no such session here
+    REPLACED = auto()  # nor such a process: another one has its address
+    HUNG_UP = auto()  # the process ends the session in good order
     PORT_REFUSED = auto()  # the plain TCP connect was refused
+
+
+class Loss(Enum):
+    """What a dialer knows of the peer's process when the session with it is lost."""
+
+    DIED = auto()  # nobody listens at its port, or another process has its name or address
+    HUNG_UP = auto()  # it said that it ends
+    UNKNOWN = auto()  # it is silent, cut off, or alive without the session
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,7 @@ class OpenStream:
 @dataclass(frozen=True, slots=True)
 class CloseStream:
     stream: int
-    is_lost: bool  # tell the peer that the session went with it
+    fate: Fate  # to tell the peer
     reason: str
 
 
@@ -111,6 +121,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class Lost:
     reason: str
+    loss: Loss  # a listener's: of no meaning
 
 
 Output = OpenStream | CloseStream | WakeWriter | Deliver | LoadArrived | Up | Broken | Refused | Lost

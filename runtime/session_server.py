@@ -27,7 +27,7 @@ from proto import baton_pb2 as pb
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_book import Admitted, SessionBook
-from runtime.session_driver import SessionDriver, surface, write_frames
+from runtime.session_driver import STATUS, SessionDriver, surface, write_frames
 from runtime.session_end import SessionEnd
 from runtime.session_events import (
     Broken,
@@ -99,8 +99,7 @@ class SessionServer:
         admission = self._book.admit(hello)
         if not isinstance(admission, Admitted):
             log_event(LOG, logging.WARNING, "session_refused", router=hello.peer.name, reason=admission.reason)
-            code = grpc.StatusCode.FAILED_PRECONDITION if admission.is_final else grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, admission.reason)
+            await context.abort(STATUS[admission.fate], admission.reason)
         if admission.superseded is not None:
             self._drivers[admission.superseded].feed(Superseded(f"the router opened session {hello.session_id:016x}"))
         driver = self._driver(admission.session)
@@ -112,7 +111,7 @@ class SessionServer:
         driver.feed(Called(number, hello))
         if admission.session.stream != number:  # feed ticks first, and its grace was over
             del self._streams[number]
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the session was lost here")
+            await context.abort(STATUS[Fate.REFUSED], "the session was lost here")
         reader = asyncio.create_task(self._read(driver, number, context), name=f"session reader {number}")
         writer = asyncio.create_task(self._write(driver, stream, context), name=f"session writer {number}")
         try:
@@ -125,8 +124,8 @@ class SessionServer:
             driver.feed(StreamEnded(number, Fate.ENDED, "the router closed the stream"))
             del self._streams[number]
             await asyncio.wait((reader, writer))  # neither touches the context once the handler has returned
-        code = grpc.StatusCode.FAILED_PRECONDITION if closing.is_lost else grpc.StatusCode.ABORTED
-        await context.abort(code, closing.reason)
+        if closing.fate is not Fate.HUNG_UP:
+            await context.abort(STATUS[closing.fate], closing.reason)
 
     def send(self, router: Peer, message: pb.NodeMessage) -> None:
         """Give the router's session its next message; dropped if that session is lost."""

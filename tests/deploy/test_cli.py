@@ -68,8 +68,8 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
             "baton up: --decode 0: nobody would decode; at least 1 is needed, or --mixed 1",
         ),
         (
-            ["up", "--model", ".", "--prefill", "0"],
-            "baton up: --prefill 0: nobody would prefill; at least 1 is needed, or --mixed 1",
+            ["up", "--model", ".", "--prefill", "0", "--local-prefill", "off"],
+            "baton up: --prefill 0: nobody would prefill, with --local-prefill off; at least 1 is needed, or --mixed 1",
         ),
         (["up", "--modle", "."], "baton up: --modle: unknown flag; did you mean --model?"),
     ],

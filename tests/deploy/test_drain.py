@@ -148,4 +148,4 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(["d", "--run-dir", str(tmp_path)]))
     assert "--router HOST:PORT or --run-dir DIR is missing" in fails_with_2(capsys, exit_code(["decode-0"]))
     assert "must be HOST:PORT" in fails_with_2(capsys, exit_code(["decode-0", "--router", "nowhere"]))
-    assert "--node is missing" in fails_with_2(capsys, exit_code([]))
+    assert "NODE is missing: the node's name" in fails_with_2(capsys, exit_code([]))

@@ -165,6 +165,26 @@ def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_w
     assert old in ("router lost", "cancelled") and new == "finished", "it ran on to its end"
 
 
+@pytest.mark.covers("R10", "R19", "C10")
+def test_a_stream_whose_decode_nodes_hang_one_after_another_has_not_killed_them_and_goes_on(
+    tiny_model: Path, tmp_path: Path, threads: ThreadPoolExecutor, fresh_seed: int
+) -> None:
+    """As often as there are retries."""
+    flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
+    with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
+        fields = body(random.Random(fresh_seed), 40, 3500)
+        stream = Stream(cluster, threads, fields)
+        stream.take_tokens(5)
+        for num_lost in range(3):
+            (holder,) = (name for name in ("decode-0", "decode-1") if cluster.metric("node_branches", f'node="{name}"'))
+            cluster.freeze(holder)
+            wait_until("it is lost", lambda n=num_lost: cluster.metric("retries_total", "NODE_LOST") == n + 1)  # type: ignore[misc]
+            cluster.thaw(holder)
+            wait_until("both are there", lambda: cluster.metric("node_up", 'role="decode"') == 2)
+        stream.take_all()
+        assert stream.last == "[DONE]" and stream.token_ids == tokens_of(ask(cluster, fields))
+
+
 @pytest.fixture(scope="module")
 def patient_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
     """Sessions that survive a long silence, on any machine."""

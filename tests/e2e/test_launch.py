@@ -61,6 +61,14 @@ def printed_requests(cluster: Cluster) -> list[tuple[str, dict[str, str], str]]:
     return requests
 
 
+@pytest.mark.covers("R22")
+def test_a_cluster_without_prefill_nodes_starts_and_serves(tiny_model: Path, tmp_path: Path) -> None:
+    with started_cluster(tiny_model, tmp_path, "--prefill", "0", "--decode", "1") as running:
+        (url, headers, body), _ = printed_requests(running)
+        answer = httpx.post(url, headers=headers, content=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+
+
 @pytest.mark.covers("A01")
 def test_the_printed_curl_lines_give_a_completion_and_a_stream(cluster: Cluster) -> None:
     """Sent as they stand there."""

@@ -209,8 +209,8 @@ MUTANTS: Final = (
         "degraded-is-not-told",
         "The router says when decode nodes begin to compute prompts, and never that it is over.",
         "router/nodes.py",
-        "if self._is_degraded != bool(self.degraded()):",
-        "if not self._is_degraded and self.degraded():",
+        "if self._is_degraded != bool(sentences) and not self.missing():",
+        "if not self._is_degraded and sentences:",
         _LOCAL_ROUTER,
     ),
     Mutant(

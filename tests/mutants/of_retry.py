@@ -7,7 +7,11 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _RANDOM: Final = ("tests/router/test_core_random.py",)
-_RETRY: Final = ("tests/router/test_retry.py", "tests/router/test_core_retry.py")
+_RETRY: Final = (
+    "tests/router/test_retry.py",
+    "tests/router/test_core_retry.py",
+    "tests/router/test_core_deaths.py",
+)
 _MOVES: Final = ("tests/router/test_core_moves.py",)
 _MOVE_OWNER: Final = ("tests/handoff/test_owner_rule_moves.py",)
 _BREAKER: Final = ("tests/router/test_breaker.py",)
@@ -27,6 +31,30 @@ MUTANTS: Final = (
         "router/attempt_ends.py",
         "            branch.tries.lost(blamed, now)\n",
         "            pass\n",
+        _RETRY,
+    ),
+    Mutant(
+        "whole-again-with-nobody",
+        "When the last node goes the log says that nothing is lacking any more.",
+        "router/nodes.py",
+        "if self._is_degraded != bool(sentences) and not self.missing():",
+        "if self._is_degraded != bool(sentences):",
+        ("tests/router/test_core_local.py",),
+    ),
+    Mutant(
+        "silence-is-death",
+        "Two nodes that were silent for a while end a stream that has retries left.",
+        "router/retry.py",
+        "        if node not in self._dead:\n",
+        "        if node in self._dead:\n",
+        _RETRY,
+    ),
+    Mutant(
+        "killer-ends-with-an-error",
+        "A stream that was on two nodes when they died ends with an error, and its tokens are lost.",
+        "router/retry.py",
+        "            return Over.SPENT  # it may be what kills them\n",
+        "            return Over.FINAL  # it may be what kills them\n",
         _RETRY,
     ),
     Mutant(

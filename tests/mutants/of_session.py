@@ -20,6 +20,14 @@ MUTANTS: Final = (
         _END,
     ),
     Mutant(
+        "replaced-but-not-dead",
+        "A node that is killed and restarted at its port is taken for one that was cut off.",
+        "runtime/session_end.py",
+        "Fate.REPLACED: Loss.DIED",
+        "Fate.REPLACED: Loss.UNKNOWN",
+        ("tests/session/test_losses.py",),
+    ),
+    Mutant(
         "resend-forgotten",
         "What was written on a stream that broke is not sent again.",
         "runtime/session_end.py",
@@ -55,8 +63,8 @@ MUTANTS: Final = (
         "answer-of-another-incarnation",
         "A router takes a restarted node for the one that it had a session with.",
         "runtime/session_end.py",
-        "if problem is None and Peer(hello.peer.name, hello.peer.incarnation) != self.peer:",
-        "if problem is None and hello.peer.name != self.peer.name:",
+        "is_peer = Peer(hello.peer.name, hello.peer.incarnation) == self.peer",
+        "is_peer = hello.peer.name == self.peer.name",
         _END,
     ),
     Mutant(

@@ -18,6 +18,7 @@ from proto.baton_pb2_grpc import add_RegistryServicer_to_server
 from runtime.registry_server import RegistryServer
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from runtime.session_events import Loss
 from tests.session.ends import until
 
 NUM_WORDS = 2_000  # more than one frame or one acknowledgement holds
@@ -75,7 +76,7 @@ class TestRouter:
     def on_broken(self, node: Peer) -> None:
         self.heard.append("broken")
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         self.heard.append("lost")
 
     def on_load(self, node: Peer, load: pb.LoadReport) -> None:

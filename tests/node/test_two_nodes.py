@@ -25,6 +25,7 @@ from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from runtime.session_events import Loss
 from tests.kernels_choice import KERNELS
 from tests.node.test_process import flags, running
 
@@ -64,7 +65,7 @@ class TestRouter:
     def on_broken(self, node: Peer) -> None:
         raise AssertionError(f"{node.name} broke")
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         raise AssertionError(f"{node.name} was lost")
 
     def on_load(self, node: Peer, load: pb.LoadReport) -> None:

@@ -108,7 +108,7 @@ def test_of_a_lost_node_each_choice_comes_back_by_itself_or_the_request_ends_onc
     world = CoreWorld.with_nodes("p1", "d1", "d2", max_nodes_lost=max_nodes_lost)
     world.submit("a", num_choices=3)
     ((_, dispatch),) = world.dispatches("a")
-    world.feed(SessionLost(ref(dispatch.target.node.name)))
+    world.feed(SessionLost(ref(dispatch.target.node.name), has_died=True))
     if max_nodes_lost == 1:
         assert world.failure("a").code == "NODE_LOST"
         world.assert_nothing_is_left()

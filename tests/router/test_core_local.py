@@ -79,6 +79,17 @@ def test_a_decode_node_computes_prompts_that_are_short_or_that_nobody_else_would
     assert (len(world.degraded) % 2 == 1) == (may_prefill and prefill in HERE), "every change is told"
 
 
+@pytest.mark.covers("R22")
+def test_when_the_last_node_goes_too_nothing_has_become_better() -> None:
+    world = CoreWorld.with_nodes("l1")
+    world.feed(SessionLost(ref("l1")))
+    assert world.degraded == [True] and world.core.missing()
+    world.join(node_entry("l1", pb.ROLE_DECODE, incarnation=2, local_prefill=True))
+    assert world.degraded == [True], "it was told"
+    world.join(node_entry("p1", pb.ROLE_PREFILL))
+    assert world.degraded == [True, False]
+
+
 @pytest.mark.covers("R22", "R15")
 def test_it_is_heard_as_the_receiver_and_a_prefill_node_that_comes_gets_the_next() -> None:
     world = CoreWorld.with_nodes("l1")

@@ -196,42 +196,6 @@ def test_a_lost_prefill_nodes_prompts_are_computed_by_another_and_what_it_had_ha
     assert world.load("d1") == (0, 2)
 
 
-@pytest.mark.covers("R19", "R10")
-def test_a_request_that_was_on_two_nodes_when_they_died_fails_and_kills_no_third() -> None:
-    world = CoreWorld.with_nodes("p1", "d1", "d2", "d3")
-    world.submit("a")
-    for attempt in range(2):
-        assert "a" not in world.ends
-        holder = world.dispatches("a")[attempt][1].target.node.name
-        world.tokens_from(holder, "a", 0, [7], attempt=attempt)
-        world.feed(SessionLost(ref(holder)))
-        world.pass_time(3.0)
-    assert (world.failure("a").status, world.failure("a").code) == (503, "NODE_LOST")
-    world.assert_nothing_is_left()
-
-
-@pytest.mark.covers("R19", "R10", "R11")
-@pytest.mark.parametrize("found_apart_s", [0.0, 2.0])
-def test_a_request_outlives_one_event_that_kills_its_pair_and_a_third_node_that_dies_of_it_is_the_last(
-    found_apart_s: float,
-) -> None:
-    world = CoreWorld.with_nodes("p1", "d1")
-    world.submit("a")
-    world.join_all("p2")
-    world.feed(SessionLost(ref("p1")))
-    assert [name for name, _ in world.dispatches("a")] == ["p1", "p2"], "d1 is dead as well, and nobody knows"
-    world.pass_time(found_apart_s)
-    world.join_all("d2", "d3")
-    world.feed(SessionLost(ref("d1")))
-    assert "a" not in world.ends
-    world.pass_time(0.2)
-    third = world.dispatches("a")[2][1].target.node.name
-    world.tokens_from(third, "a", 0, [7], attempt=2)
-    world.feed(SessionLost(ref(third)))
-    assert (world.failure("a").status, world.failure("a").code) == (503, "NODE_LOST")
-    world.assert_nothing_is_left()
-
-
 @pytest.mark.covers("R06")
 def test_the_only_node_left_is_used_again_when_its_time_is_over() -> None:
     world = CoreWorld.with_nodes("p1", "d1")

@@ -354,6 +354,20 @@ def test_when_more_prompts_are_asked_than_may_wait_the_answer_is_429_and_nothing
     play(model, scenario, never, core_config=RouterCoreConfig(max_queue=2, max_inflight_prefills=1))
 
 
+@pytest.mark.covers("A12")
+def test_prompts_that_could_never_be_let_in_together_are_refused_for_good_and_choices_are_taken_whole(
+    model: Path,
+) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        answer = await router.post(prompt=["a"] * 900)
+        assert answer.status_code == 400 and "Retry-After" not in answer.headers
+        assert "900 prompts with n = 1 never find room at once: at most " in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "prompt"
+        assert (await router.post(prompt="a", n=16)).status_code == 200
+
+    play(model, scenario, core_config=RouterCoreConfig(max_queue=2, max_inflight_prefills=1))
+
+
 def read(text: str, is_stream: bool) -> tuple[dict[int, str], dict[int, str], dict[str, int]]:
     """Texts and finish reasons by choice, and the usage."""
     texts: dict[int, str] = {}

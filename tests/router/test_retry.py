@@ -62,28 +62,40 @@ def test_budget_and_waits_are_as_a_plain_count_says(
 def test_who_was_on_as_many_nodes_as_allowed_when_they_died_is_not_sent_to_another() -> None:
     tries = Tries(RouterCoreConfig(max_nodes_lost=2))
     lost = pb.PDError(code=pb.NODE_LOST, retryable=True)
-    for number, expected in ((1, Again), (1, Again), (2, Over)):
-        tries.lost(NodeRef("d", number), now=10.0 * number)
-        assert isinstance(tries.after(lost, True, Draw(1)), expected)
+    for name in ("d1", "d2"):
+        assert isinstance(tries.after(lost, True, Draw(1)), Again)
+        tries.saw_death(NodeRef(name, 1))
+        tries.lost(NodeRef(name, 1), now=10.0 * int(name[1]))
+        tries.lost(NodeRef("d3", 1), now=20.0)  # it is silent
+    assert tries.after(lost, True, Draw(1)) is Over.SPENT, "somebody above may look at it"
     other = tries.after(pb.PDError(code=pb.CHECKSUM, retryable=True), True, Draw(1))
     assert isinstance(other, Again), "other errors kill nobody"
 
 
 @pytest.mark.covers("R19")
-@given(st.lists(st.floats(0, 3), max_size=12))
-def test_deaths_count_once_in_pairs_that_are_found_together_and_else_each(gaps_s: list[float]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.floats(0, 3)), max_size=12))
+def test_deaths_count_once_in_pairs_that_are_found_together_and_losses_of_living_nodes_never(
+    losses: list[tuple[int, bool, float]],
+) -> None:
     """What kills whatever it is sent to kills one more than it may, however fast it is."""
-    tries, now = Tries(RouterCoreConfig(one_event_s=2.5)), 0.0
+    tries, now = Tries(RouterCoreConfig(one_event_s=2.5, preempt_retry_count=100)), 0.0
     events: list[list[float]] = []
-    for number, gap_s in enumerate(gaps_s):
+    died: set[NodeRef] = set()
+    for number, (name, has_died, gap_s) in enumerate(losses):
         now += gap_s
-        tries.lost(NodeRef("d", number), now)
-        tries.lost(NodeRef("d", number), now)  # the same again is nothing new
-        if events and len(events[-1]) == 1 and now <= events[-1][0] + 2.5:
-            events[-1].append(now)
-        else:
-            events.append([now])
-        assert tries.num_losses == len(events)
+        node = NodeRef(f"d{name}", number if has_died else -1)  # who lives may be lost again and again
+        if has_died:
+            died.add(node)
+            tries.saw_death(node)
+            if events and len(events[-1]) == 1 and now <= events[-1][0] + 2.5:
+                events[-1].append(now)
+            else:
+                events.append([now])
+        tries.lost(node, now)
+        tries.lost(node, now)  # the same again is nothing new
+        assert tries.num_deaths == len(events)
+        again = tries.after(pb.PDError(code=pb.NODE_LOST, retryable=True), True, Draw(1))
+        assert isinstance(again, Again) == (len(events) < 2)
 
 
 def test_who_failed_together_does_not_come_back_together() -> None:

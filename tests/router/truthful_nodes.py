@@ -193,9 +193,10 @@ class TruthfulCluster:
         node.is_heard = False
         node.outbox.clear()
         node.inbox.clear()
-        self.world.feed(SessionLost(node.ref))
+        lives = self._random.random() < 0.5
+        self.world.feed(SessionLost(node.ref, has_died=not lives))
         self.counts["lost"] += 1
-        if self._random.random() < 0.5:
+        if lives:
             self._unheard.append(node)
         else:
             node.jobs.clear()

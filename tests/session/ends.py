@@ -16,6 +16,7 @@ from proto.baton_pb2_grpc import NodeServicer, add_NodeServicer_to_server
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
 from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.session_events import Loss
 from runtime.session_server import SessionServer
 from tests.session.tcp_proxy import TcpProxy
 
@@ -68,6 +69,7 @@ class RouterRecorder:
     def __init__(self) -> None:
         self.got: list[int] = []
         self.happened: list[tuple[str, Peer]] = []
+        self.losses: list[Loss] = []
         self.loads: dict[Peer, pb.LoadReport] = {}
 
     def on_up(self, node: Peer) -> None:
@@ -76,8 +78,9 @@ class RouterRecorder:
     def on_broken(self, node: Peer) -> None:
         self.happened.append(("broken", node))
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         self.happened.append(("lost", node))
+        self.losses.append(loss)
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
         self.got.append(message.error.retry_after_ms)

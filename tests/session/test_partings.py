@@ -8,6 +8,7 @@ import time
 import pytest
 
 from runtime.session_dialer import PARTING_S
+from runtime.session_events import Loss
 from tests.session.ends import FOUND_S, NODE, ROUTER, connected, to_node, until
 
 
@@ -50,5 +51,6 @@ def test_a_session_that_the_node_ends_is_lost_to_the_router_at_once() -> None:
         async with connected() as (node, _, _, router):
             await node.sessions.close()
             assert await until(lambda: router.count("lost") == 1) < FOUND_S / 2
+            assert router.losses == [Loss.HUNG_UP]
 
     asyncio.run(scenario())

@@ -179,7 +179,7 @@ def test_a_refused_port_loses_a_broken_session_at_once_but_not_one_that_never_wa
     assert [type(o) for o in end.receive(StreamEnded(2, Fate.PORT_REFUSED, ""), 1.001)] == [CloseStream, Lost]
     fresh = SessionEnd(ROUTER, NODE, SESSION_ID, TIMING, dial_at=0.0)
     fresh.tick(0.0)
-    assert fresh.receive(StreamEnded(1, Fate.PORT_REFUSED, ""), 0.0) == [CloseStream(1, is_lost=False, reason="")]
+    assert fresh.receive(StreamEnded(1, Fate.PORT_REFUSED, ""), 0.0) == [CloseStream(1, Fate.ENDED, reason="")]
     assert fresh.next_deadline() == 0.05
 
 
@@ -286,7 +286,7 @@ def test_a_newer_stream_replaces_the_older_whose_frames_count_no_more() -> None:
     end.receive(Send(error(0)), 0.0)
     assert pulled(end, 1) == [(1, 0)]
     outputs = end.receive(Called(2, router_hello()), 0.1)
-    assert outputs == [CloseStream(1, is_lost=False, reason="replaced by a newer stream"), WakeWriter()]
+    assert outputs == [CloseStream(1, Fate.ENDED, reason="replaced by a newer stream"), WakeWriter()]
     assert end.receive(FrameArrived(1, pb.Frame(seq=1, router=cancel(0))), 0.1) == []
     assert end.receive(StreamEnded(1, Fate.ENDED, ""), 0.1) == []
     assert pulled(end, 1) == []
@@ -332,14 +332,15 @@ def admitted(book: SessionBook, hello: pb.Hello) -> SessionEnd:
 @pytest.mark.covers("C06")
 def test_a_hello_for_another_incarnation_or_protocol_is_refused_for_good() -> None:
     book = SessionBook(NODE, TIMING)
-    for hello in (
-        node_hello(peer=ROUTER, to_incarnation=4),
-        node_hello(peer=ROUTER, to_incarnation=5, protocol=PROTOCOL + 1),
-        node_hello(peer=Peer("", 7), to_incarnation=5),
-        node_hello(peer=ROUTER, to_incarnation=5, last_received=3),
+    for hello, fate in (
+        (node_hello(peer=ROUTER, to_incarnation=4), Fate.REPLACED),
+        (node_hello(peer=ROUTER, to_incarnation=4, protocol=PROTOCOL + 1), Fate.REPLACED),
+        (node_hello(peer=ROUTER, to_incarnation=5, protocol=PROTOCOL + 1), Fate.REFUSED),
+        (node_hello(peer=Peer("", 7), to_incarnation=5), Fate.REFUSED),
+        (node_hello(peer=ROUTER, to_incarnation=5, last_received=3), Fate.REFUSED),
     ):
         admission = book.admit(hello)
-        assert isinstance(admission, NotAdmitted) and admission.is_final
+        assert isinstance(admission, NotAdmitted) and admission.fate is fate
     assert book.sessions() == ()
 
 
@@ -367,4 +368,4 @@ def test_the_book_is_bounded() -> None:
     for number in range(MAX_SESSIONS):
         admitted(book, router_hello(peer=Peer(f"router-{number}", 1)))
     admission = book.admit(router_hello(peer=Peer("one-too-many", 1)))
-    assert isinstance(admission, NotAdmitted) and not admission.is_final
+    assert isinstance(admission, NotAdmitted) and admission.fate is Fate.ENDED

@@ -21,6 +21,7 @@ from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.session import PROTOCOL, Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
+from runtime.session_events import Loss
 from tests.session.ends import (
     FOUND_S,
     NODE,
@@ -157,6 +158,7 @@ def test_a_node_whose_port_refuses_is_lost_at_once() -> None:
             await node.server.stop(None)
             assert await until(lambda: router.count("lost") == 1) < FOUND_S / 2
             assert [what for what, _ in router.happened] == ["up", "broken", "lost"]
+            assert router.losses == [Loss.DIED]
 
     asyncio.run(scenario())
 
@@ -173,6 +175,7 @@ def test_a_restarted_node_at_the_same_address_gets_nothing_that_was_meant_for_th
             proxy.cut()
             proxy.heal()
             assert await until(lambda: router.count("lost") == 1) < FOUND_S / 2, "by the refusal, not by the grace"
+            assert router.losses == [Loss.DIED]
             assert router.count("up", restarted.peer) == 0
             dialer.dial(restarted.entry(proxy.address))
             dialer.send(*NODE, to_node(10))  # dropped: the old process is forgotten
@@ -276,7 +279,7 @@ ATTACKS: dict[str, tuple[list[bytes], grpc.StatusCode]] = {
     "random bytes": ([b"\xff\xfe\xfd" * 50], grpc.StatusCode.INVALID_ARGUMENT),
     "no Hello": ([GAP], grpc.StatusCode.INVALID_ARGUMENT),
     "empty frame": ([b""], grpc.StatusCode.INVALID_ARGUMENT),
-    "another node is meant": ([WRONG_NODE.SerializeToString()], grpc.StatusCode.FAILED_PRECONDITION),
+    "another node is meant": ([WRONG_NODE.SerializeToString()], grpc.StatusCode.NOT_FOUND),
     "another protocol": ([WRONG_PROTOCOL.SerializeToString()], grpc.StatusCode.FAILED_PRECONDITION),
     "random bytes behind a Hello": ([GOOD_HELLO, b"\xff" * 99], grpc.StatusCode.ABORTED),
     "a gap": ([GOOD_HELLO, GAP], grpc.StatusCode.ABORTED),

@@ -27,6 +27,7 @@ from runtime.session_events import (
     Fate,
     FrameArrived,
     Input,
+    Loss,
     Lost,
     OpenStream,
     Output,
@@ -38,7 +39,7 @@ from runtime.session_events import (
 from tests.session.real_ends import NODE_NAME, ROUTER, TIMING, Ends, Node, Router, feed, fire_due, new_node, strike_lost
 
 ENDED: Final = b"ENDED"  # behind the last frame of a stream that was closed
-REFUSED: Final = b"REFUSED"
+FATES: Final = {fate.name.encode(): fate for fate in Fate}  # the same, by the status that it was closed with
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,8 @@ class Cluster:
         router = self.ends.router(w.router)
         if router.session_id != s.session_id:
             return w
-        if data in (ENDED, REFUSED):
-            fate = Fate.REFUSED if data == REFUSED else Fate.ENDED
-            return self._router_hears(w, (data, s.number), StreamEnded(s.number, fate, ""))
+        if data in FATES:
+            return self._router_hears(w, (data, s.number), StreamEnded(s.number, FATES[data], ""))
         frame = FrameArrived(s.number, pb.Frame.FromString(data))
         return self._router_hears(w, (data, s.number), frame)
 
@@ -209,6 +209,9 @@ class Cluster:
                     assert session_id not in w.lost_at_router, "delivered after LOST"
                     w = w._replace(got_down=(*w.got_down, (session_id, message.error.retry_after_ms)))
                 case Lost() | Refused():
+                    if isinstance(output, Lost) and output.loss is not Loss.UNKNOWN:
+                        assert output.loss is Loss.DIED, "nobody hangs up here"
+                        assert w.node is None or w.incarnation == 2, "it has not died"
                     w = w._replace(lost_at_router=w.lost_at_router | {session_id})
                 case _:
                     pass
@@ -240,8 +243,10 @@ class Cluster:
             return _tidy(_with(w, i, s._replace(listener="closed", is_down_alive=False, up=())))
         hello = pb.Frame.FromString(data).hello
         assert w.node is not None
-        if not isinstance(copy.deepcopy(self.ends.node(w.node).book).admit(hello), Admitted):
-            return _tidy(_with(w, i, s._replace(listener="closed", down=(REFUSED,) if s.is_down_alive else ())))
+        found = copy.deepcopy(self.ends.node(w.node).book).admit(hello)
+        if not isinstance(found, Admitted):
+            down = (found.fate.name.encode(),) if s.is_down_alive else ()
+            return _tidy(_with(w, i, s._replace(listener="closed", down=down)))
 
         def act(side: Router | Node) -> list[tuple[int, Output]]:
             assert isinstance(side, Node)
@@ -277,8 +282,8 @@ class Cluster:
         w = w._replace(node=key)
         for session_id, output in outputs:
             match output:
-                case CloseStream(number, is_lost):
-                    w = _close(w, session_id, number % 100, "listener", REFUSED if is_lost else ENDED)
+                case CloseStream(number, fate):
+                    w = _close(w, session_id, number % 100, "listener", fate.name.encode())
                 case Deliver(message):
                     assert isinstance(message, pb.RouterMessage)
                     assert session_id not in w.lost_at_node, "delivered after LOST"

@@ -7,11 +7,10 @@ A request ends well once there is a pair of nodes that can serve it, whatever wa
     DEADLINE                           the request's own limit, which is shorter than the work and the faults that it met
     LATE                               the same, as the router foresaw it
     NO_NODES                           no pair of nodes since the router's start, or for longer than its grace
-    NODE_LOST                          it was on so many nodes when they died that it may be what kills them; or its prompt's
-                                       logprobs died with their sender, while its receiver was done
-    pd_reschedule, or its error        its retries are spent. What it has is a beginning of the right answer, and whoever
-      before the first token, or       resubmits that gets the rest (clients.py, world.py)
-      before its prompt's logprobs
+    NODE_LOST                          its prompt's logprobs died with their sender, while its receiver was done
+    pd_reschedule, or its error        its retries are spent, or it was on so many nodes when they died that it may be what
+      before the first token, or       kills them. What it has is a beginning of the right answer, and whoever resubmits that
+      before its prompt's logprobs     gets the rest (clients.py, world.py)
 
 A retry is paid for by an attempt that failed, and no attempt fails that was not struck: one of its hosts, or a way between two of
 them (faults.py). The router's own count is not asked: here is written down what it was told.
@@ -42,7 +41,7 @@ class Trials:
     pair: tuple[NodeRef, NodeRef] | None = None  # where that runs; None: it has ended, or none was made
     failed: dict[int, str] = field(default_factory=dict)  # attempt -> why, where that costs a retry
     preempted: set[int] = field(default_factory=set)
-    lost: dict[NodeRef, None] = field(default_factory=dict)  # nodes that died while it was on them
+    died: dict[NodeRef, None] = field(default_factory=dict)  # nodes whose process ended while it was on them
     moves: dict[int, NodeRef] = field(
         default_factory=dict
     )  # attempt -> the node that it may begin at, without a dispatch
@@ -71,10 +70,11 @@ class Trials:
         elif cost is Cost.RETRY:
             self.failed.setdefault(error.key.attempt, pb.ErrorCode.Name(error.code))
 
-    def lost_node(self, node: NodeRef) -> None:
-        """A node is gone."""
+    def lost_node(self, node: NodeRef, has_died: bool) -> None:
+        """A node is gone, or its session is."""
         if node in self.nodes:
-            self.lost[node] = None
+            if has_died:
+                self.died[node] = None
             self.failed.setdefault(self.attempt, "NODE_LOST")
 
     @property
@@ -124,14 +124,12 @@ def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | Non
     if end == "NO_NODES":
         return None if met.had_no_pair else "there was a pair of nodes, a moment ago at most"
     if end == "NODE_LOST" and "logprobs" in error:
-        return (
-            None
-            if met.plan.wants_prompt_logprobs and any(each.failed or each.lost for each in met.trials)
-            else "no loss"
-        )
-    if end == "NODE_LOST" and any(len(each.lost) >= knobs.max_nodes_lost for each in met.trials):
-        return None
-    if not any(each.have_spent(knobs.retries) for each in met.trials):
+        return None if met.plan.wants_prompt_logprobs and any(each.failed for each in met.trials) else "no loss"
+    may_kill = any(len(each.died) >= knobs.max_nodes_lost for each in met.trials)
+    is_over = (may_kill and end in ("NODE_LOST", "pd_reschedule")) or any(
+        each.have_spent(knobs.retries) for each in met.trials
+    )
+    if not is_over:
         return f"of {knobs.retries} retries some are left: {met.trials}"
     if met.has_tokens and end != "pd_reschedule" and not met.is_unscored:
         return "what it has is lost"

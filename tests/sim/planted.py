@@ -192,8 +192,8 @@ def a_node_that_died_counts_twice(patch: Patch) -> None:
     right = Tries.after
 
     def after(self: Any, error: Any, is_at_decode: bool, draw: Any) -> Again | Over:
-        if error.code == pb.NODE_LOST and self.num_losses:
-            self.num_losses += 1
+        if error.code == pb.NODE_LOST and self.num_deaths:
+            self.num_deaths += 1
         return right(self, error, is_at_decode, draw)
 
     patch.setattr(Tries, "after", after)

@@ -23,6 +23,7 @@ from router.retry import COST, Cost
 from runtime.listing import Change, Listed, Listing, Missed
 from runtime.registry_server import TTL_S
 from runtime.session import Peer
+from runtime.session_events import Loss
 from tests.sim.calls import Answer
 from tests.sim.clients import Client, request_of
 from tests.sim.kernel import Process
@@ -125,11 +126,11 @@ class SimRouter(Process):
     def on_broken(self, node: Peer) -> None:
         self._feed(rev.SessionBroken(rev.NodeRef(*node)))
 
-    def on_lost(self, node: Peer) -> None:
+    def on_lost(self, node: Peer, loss: Loss) -> None:
         ref = rev.NodeRef(*node)
         self.kernel.count("sessions lost")
         self._check_struck(f"{ref.name} was lost", {self.host, self._hosts[ref]})
-        self._feed(rev.SessionLost(ref))
+        self._feed(rev.SessionLost(ref, has_died=loss is Loss.DIED))
 
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None:
         self._feed(rev.FromNode(rev.NodeRef(*node), message))
@@ -149,7 +150,7 @@ class SimRouter(Process):
             case rev.NodeListed(entry):
                 ref = rev.NodeRef(entry.node.name, entry.node.incarnation)
                 for other in [each for each, at in self._hosts.items() if at == self._hosts[ref] and each != ref]:
-                    self._lost(other)  # another process is in its place
+                    self._lost(other, has_died=True)  # another process is in its place
                     self._listed.pop(other, None)
                 self._listed.pop(ref, None)
                 if not entry.draining:
@@ -158,8 +159,8 @@ class SimRouter(Process):
                 self._listed.pop(ref, None)
             case rev.SessionUp(ref):
                 self._connected[ref] = None
-            case rev.SessionLost(ref):
-                self._lost(ref)
+            case rev.SessionLost(ref, has_died):
+                self._lost(ref, has_died)
         self._look_for_pair()
 
     def _note_message(self, node: rev.NodeRef, message: pb.NodeMessage) -> None:
@@ -188,11 +189,11 @@ class SimRouter(Process):
         seen_at = self._pair_seen_at
         return seen_at is None or self.clock() - seen_at >= self.config.no_nodes_grace_s - _SLACK_S
 
-    def _lost(self, node: rev.NodeRef) -> None:
+    def _lost(self, node: rev.NodeRef, has_died: bool) -> None:
         self._connected.pop(node, None)
         for client in self.open_clients():
             for trials in client.trials:
-                trials.lost_node(node)
+                trials.lost_node(node, has_died)
 
     def _note_error(self, client: Client, error: pb.PDError) -> None:
         choice, trials = client.choices[error.key.choice], client.trials[error.key.choice]
@@ -367,5 +368,5 @@ class SimRouter(Process):
         for code in set(trials.failed.values()) | ({"PREEMPTED"} if trials.preempted else set()):
             self.kernel.count(f"recovered from {code}")
         self.kernel.count("moved", trials.num_moved)
-        for node in trials.lost:
+        for node in trials.died:
             self.kernel.count(f"outlived a {self._hosts[node].partition('-')[0]} node")

@@ -23,6 +23,7 @@ from runtime.session_events import (
     HangUp,
     Input,
     LoadArrived,
+    Loss,
     Lost,
     OpenStream,
     Output,
@@ -43,7 +44,7 @@ class RouterHears(Protocol):
 
     def on_up(self, node: Peer) -> None: ...
     def on_broken(self, node: Peer) -> None: ...
-    def on_lost(self, node: Peer) -> None: ...
+    def on_lost(self, node: Peer, loss: Loss) -> None: ...
     def on_message(self, node: Peer, message: pb.NodeMessage) -> None: ...
     def on_load(self, node: Peer, load: pb.LoadReport) -> None: ...
 
@@ -208,10 +209,10 @@ class Dialer:
             case Refused(reason):
                 self._tell("session refused", f"by {peer.name}: {reason}")
                 self._begin_again(line, end)
-            case Lost(reason):
+            case Lost(reason, loss):
                 self._tell("session lost", f"with {peer.name}: {reason}")
                 self._begin_again(line, end)
-                self._hears.on_lost(peer)
+                self._hears.on_lost(peer, loss)
             case _:
                 assert_never(output)
 
@@ -315,7 +316,7 @@ class Listener:
         admission = self._book.admit(frame.hello)
         if not isinstance(admission, Admitted):
             self._tell("session refused", f"to {frame.hello.peer.name}: {admission.reason}")
-            stream.close_by_listener(Fate.REFUSED if admission.is_final else Fate.ENDED, admission.reason)
+            stream.close_by_listener(admission.fate, admission.reason)
             return
         if admission.superseded is not None:
             self._feed(admission.superseded, Superseded("the router opened another session"))
@@ -349,9 +350,9 @@ class Listener:
     def _perform(self, end: SessionEnd, output: Output) -> None:
         router = end.peer
         match output:
-            case CloseStream(number, is_lost, reason):
+            case CloseStream(number, fate, reason):
                 stream = self._streams[number]
-                stream.close_by_listener(Fate.REFUSED if is_lost else Fate.ENDED, reason)
+                stream.close_by_listener(fate, reason)
                 if stream in self._numbers:
                     self._forget(stream, "closed here")
             case WakeWriter():
