@@ -177,8 +177,10 @@ class Mover:
         """What a target, or a link, has said."""
         self._do_dues(self._handovers.take(event, now), now)
         num_taken, num_failed = self._handovers.take_late()
-        counts = (("moves_done", num_taken), ("moves_failed", num_failed))
-        self.out += [ev.Count(name, number) for name, number in counts if number]
+        if num_taken:
+            self.out.append(ev.Count("moves_done", num_taken))
+        if num_failed:
+            self.out.append(ev.Count("moves_failed", num_failed))
         if isinstance(event, BlocksTaken):
             self.look(now)
         return self._take_verdicts()
