@@ -29,7 +29,7 @@ from tests.registry.redis_server import RedisServer, started_redis
 NUM_REQUESTS: Final = 100  # at each router
 NUM_CLIENTS: Final = 24
 LONG: Final = 2000  # tokens: more than are generated before a fault is over
-NUM_BLOCKS: Final = 280  # room for two long ones, or for fourteen of the many
+NUM_BLOCKS: Final = 280  # room for two long ones, or for twelve of the many
 NODE_FLAGS: Final = ("--num-blocks", str(NUM_BLOCKS), "--max-model-len", "2100", "--max-num-seqs", "32")
 NAMESPACE: Final = "e2e"
 
@@ -114,7 +114,7 @@ def test_two_routers_share_a_small_pool_and_every_request_of_both_gets_its_own_t
 ) -> None:
     """Neither knows what the other has placed: the decode node's refusals tell, and nothing is booked twice."""
     rng = random.Random(fresh_seed)
-    asked = [(routers[i % 2], body(rng, 300, 16)) for i in range(2 * NUM_REQUESTS)]
+    asked = [(routers[i % 2], body(rng, 300, 48)) for i in range(2 * NUM_REQUESTS)]
     (decode,) = cluster.nodes_of("decode")
     futures = [threads.submit(ask, router, fields) for router, fields in asked]
     longest_line = 0

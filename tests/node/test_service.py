@@ -103,7 +103,7 @@ def test_a_session_meant_for_an_earlier_incarnation_is_refused() -> None:
         assert node.events == []
         return error.value.code()
 
-    assert call(pb.ROLE_DECODE, test) is grpc.StatusCode.FAILED_PRECONDITION
+    assert call(pb.ROLE_DECODE, test) is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_malformed_reserve_is_answered_with_an_error_that_names_the_field() -> None:

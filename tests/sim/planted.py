@@ -117,7 +117,7 @@ def a_resumed_session_starts_behind_what_was_lost(patch: Patch) -> None:
 def a_lost_node_orphans_nobody(patch: Patch) -> None:
     """The requests of a node that is gone are not taken up again."""
 
-    def lose(self: Any, node: Any, change: Any) -> None:
+    def lose(self: Any, node: Any, change: Any, has_died: bool) -> None:
         node.session = type(node.session).LOST
         if not node.is_listed:
             self._remove(node, change)
