@@ -124,7 +124,7 @@ def test_two_routers_share_a_small_pool_and_every_request_of_both_gets_its_own_t
     assert longest_line > 0, "the pool was never short"
     wait_until_nothing_is_held(cluster)
     errors = {label for router in routers for label, number in router.metric("pd_errors_total").items() if number}
-    assert errors <= {'{code="NO_BLOCKS"}', '{code="BUSY"}'}
+    assert errors <= {'{code="NO_BLOCKS"}', '{code="BUSY"}', '{code="PREEMPTED"}'}  # it is short for who decodes, too
     for router in routers:
         assert sum(router.metric("requests_total").values()) == NUM_REQUESTS
         assert not any(router.metric("live_requests").values())
