@@ -188,6 +188,7 @@ class NodeConfig:
         high=86_400,
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+    log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
 
     def __post_init__(self) -> None:
         """Check what a bound cannot say."""

@@ -80,7 +80,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     """Run a node until it is to end; 0 then. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
-    set_up_logging(config.log_level, name)
+    set_up_logging(config.log_level, name, config.log_format)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     measures = Measures()
     try:

@@ -36,9 +36,11 @@ from router.openai_types import (
     CompletionBody,
     bad_request,
     parse_body,
+    shown,
     unknown_model,
 )
 from router.shell import RouterShell
+from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
 from runtime.logs import log_event
@@ -64,6 +66,7 @@ class Api:
         self._text = text
         self._settings = settings
         self._intake = Intake(shell, text, settings.model_name, settings.request_timeout_s)
+        self._sight = Sight(shell)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -82,6 +85,9 @@ class Api:
             ("/health", self.health),
             ("/ready", self.ready),
             ("/metrics", self.metrics),
+            ("/state", self.state),
+            ("/v1/requests", self.requests),
+            ("/v1/requests/{name}/timeline", self.timeline),
         ):
             app.add_api_route(path, answer, methods=["GET"])
             app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
@@ -117,6 +123,27 @@ class Api:
     async def metrics(self) -> Response:
         """Prometheus text."""
         return Response(self._shell.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def state(self) -> Response:
+        """The nodes, as they are."""
+        return json_answer(self._sight.state())
+
+    async def requests(self, request: Request) -> Response:
+        """The newest requests, `limit` of them."""
+        limit = request.query_params.get("limit", str(USUALLY_LISTED))
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
+            return _refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), _id_header(request))
+        return json_answer(self._sight.requests(int(limit)))
+
+    async def timeline(self, name: str, request: Request) -> Response:
+        """Where one request's time went, and what happened to it."""
+        found = self._sight.timeline(name)
+        if found is None:
+            error = ApiError(
+                404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"
+            )
+            return _refusal(error, _id_header(request))
+        return json_answer(found)
 
     # ---------------------------------------------------------------- generation
 

@@ -120,6 +120,9 @@ class RouterConfig:
     max_body_mib: int = knob(
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
+    timelines: int = knob(
+        1000, "requests whose timelines are kept, the newest ones (GET /v1/requests); 0: none", low=0, high=1 << 20
+    )
     session_grace_s: float = knob(2.0, "seconds without a node's stream until its work is lost", low=0.1, high=3600)
     drain_timeout_s: float = knob(
         25.0,
@@ -129,6 +132,7 @@ class RouterConfig:
         high=86_400,
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+    log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
 
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):

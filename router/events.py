@@ -251,4 +251,27 @@ class Observe:
     seconds: float
 
 
-Action = Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Something has happened to a choice that its timeline is to show (router/timelines.py); nothing is decided by it."""
+
+    request_id: str
+    choice: int
+    what: (
+        str  # "dispatched", "handed_over", "commit_unanswered", "failed", "given_up", "move_begun", "moved", "move_off"
+    )
+    attempt: int
+    nodes: tuple[str, ...] = ()  # names
+    code: str = ""  # how the prompt is computed, or a PD Error code's name
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A node has told parts of an attempt's time, be it one that counts or not."""
+
+    timing: pb.Timing
+
+
+Action = (
+    Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe | Noted | Timed
+)

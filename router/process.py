@@ -57,7 +57,7 @@ class CannotListen(Exception):
 def run_router(config: RouterConfig) -> int:
     """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
+    set_up_logging(config.log_level, "router", config.log_format)
     warn_if_exposed(config.host, "router")
     try:
         uvloop.run(_serve(config, ModelText(config.model)))
@@ -159,7 +159,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), config.timelines)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:
