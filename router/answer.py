@@ -26,7 +26,7 @@ class ClientGone:
 class Arrival:
     """What only the log and the metrics want to know of a request."""
 
-    at: float  # an instant of the loop's clock, in seconds
+    at: float  # an instant of the monotonic clock, in seconds: a loop's own may count milliseconds
     client_request_id: str | None  # the client's own name for it
 
 

@@ -157,7 +157,7 @@ class Api:
 
     async def _answer(self, request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> Response:
         """Check the request; the response then runs it. Whatever is wrong with it is answered here."""
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at, seen_at = asyncio.get_running_loop().time(), self._shell.now()
         client_id = request.headers.get(_REQUEST_ID)
         headers: dict[str, str] = {}
         parse: Callable[[bytes], CompletionBody | ChatBody] = partial(parse_body, body_type)
@@ -185,7 +185,7 @@ class Api:
         name = self._settings.model_name
         options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
         writer = AnswerWriter(asked, form, options, self._text.spelling)
-        delivery = Delivery(asked, Arrival(arrived_at, client_id))
+        delivery = Delivery(asked, Arrival(seen_at, client_id))
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers)
 
     async def _read(self, request: Request) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -88,7 +89,7 @@ class RouterShell:
                 num_tokens,
                 request.num_choices,
                 arrival.at,
-                self._loop.time(),
+                self.now(),
             )
         )
         if answer.known_end is None:
@@ -105,7 +106,7 @@ class RouterShell:
 
     def note_written(self, request_id: str, choice: int, num_tokens: int) -> None:
         """The first so many tokens of a choice, one or two, were handed to its client's connection."""
-        self.timelines.written(request_id, choice, num_tokens, self._loop.time())
+        self.timelines.written(request_id, choice, num_tokens, self.now())
 
     @property
     def max_total_tokens(self) -> int | None:
@@ -137,8 +138,8 @@ class RouterShell:
         return self._core.nodes()
 
     def now(self) -> float:
-        """The loop's clock, by which timelines go."""
-        return self._loop.time()
+        """The clock that timelines and durations go by: finer than the loop's, by which the core goes."""
+        return time.monotonic()
 
     async def close(self) -> None:
         """End every request with an error, then every session, once the nodes have heard that they may stop."""
@@ -216,7 +217,7 @@ class RouterShell:
                     if (answer := self._answers.get(request_id)) is not None:
                         answer.choices[choice].put_prompt_logprobs(logprobs)
                 case Noted():
-                    self.timelines.noted(action, now)
+                    self.timelines.noted(action, self.now())
                 case Timed(timing):
                     self.timelines.timed(timing)
                 case Finished():
@@ -237,10 +238,11 @@ class RouterShell:
         if answer is None:
             return
         if answer.untold:
+            at = self.now()
             if answer.first_token_at is None:
-                answer.first_token_at = now
-                self.metrics.observe("first_token", now - answer.arrival.at)
-            if self.timelines.emitted(emitted.request_id, emitted.choice, len(emitted.token_ids), now):
+                answer.first_token_at = at
+                self.metrics.observe("first_token", at - answer.arrival.at)
+            if self.timelines.emitted(emitted.request_id, emitted.choice, len(emitted.token_ids), at):
                 answer.untold.discard(emitted.choice)
         num_tokens = answer.choices[emitted.choice].put(emitted.token_ids, emitted.logprobs, now)
         if num_tokens is not None:
@@ -254,7 +256,7 @@ class RouterShell:
         choice.finish(finished.finish_reason, finished.token_ids)
         reason = choice.finish_reason or ""
         self.metrics.choice_finished(reason, choice.seconds_per_token)
-        self.timelines.finished(finished.request_id, finished.choice, reason, self._loop.time())
+        self.timelines.finished(finished.request_id, finished.choice, reason, self.now())
         if answer.is_complete:
             self._end(finished.request_id, None)
 
@@ -272,7 +274,7 @@ class RouterShell:
             outcome, end = "aborted", ClientGone()
         if end is not None:
             answer.fail(end)
-        seconds = (now := self._loop.time()) - answer.arrival.at
+        seconds = (now := self.now()) - answer.arrival.at
         record = self.timelines.ended(request_id, outcome, answer.num_tokens, now)
         if record is not None:
             self.metrics.request_parted(*record.parts())
