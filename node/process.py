@@ -50,6 +50,7 @@ from node.metrics import Counters
 from node.routers import Routers
 from node.runner_thread import RunnerThread
 from node.service import NodeService, PendingCalls
+from node.spans import AttemptSpans
 from node.validate import Bounds
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
@@ -60,6 +61,7 @@ from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.tracing import Tracing, open_tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         engine = build_engine(
             config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
         )
+        tracing = open_tracing(config.otlp_endpoint, role, name)
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
         fatal(f"baton {role}: {error}")
@@ -100,7 +103,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     if not is_loopback(config.host):
         log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
     core = TellingCore(make_core(engine.parts), engine.parts.pool)
-    process = partial(_NodeProcess, role, config, engine, core, measures, store)
+    process = partial(_NodeProcess, role, config, engine, core, measures, store, tracing)
     try:
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
@@ -143,6 +146,7 @@ class _NodeProcess:
         core: NodeCore,
         measures: Measures,
         store: KvStore | None,
+        tracing: Tracing | None,
     ) -> None:
         self._role = role
         self._config = config
@@ -153,6 +157,7 @@ class _NodeProcess:
         self._counters = Counters()
         self._measures = measures
         self._store = store
+        self._tracing = tracing
         self._calls = PendingCalls()
         self._ending = Ending(core, config.drain_timeout_s)
         self._refusal: str | None = None
@@ -230,7 +235,10 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        outlets = Outlets(runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained)
+        spans = self._open_spans(started)
+        outlets = Outlets(
+            runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained, spans
+        )
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
@@ -270,6 +278,13 @@ class _NodeProcess:
         for end in pool.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
         return pool
+
+    def _open_spans(self, started: AsyncExitStack) -> AttemptSpans | None:
+        """Where a collector is to be told of attempts, what tells it."""
+        if self._tracing is None:
+            return None
+        started.push_async_callback(self._tracing.close)
+        return AttemptSpans(self._tracing, self._identity.name)
 
     def _on_signal(self, first: asyncio.Future[signal.Signals]) -> None:
         number = first.result()

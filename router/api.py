@@ -186,7 +186,7 @@ class Api:
         name = self._settings.model_name
         options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
         writer = AnswerWriter(asked, form, options, self._text.spelling)
-        delivery = Delivery(asked, Arrival(seen_at, client_id))
+        delivery = Delivery(asked, Arrival(seen_at, client_id, request.headers.get("traceparent", "")))
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers)
 
     async def _read(self, request: Request) -> bytes:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from runtime.config import knob
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+from runtime.tracing import endpoint_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,11 @@ class RouterConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
     log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
+    otlp_endpoint: str | None = knob(
+        None,
+        "OpenTelemetry collector that is told spans, over OTLP/HTTP: http://HOST:4318; none: nobody",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
@@ -141,5 +147,7 @@ class RouterConfig:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
             )
+        if problem := endpoint_problem(self.otlp_endpoint):
+            raise ValueError(problem)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")

@@ -35,12 +35,14 @@ from router.entrance import RouterCoreConfig
 from router.http_server import BACKLOG, HttpServer
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
+from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer, SessionTiming
+from runtime.tracing import NoTracing, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
@@ -60,20 +62,23 @@ def run_router(config: RouterConfig) -> int:
     set_up_logging(config.log_level, "router", config.log_format)
     warn_if_exposed(config.host, "router")
     try:
-        uvloop.run(_serve(config, ModelText(config.model)))
-    except (ModelDirectoryError, CannotListen) as error:
+        tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
+        uvloop.run(_serve(config, ModelText(config.model), tracing))
+    except (ModelDirectoryError, CannotListen, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText) -> None:
+async def _serve(config: RouterConfig, text: ModelText, tracing: Tracing | None) -> None:
     """Serve until a signal; raises CannotListen, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
     async with AsyncExitStack() as started:
         listener = started.enter_context(_listen(config, "--port", config.port))
-        shell = _make_shell(config)
+        if tracing is not None:
+            started.push_async_callback(tracing.close)
+        shell = _make_shell(config, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
         start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
         registry = await start_registry(config, shell, started)
@@ -138,7 +143,7 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
     await serving
 
 
-def _make_shell(config: RouterConfig) -> RouterShell:
+def _make_shell(config: RouterConfig, spans: RequestSpans | None) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
@@ -159,7 +164,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), config.timelines)
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), config.timelines, spans)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:

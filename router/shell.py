@@ -47,6 +47,7 @@ from router.events import (
 )
 from router.metrics import RouterMetrics
 from router.node_state import Node
+from router.spans import RequestSpans
 from router.timeline import Record
 from router.timelines import Timelines
 from runtime.alarm import Alarm
@@ -61,8 +62,16 @@ _LOG: Final = logging.getLogger(__name__)
 class RouterShell:
     """Owns the core and the sessions; the registry server and the HTTP handlers call it. Make and use it on the loop."""
 
-    def __init__(self, core: RouterCore, me: Peer, timing: SessionTiming, max_timelines: int = 1000) -> None:
-        """`max_timelines`: requests whose timelines are kept."""
+    def __init__(
+        self,
+        core: RouterCore,
+        me: Peer,
+        timing: SessionTiming,
+        max_timelines: int = 1000,
+        spans: RequestSpans | None = None,
+    ) -> None:
+        """`max_timelines`: requests whose timelines are kept; `spans`: where a collector is told of requests."""
+        self._spans = spans
         self._core = core
         self.name = me.name
         self.timelines = Timelines(max_timelines)
@@ -92,6 +101,8 @@ class RouterShell:
                 self.now(),
             )
         )
+        if self._spans is not None:
+            self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices)
         if answer.known_end is None:
             self._feed(Submitted(request))
         else:
@@ -208,6 +219,8 @@ class RouterShell:
                 case Emitted():
                     self._emit(action, now)
                 case ToNode(node, message):
+                    if self._spans is not None and message.WhichOneof("kind") == "dispatch":
+                        self._spans.dispatch(node.name, message.dispatch)
                     self._dialer.send(node.name, node.incarnation, message)
                 case Count(name, label, amount):
                     self.metrics.count(name, label, amount)
@@ -218,6 +231,8 @@ class RouterShell:
                         answer.choices[choice].put_prompt_logprobs(logprobs)
                 case Noted():
                     self.timelines.noted(action, self.now())
+                    if self._spans is not None:
+                        self._spans.noted(action)
                 case Timed(timing):
                     self.timelines.timed(timing)
                 case Finished():
@@ -257,6 +272,8 @@ class RouterShell:
         reason = choice.finish_reason or ""
         self.metrics.choice_finished(reason, choice.seconds_per_token)
         self.timelines.finished(finished.request_id, finished.choice, reason, self.now())
+        if self._spans is not None:
+            self._spans.finished(finished.request_id, finished.choice)
         if answer.is_complete:
             self._end(finished.request_id, None)
 
@@ -280,6 +297,8 @@ class RouterShell:
             self.metrics.request_parted(*record.parts())
         num_prompt_tokens = len(answer.request.prompt_token_ids)
         self.metrics.request_ended(outcome, seconds, num_prompt_tokens, answer.num_tokens)
+        if self._spans is not None:
+            self._spans.ended(request_id, outcome, answer.num_tokens, None if end is None else outcome)
         client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None
         log_event(
             _LOG,
