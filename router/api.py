@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.answer import Arrival, Delivery
+from router.canary import AlreadyLooking, DeepLook
 from router.intake import Intake, off_loop
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
@@ -68,6 +69,7 @@ class Api:
         self._settings = settings
         self._intake = Intake(shell, text, settings.model_name, settings.request_timeout_s)
         self._sight = Sight(shell)
+        self._deep = DeepLook(shell, text)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -116,10 +118,22 @@ class Api:
         """The process is alive."""
         return json_answer({"status": "ok"})
 
-    async def ready(self) -> Response:
-        """A request can be served, and what it would be served without; otherwise 503 says what is missing."""
+    async def ready(self, request: Request) -> Response:
+        """A request can be served, and what it would be served without; otherwise 503 says what is missing.
+
+        With `deep=1` also whether KV crosses between every two nodes (canary.py): seconds, and one look at a time.
+        """
         missing, degraded = self._shell.missing(), self._shell.degraded()
-        return json_answer({"ready": not missing, "missing": missing, "degraded": degraded}, 503 if missing else 200)
+        content: dict[str, Any] = {"ready": not missing, "missing": missing, "degraded": degraded}
+        if request.query_params.get("deep") == "1" and request.method == "GET":
+            try:
+                pairs = await self._deep.look()
+            except AlreadyLooking:
+                error = ApiError(429, "A deep look is under way.", code="ALREADY_LOOKING", retry_after_s=1.0)
+                return _refusal(error, _id_header(request))
+            is_ready = not missing and all(pair.problem is None for pair in pairs)
+            content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs]}
+        return json_answer(content, 200 if content["ready"] else 503)
 
     async def metrics(self) -> Response:
         """Prometheus text."""

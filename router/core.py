@@ -13,6 +13,7 @@ Not here: text, HTTP, sockets (shell.py); what lives and how it ends (live.py); 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proto import baton_pb2 as pb
@@ -158,9 +159,9 @@ class RouterCore:
             self._live.actions.append(refusal)
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices
+        config = self._config if request.pinned is None else replace(self._config, preempt_retry_count=0)
         branches = [
-            LiveBranch(request, choice, first + choice, Tries(self._config), now)
-            for choice in range(request.num_choices)
+            LiveBranch(request, choice, first + choice, Tries(config), now) for choice in range(request.num_choices)
         ]
         self._live.add(branches, now)
 

@@ -52,6 +52,7 @@ class GenerationRequest:
     deadline: float  # the instant, on the router's monotonic clock
     num_choices: int = 1
     generated_token_ids: tuple[int, ...] = ()  # a resubmission: what choice 0 starts with
+    pinned: tuple[str, str] | None = None  # names of the nodes that it goes to or to nobody, once: a canary (canary.py)
 
 
 # ---------------------------------------------------------------- events

@@ -116,7 +116,10 @@ class WaitingBranches:
                 placed = self._placed(branch, *found)
             else:
                 claimants.append(branch)
-                claimed |= self._nodes.decoding(branch.total_tokens)
+                if (
+                    branch.request.pinned is None
+                ):  # who may go to one pair only would claim all that could do without it
+                    claimed |= self._nodes.decoding(branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
                     break
         for branch in claimants:
@@ -152,6 +155,21 @@ class WaitingBranches:
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
         excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
+
+        if (pinned := branch.request.pinned) is not None:
+            pair = self._placement.choose(
+                [
+                    each
+                    for each in self._nodes.prefill_candidates(total_tokens, max_inflight)
+                    if each.node.name == pinned[0]
+                ],
+                [each for each in self._nodes.decode_candidates(total_tokens) if each.node.name == pinned[1]],
+                prompt=Prompt(branch.num_tokens, {}),
+                kept=None,
+                excluded=excluded,
+                avoided=avoided,
+            )
+            return None if pair is None else (pair, "handoff", 0)
 
         def alone(decodes: Sequence[Candidate]) -> Pair | None:
             return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
