@@ -17,6 +17,7 @@ from proto import baton_pb2 as pb
 from router.node_state import Node
 from router.shell import RouterShell
 from router.timeline_json import summary, timeline
+from runtime.version import versions
 
 MAX_LISTED: Final = 1000
 USUALLY_LISTED: Final = 50
@@ -37,6 +38,7 @@ class Sight:
         return {
             "router": shell.name,
             "pid": os.getpid(),
+            "versions": versions(),
             "ready": not missing,
             "missing": missing,
             "degraded": shell.degraded(),
