@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"baton status: {error}\n")
         return 1
     except KeyboardInterrupt:
-        pass
+        return 0
     return 0
 
 
