@@ -49,8 +49,8 @@ def markdown(stores: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
         "",
         f"A run of {of_stores['run_mib']} MiB written, read back and forgotten; median of {of_stores['rounds']} rounds, in",
         "brackets where eight of ten lie. Ratios are taken within a round: `memory` to `np.copyto`, `directory` to a file of its",
-        "own for each block, written and read plainly (page cache: nothing waits for a disk), `server` to pipelined `SET` and `GET` by the",
-        "same client. Keyed: with a cluster's secret.",
+        "own for each block, written and read plainly (page cache: nothing waits for a disk), `server` to pipelined `SET` and",
+        "`GET` by the same client. Keyed: with a cluster's secret.",
     ]
     for operation in ("write", "read"):
         lines += ["", f"### {operation}", "", *_head(_STORE_HEADINGS), *_store_rows(stores["cases"], operation)]
