@@ -41,7 +41,14 @@ class NodeConfig:
     node_id: str | None = knob(None, "name in the cluster; none: the role and a random number", metavar="NAME")
 
     host: str = knob(
-        "127.0.0.1", "address to listen on and be known by; loopback, because nothing asks for credentials yet"
+        "127.0.0.1",
+        "address to listen on and be known by; loopback, because without --tls-dir nobody is asked who he is",
+    )
+    tls_dir: Path | None = knob(
+        None,
+        "this host's certificates, as `baton certs make` makes them: every connection of the cluster is then encrypted, and "
+        "taken from and made to its members only; equal on all processes of a cluster",
+        metavar="DIR",
     )
     http_port: int = knob(0, "port of /health, /metrics, /state; 0 takes a free one", low=0, high=65535)
     grpc_port: int = knob(

@@ -1331,20 +1331,24 @@ class Endpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_SECRET_FIELD_NUMBER: _builtins.int
+    CURVE_KEY_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"shm", "zmq", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
+    curve_key: _builtins.bytes
+    """zmq: the receiver's CURVE public key, 32 bytes; empty: the link is not encrypted"""
     def __init__(
         self,
         *,
         transport: _builtins.str = ...,
         address: _builtins.str = ...,
         link_secret: _builtins.bytes = ...,
+        curve_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "curve_key", b"curve_key", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
