@@ -29,6 +29,7 @@ class Arrival:
     at: float  # an instant of the monotonic clock, in seconds: a loop's own may count milliseconds
     client_request_id: str | None  # the client's own name for it
     traceparent: str = ""  # the client's own span, if it sent one
+    client: str | None = None  # whose key it showed
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from router.spans import RequestSpans
 from router.timeline import Record
 from router.timelines import Timelines
 from runtime.alarm import Alarm
+from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
@@ -67,6 +68,7 @@ class RouterShell:
         core: RouterCore,
         me: Peer,
         timing: SessionTiming,
+        credentials: Credentials = NO_CREDENTIALS,
         max_timelines: int = 1000,
         spans: RequestSpans | None = None,
     ) -> None:
@@ -76,7 +78,7 @@ class RouterShell:
         self.name = me.name
         self.timelines = Timelines(max_timelines)
         self._loop = asyncio.get_running_loop()
-        self._dialer = SessionDialer(me, self, timing)
+        self._dialer = SessionDialer(me, self, timing, credentials)
         self.is_draining = False
         self._answers: dict[str, Answer] = {}  # by request id
         self._events: deque[Event] = deque()
@@ -311,5 +313,6 @@ class RouterShell:
             seconds=round(seconds, 4),
             **({} if len(answer.choices) == 1 else {"choices": len(answer.choices)}),
             **({} if client_id is None else {"client_request": client_id}),
+            **({} if answer.arrival.client is None else {"client": answer.arrival.client}),
             **({} if error is None else {"error": error}),
         )

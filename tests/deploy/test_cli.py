@@ -50,7 +50,8 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
     [
         (
             [],
-            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, status, doctor, model make; "
+            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, status, doctor, certs make, "
+            "model make; "
             "see baton --help",
         ),
         (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
@@ -58,7 +59,7 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
         (
             ["xyz"],
             "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, status, doctor, "
-            "model make",
+            "certs make, model make",
         ),
         (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
         (
