@@ -21,6 +21,7 @@ from tests.mutants import (
     of_runner,
     of_saving,
     of_session,
+    of_sight,
 )
 from tests.mutants.mutant import Mutant
 
@@ -41,4 +42,5 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
     *of_session.MUTANTS,
+    *of_sight.MUTANTS,
 )
