@@ -208,7 +208,8 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
-                self._live.actions += map(ev.Timed, batch.timings)
+                if batch.timings:  # of few
+                    self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
             case "error":
