@@ -23,7 +23,11 @@ COMPOSE_FILE: Final = ROOT / "deploy" / "compose.yaml"
 IMAGE: Final = "baton-under-test"
 PEERS_IMAGE: Final = "baton-peers"
 PATIENCE_S: Final = 120.0
-_ADDRESS: Final = "range .NetworkSettings.Networks}}{{.IPAddress}}{{end"
+_GET: Final = (
+    "import socket, sys, urllib.request\n"
+    "url = f'http://{socket.gethostbyname(socket.gethostname())}:{sys.argv[1]}{sys.argv[2]}'\n"
+    "sys.stdout.write(urllib.request.urlopen(url, timeout=10).read().decode())"
+)
 KNOBS: Final = {
     "BATON_REGISTRY": "redis://redis:6379/0",
     "BATON_TRANSPORT": "zmq",
@@ -102,9 +106,8 @@ class Containers:
                 _run([*enter, "-D", *rule, "-j", "DROP"], os.environ, PATIENCE_S)
 
     def state(self, service: str) -> dict[str, Any]:
-        """`/state` of a node, asked for from this host."""
-        address = self.inspect(service, _ADDRESS)
-        state: dict[str, Any] = httpx.get(f"http://{address}:8002/state", timeout=10, trust_env=False).json()
+        """`/state` of a node, asked for from inside its container."""
+        state: dict[str, Any] = json.loads(self._get(service, 8002, "/state"))
         return state
 
     def wait_until_ready(self) -> None:
@@ -117,13 +120,15 @@ class Containers:
         series: list[dict[str, Any]] = answer.json()["data"]["result"]
         return series
 
+    def _get(self, service: str, port: int, path: str) -> str:
+        return docker("exec", self._container(service), "python3", "-c", _GET, str(port), path)
+
     def _container(self, service: str) -> str:
         return self.compose("ps", "-q", service).strip()
 
     def num_nodes(self, router: str) -> int:
         """Nodes with which a router has a session."""
-        address = self.inspect(router, _ADDRESS)
-        lines = httpx.get(f"http://{address}:8000/metrics", timeout=10, trust_env=False).text.splitlines()
+        lines = self._get(router, 8000, "/metrics").splitlines()
         return sum(line.startswith("baton_router_node_up{") and line.endswith(" 1.0") for line in lines)
 
 
@@ -144,13 +149,13 @@ def started_containers(model: Path, folder: Path) -> Iterator[Containers]:
 
 
 def wait_until(what: str, is_so: Callable[[], bool]) -> None:
-    """Ask until it is so; connections that fail count as no."""
+    """Ask until it is so; what cannot be asked counts as no."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             if is_so():
                 return
-        except (httpx.HTTPError, json.JSONDecodeError, KeyError):
+        except (httpx.HTTPError, json.JSONDecodeError, KeyError, AssertionError):
             pass
         assert time.monotonic() < deadline, f"not within {PATIENCE_S:.0f} s: {what}"
         time.sleep(0.2)

@@ -15,6 +15,7 @@ import pytest
 from tests.compose.containers import Containers, build_images, docker, started_containers, wait_until
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 
+pytestmark = pytest.mark.timeout(1800)  # the first one builds the images
 NUM_STREAMS = 6
 NUM_TOKENS = 2000
 
