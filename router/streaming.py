@@ -134,15 +134,16 @@ class GenerationResponse(Response):
                     await self._begin(
                         send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                     )
+                if self._num_written:
+                    self._note_written(pieces)
+                    pieces = []
                 is_end = is_over and is_last
                 if block or is_end:
                     await send({"type": "http.response.body", "body": block, "more_body": not is_end})
-            if self._num_written:
-                self._note_written(pieces)
         return None
 
     def _note_written(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """What the client has of a choice whose first two tokens it did not have yet."""
+        """What the client is about to have of a choice whose first two tokens it did not have yet."""
         for index, piece in pieces:
             before = self._num_written.get(index, 2)
             after = min(before + len(piece.token_ids), 2)
