@@ -14,6 +14,7 @@ PURE_FILES: Final = {
     "core.py",
     "placement.py",
     "admission.py",
+    "api_keys.py",
     "block_pool.py",
     "scheduler.py",
     "prefix_cache.py",
@@ -49,6 +50,7 @@ PURE_FILES: Final = {
     "nodes.py",
     "ownership.py",
     "polled_listing.py",
+    "rate_limit.py",
     "registry_record.py",
     "requests.py",
     "seeds.py",
@@ -60,7 +62,11 @@ PURE_FILES: Final = {
     "stop_strings.py",
     "task.py",
     "tasks.py",
+    "timeline.py",
+    "timeline_json.py",
+    "timelines.py",
     "timers.py",
+    "timing.py",
     "token_batches.py",
     "validate.py",
     "waiting.py",
@@ -116,7 +122,9 @@ WALL_CLOCK: Final = {
 WALL_CLOCK_FILES: Final = {
     "router/openai_answers.py": "the API's field `created`, by which nothing is decided",
     "node/process.py": "which of two processes of one name is the newer; a wrong clock costs one restart more",
+    "deploy/doctor.py": "how far hosts' clocks are apart, for people: nothing depends on it",
     "bench/machine.py": "the date in a result file, for its reader",
+    "runtime/certificates.py": "certificates say by the clock when they end",
 }
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 ENVIRONMENT_FILE: Final = "runtime/config.py"
