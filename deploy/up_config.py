@@ -56,7 +56,7 @@ class UpConfig:
     max_num_batched_tokens: int | None = _of_nodes("token positions computed per step")
     max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] | None = _of_nodes("what the node computes in", low=None)
-    kernels: Literal["cpu", "numba", "torch"] | None = _of_nodes("which back end computes", low=None)
+    kernels: Literal["cpu", "numba", "torch", "triton"] | None = _of_nodes("which back end computes", low=None)
     reserve_policy: Literal["full", "ratio", "fixed", "none"] | None = _of_nodes(
         "room that admission leaves to what runs", low=None
     )

@@ -23,6 +23,10 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "tokens of prompts that the node chosen holds already, as far as the router knew: placement by cache, else 0",
         None,
     ),
+    "pooled_tokens": (
+        "tokens of prompts that the node chosen was expected to fetch from the KV pool: placement by cache, else 0",
+        None,
+    ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
     "moves": ("moves between decode nodes: begun, done, off (came to nothing), no_room (nobody could take it)", "what"),
@@ -35,6 +39,7 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
 CACHE_GAUGES: Final[Mapping[str, str]] = {
     "nodes": "nodes whose prefix caches are followed",
     "nodes_whole": "of them, those of which everything is known",
+    "pools": "KV pools of which something is known",
     "keys": "blocks in the index, each once however many nodes hold it",
     "bytes": "memory that the index takes",
     "share": "of all blocks, how many the index takes up: 1, or at its bound 1/2, 1/4, …",
