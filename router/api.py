@@ -43,6 +43,7 @@ from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    message = printable(f"{request.method} {request.url.path[:200]}: {error.detail}.")
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **id_header(request)})
 
