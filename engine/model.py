@@ -24,7 +24,7 @@ from engine.rope import attention_factor, inverse_frequencies
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.choice import NoKernels, choose_kernels
+from kernels.choice import NoKernels, WeightDtype, choose_kernels
 from kernels.interface import Kernels, LayerStack, Linear, StackLayer
 
 
@@ -130,9 +130,16 @@ class Model:
         return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
-def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: torch.device = CPU) -> Model:
+def load_model(
+    model_dir: Path,
+    dtype: str,
+    kernels_name: str = "cpu",
+    device: torch.device = CPU,
+    weight_dtype: WeightDtype = "auto",
+) -> Model:
     """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", a back end of kernels/choice.py, and a device.
 
+    weight_dtype "int8": all linears, the head included, keep their weights in 8 bits; activations and KV are of the dtype.
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
     """
@@ -140,9 +147,9 @@ def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: t
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
     try:
-        kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type)
+        kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type, weight_dtype)
     except NoKernels as error:
-        raise ModelError(f"{error}; use fp32") from None
+        raise ModelError(str(error)) from None
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 
