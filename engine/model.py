@@ -24,7 +24,7 @@ from engine.rope import attention_factor, inverse_frequencies
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.choice import NoKernels, WeightDtype, choose_kernels
+from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
 from kernels.interface import Kernels, LayerStack, Linear, StackLayer
 
 
@@ -146,10 +146,7 @@ def load_model(
     config = read_model_config(model_dir)
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
-    try:
-        kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type, weight_dtype)
-    except NoKernels as error:
-        raise ModelError(str(error)) from None
+    kernels, shortfall = _chosen_kernels(kernels_name, torch_dtype, device, weight_dtype)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 
@@ -193,6 +190,13 @@ def load_model(
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
             stack=_stack(kernels, config, layers),
         )
+
+
+def _chosen_kernels(name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype) -> Choice:
+    try:
+        return choose_kernels(name, dtype, device.type, weight_dtype)
+    except NoKernels as error:
+        raise ModelError(str(error)) from None
 
 
 def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...]) -> LayerStack | None:
