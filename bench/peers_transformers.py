@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     set_thread_environment(arguments.threads)
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+
+    peer: Any = import_module("transformers")  # what is measured, not a part of Baton
 
     torch.set_num_threads(arguments.threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = peer.AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     config = model.config
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> int:
         return time.perf_counter() - begin
 
     def decode(batch: int, context: int, num_steps: int) -> float:
-        cache = DynamicCache()
+        cache = peer.DynamicCache()
         shape = (batch, config.num_key_value_heads, context, config.head_dim)
         for layer in range(config.num_hidden_layers):
             cache.update(torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), layer)
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> int:
             ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
         return time.perf_counter() - begin
 
-    ways = {"prefill": prefill, "decode": decode}
+    ways: dict[str, Callable[..., float]] = {"prefill": prefill, "decode": decode}
     with torch.inference_mode():
         sys.stdout.write("ready\n")
         sys.stdout.flush()

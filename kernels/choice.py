@@ -6,7 +6,7 @@ Imports torch. Not here: what a user is told about it (the node says which, and 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels, can_compute
 
-NAMES: Final = ("torch", "numba", "cpu")
 WeightDtype = Literal["auto", "int8"]  # "auto": the dtype of everything else
 
 
@@ -36,13 +35,23 @@ def choose_kernels(
 ) -> Choice:
     """Take "cpu" (compiled from C++), "numba" or "torch"; each falls back to the next where it is not there.
 
-    On another device than a CPU torch computes, whatever the name. weight_dtype "int8": linears keep their weights in 8 bits.
+    On a CUDA device "torch" means torch there, and every other name Triton, which falls back to torch. Asked for by name on a
+    CPU, Triton computes in its interpreter, for tests, or not at all. weight_dtype "int8": linears keep their weights in 8 bits.
     Raises NoKernels where none computes this.
     """
     is_int8 = weight_dtype == "int8"
+    if is_int8 and (name == "triton" or device_type != "cpu"):
+        raise NoKernels(
+            "--weight-dtype int8: only a CPU computes with it, and Triton does not: --device cpu, or leave it out"
+        )
+    if name == "triton" or (device_type != "cpu" and name != "torch"):
+        found, reason = _triton_kernels(device_type)
+        if found is not None:
+            return Choice(found, "")
+        if device_type == "cpu":
+            raise NoKernels(reason)
+        return Choice(TorchKernels(device_type), reason)
     if device_type != "cpu":
-        if is_int8:
-            raise NoKernels("--weight-dtype int8: only a CPU computes with it, so --device cpu, or leave it out")
         return Choice(TorchKernels(device_type), "")
     shortfall = ""
     if name == "cpu":
@@ -68,6 +77,24 @@ def choose_kernels(
 def has_numba() -> bool:
     """Whether numba is installed; says nothing about whether it works."""
     return find_spec("numba") is not None
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; says nothing about whether it works."""
+    return find_spec("triton") is not None
+
+
+def _triton_kernels(device_type: str) -> tuple[Kernels | None, str]:
+    """Or why there are none."""
+    if not has_triton():
+        return None, "Triton is not installed (pip install -c constraints.txt -e '.[triton]')"
+    try:
+        # Imported where it is needed, as numba is below.
+        from kernels.triton_kernels import triton_kernels
+
+        return triton_kernels(device_type), ""
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # ValueError: a device that is too old
+        return None, f"Triton cannot be used: {error}"
 
 
 def _numba_kernels(is_int8: bool) -> tuple[Kernels | None, str]:
