@@ -12,7 +12,7 @@ Not here: text, HTTP, sockets (shell.py); what lives and how it ends (live.py); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
