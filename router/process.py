@@ -14,6 +14,7 @@ drain timeout. SIGINT, or the end of that time, ends every request with an error
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -82,6 +83,7 @@ async def _serve(config: RouterConfig, text: ModelText) -> None:
         http = HttpServer(Api(shell, text, settings).app(), listener)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
+        gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
         _announce(config, listener.getsockname()[1], registry)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
