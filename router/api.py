@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -54,6 +54,7 @@ class ApiSettings:
     model_name: str
     request_timeout_s: float
     max_body_bytes: int
+    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
 class Api:
@@ -116,7 +117,9 @@ class Api:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        return Response(self._shell.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
+        text = own if of_all is None else await of_all(own)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---------------------------------------------------------------- generation
 

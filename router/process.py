@@ -40,11 +40,12 @@ from router.text import ModelDirectoryError, ModelText
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
-from runtime.registry_server import TTL_S, RegistryServer
+from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
 from runtime.session import Peer, SessionTiming
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
+    from router.worker_end import WorkerEnd
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
@@ -55,35 +56,47 @@ class CannotListen(Exception):
     """An address is taken or not ours; the message names the flag."""
 
 
-def run_router(config: RouterConfig) -> int:
-    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
+    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend.
+
+    `worker`: what it has from its parent, if it is one of several processes (workers.py).
+    """
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
-    warn_if_exposed(config.host, "router")
+    set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}")
+    if worker is None:
+        warn_if_exposed(config.host, "router")
     try:
-        uvloop.run(_serve(config, ModelText(config.model)))
+        uvloop.run(_serve(config, ModelText(config.model), worker))
     except (ModelDirectoryError, CannotListen) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText) -> None:
+async def _serve(config: RouterConfig, text: ModelText, worker: WorkerEnd | None) -> None:
     """Serve until a signal; raises CannotListen, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+    asyncio.get_running_loop().set_exception_handler(dying_of(bug))
     async with AsyncExitStack() as started:
-        listener = started.enter_context(_listen(config, "--port", config.port))
+        listener = listen(config, "--port", config.port) if worker is None else worker.listener
+        started.enter_context(listener)
         shell = _make_shell(config)
         started.push_async_callback(shell.close)
-        start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
-        registry = await start_registry(config, shell, started)
+        if worker is not None:
+            await worker.open(shell, shell.metrics.render, started)
+        if config.registry != EMBEDDED:
+            registry = await _read_registry(config, shell, started)
+        else:
+            registry = worker.registry if worker is not None else await embed_registry(config, shell, started)
         name = config.served_model_name or config.model.resolve().name
-        settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20)
+        metrics_of_all = None if worker is None else worker.metrics_of_all
+        settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20, metrics_of_all)
         http = HttpServer(Api(shell, text, settings).app(), listener)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
         gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
+        if worker is not None:
+            worker.say_up()
         _announce(config, listener.getsockname()[1], registry)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
@@ -109,16 +122,16 @@ async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _embed_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+async def embed_registry(config: RouterConfig, handler: RegistryHandler, started: AsyncExitStack) -> str:
     """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
     port = _bind_registry(server, config)
-    registry = RegistryServer(shell)
+    registry = RegistryServer(handler)
     started.callback(registry.close)
     pb_grpc.add_RegistryServicer_to_server(registry, server)
     await server.start()
     started.push_async_callback(server.stop, 0)
-    return _address(config, port)
+    return address_of(config, port)
 
 
 async def _read_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
@@ -171,39 +184,41 @@ def _make_cache_map(config: RouterConfig) -> CacheMap:
     return CacheMap(CacheIndex(config.cache_index_max_mib << 20, secrets.randbits(64)))
 
 
-def _listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+    """A socket that listens there; `flag` is for the error, CannotListen."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CannotListen(f"{flag}: cannot listen on {_address(config, port)}: {error.strerror}") from error
+        raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 
 
 def _bind_registry(server: grpc.aio.Server, config: RouterConfig) -> int:
     """The port taken."""
     # First without gRPC, whose own error would be a second line, and less clear.
-    _listen(config, "--registry-port", config.registry_port).close()
-    address = _address(config, config.registry_port)
+    listen(config, "--registry-port", config.registry_port).close()
+    address = address_of(config, config.registry_port)
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 
 
-def _address(config: RouterConfig, port: int) -> str:
+def address_of(config: RouterConfig, port: int) -> str:
+    """host:port."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{host}:{port}"
 
 
 def _announce(config: RouterConfig, port: int, registry: str) -> None:
     """Say, in the log and the ready file, where the router is."""
-    url = f"http://{_address(config, port)}"
+    url = f"http://{address_of(config, port)}"
     log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
     if config.ready_file is not None:
         write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid()})
 
 
-def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
 
     What is reported without one of these two (a connection that broke in an odd way) is logged: a client must not be able to
