@@ -160,7 +160,7 @@ def measure(config: CacheIndexConfig, nodes: int, max_mib: int, told: Callable[[
 
 def _change(index: CacheIndex, holder: int, node: int) -> None:
     """What a few steps of a node bring: eight blocks come, and eight others go for them."""
-    index.evict(holder, keys_of(node, 1 << 30, 8))
+    index.evict(1 << holder, keys_of(node, 1 << 30, 8))
     index.store(holder, keys_of(node, 1 << 30, 8))
 
 

@@ -42,7 +42,7 @@ class EngineConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold"
     )
-    kernels: Literal["cpu", "numba", "torch"] = knob("cpu", "what computes; as of a node")
+    kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes; as of a node")
     threads: int = knob(1, "compute threads, also of R and F", low=1, high=1024)
     batches: str = knob("1,8,32", "decode rows of a step", metavar="N,…")
     contexts: str = knob("128,512,2048", "positions that each decode row sees", metavar="N,…")

@@ -51,7 +51,7 @@ class StepBenchConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold"
     )
-    kernels: Literal["cpu", "numba", "torch"] = knob("cpu", "what computes; as of a node")
+    kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes; as of a node")
     threads: int = knob(1, "compute threads; the loop needs a core of its own beside them", low=1, high=1024)
     batch: int = knob(8, "sequences that run together", low=1, high=4096)
     prompt_tokens: int = knob(256, "tokens of each prompt", low=1, high=100_000)
@@ -114,6 +114,10 @@ class SlowStore:
     def __init__(self, block_s: float) -> None:
         self._block_s = block_s
         self._is_closed = Event()
+
+    def identity(self) -> bytes:
+        """As KvStore.identity."""
+        return bytes(16)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         return [True] * len(keys)

@@ -43,7 +43,7 @@ class OverlapConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold"
     )
-    kernels: Literal["cpu", "numba", "torch"] = knob("cpu", "what computes; as of a node")
+    kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes; as of a node")
     threads: int = knob(1, "compute threads; the loop needs a core of its own beside them", low=1, high=1024)
     batches: str = knob("1,8,32", "sequences that decode together", metavar="N,…")
     prompt_tokens: int = knob(32, "tokens of each prompt", low=1, high=100_000)

@@ -133,13 +133,12 @@ class Model:
     def _place(self, number: int, ask: Ask) -> _Server:
         request = GenerationRequest(str(number), ask.prompt, 0, Sampling(0.0, 1, ()), 1e9)
         branch = LiveBranch(request, 0, number, Tries(RouterCoreConfig()), ask.at_s)
-        cached = self._map.cached(branch) if self._map is not None else {}
-        prompt = Prompt(len(ask.prompt), cached)
+        prompt = self._map.prompt(branch) if self._map is not None else Prompt(len(ask.prompt), {})
         prefills = [Candidate(ref, b"model", (each.queued_tokens, 0.0)) for ref, each in self._servers.items()]
         pair = self._placement.choose(prefills, [Candidate(NodeRef("decode", 1), b"model", (0.0, 0.0))], prompt=prompt)
         assert pair is not None, "nobody is excluded"
         server = self._servers[pair.prefill]
-        num_tokens = len(ask.prompt) - cached.get(pair.prefill, 0)
+        num_tokens = len(ask.prompt) - prompt.cached.get(pair.prefill, 0)
         server.queue.append((ask, num_tokens))
         server.queued_tokens += num_tokens
         return server

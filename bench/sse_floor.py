@@ -21,8 +21,8 @@ from starlette.responses import StreamingResponse
 
 from bench.mock_backend import SSE_END, sse_event
 from bench.stepping import Stepper, Stream, obey
-from router.http_server import BACKLOG, HttpServer
 from runtime.config import knob, load
+from runtime.http_server import BACKLOG, HttpServer
 from runtime.process import die_with_parent
 
 PROG: Final = "python -m bench.sse_floor"

@@ -23,6 +23,9 @@ from torch import Tensor
 from engine.device import CPU
 from engine.model_config import ModelConfig
 from engine.shared_bytes import SharedBytes
+from kernels.interface import BlockCopies
+from kernels.torch_reference import TorchBlockCopies
+from kernels.upload import upload
 
 TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 
@@ -45,11 +48,13 @@ class KvMemory:
         device: torch.device = CPU,
         *,
         mirror: bool | None = None,
+        copies: BlockCopies | None = None,
     ) -> None:
         """`mirror`: whether the device's side is memory of its own; None: where the device is not a CPU.
 
-        True on a CPU is for tests: it does there what a GPU does.
+        True on a CPU is for tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's.
         """
+        self._copies = TorchBlockCopies() if copies is None else copies
         self.block_size: Final = block_size
         self.num_blocks: Final = num_blocks
         self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
@@ -71,7 +76,9 @@ class KvMemory:
 
     def gather(self, block_ids: Sequence[int]) -> Tensor:
         """What these blocks hold on the device behind all that it was given so far: a copy that later steps do not change."""
-        return self.tensor.index_select(0, torch.tensor(block_ids, dtype=torch.int64).to(self.tensor.device))
+        return self._copies.gather_blocks(
+            self.tensor, upload(torch.tensor(block_ids, dtype=torch.int64), self.tensor.device)
+        )
 
     def to_host(self, block_ids: Sequence[int], gathered: Tensor) -> None:
         """Put what was gathered of these blocks where transports read them."""
@@ -80,6 +87,6 @@ class KvMemory:
     def to_device(self, block_ids: Iterable[int]) -> None:
         """Copy blocks that arrived to where the rows of later steps see them."""
         if self.is_mirrored:  # gathered first, so that the device is asked for one copy and not for one a block
-            index = torch.tensor(list(block_ids), dtype=torch.int64)
-            gathered = self._host.index_select(0, index).to(self.tensor.device)
-            self.tensor.index_copy_(0, index.to(self.tensor.device), gathered)
+            index, device = torch.tensor(list(block_ids), dtype=torch.int64), self.tensor.device
+            gathered = upload(self._host.index_select(0, index), device)
+            self._copies.scatter_blocks(self.tensor, upload(index, device), gathered)

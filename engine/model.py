@@ -26,6 +26,7 @@ from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import NoKernels, choose_kernels
 from kernels.interface import Kernels, LayerStack, Linear, StackLayer
+from kernels.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class Model:
         """
         memory = StepTensors() if memory is None else memory
         num_rows, device = len(batch.token_ids), self.embedding.device
-        cos, sin = self._angles(batch.positions.to(device), memory)
+        cos, sin = self._angles(upload(batch.positions, device), memory)
         hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
-        torch.index_select(self.embedding, 0, batch.token_ids.to(device), out=hidden)
+        torch.index_select(self.embedding, 0, upload(batch.token_ids, device), out=hidden)
         if self.stack is not None:
             hidden = self.stack(hidden, cos, sin, kv, batch.attention)
         else:
@@ -84,7 +85,7 @@ class Model:
             return hidden.new_empty((0, self.config.vocab_size))
         shape = (num_logits, self.config.hidden_size)
         last = memory.take("last", shape, hidden)
-        torch.index_select(hidden, 0, batch.logit_rows.to(device), out=last)
+        torch.index_select(hidden, 0, upload(batch.logit_rows, device), out=last)
         normed = self.kernels.rms_norm(
             last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
@@ -142,7 +143,7 @@ def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: t
     try:
         kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type)
     except NoKernels as error:
-        raise ModelError(f"{error}; use fp32") from None
+        raise ModelError(str(error)) from None
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 

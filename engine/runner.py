@@ -51,6 +51,7 @@ from engine.plan import (
 from engine.sampler import Draw, sample
 from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
+from kernels.upload import upload
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
 
@@ -134,8 +135,9 @@ class TorchRunner:
 
     def _fed_on_device(self, token_ids: Tensor, decode_slots: NDArray[np.int64]) -> Tensor:
         """The rows' tokens on the device, those of decode rows from where the steps before put them."""
-        on_device = token_ids.to(self._last_on_device.device, copy=True)
-        slots = torch.from_numpy(decode_slots).to(on_device.device)
+        device = self._last_on_device.device
+        on_device = token_ids.clone() if device.type == "cpu" else upload(token_ids, device)
+        slots = upload(torch.from_numpy(decode_slots), device)
         on_device[: len(slots)] = self._last_on_device[slots]
         return on_device
 
@@ -146,7 +148,7 @@ class TorchRunner:
         if len(slots) != num_logits or not all(map(self._is_plain, slots, draws)):
             return None
         drawn = sample_on_device(logits[[*row_of_slot.values()]], draws)
-        at = torch.tensor(slots, dtype=torch.int64).to(drawn.device)
+        at = upload(torch.tensor(slots, dtype=torch.int64), drawn.device)
         self._last_on_device[at] = drawn.clamp(min=0)
         self._next_index[slots] += 1
         return drawn
@@ -199,8 +201,8 @@ class TorchRunner:
         self._last_token_id[slots] = token_ids
         if self._is_asynchronous:
             device = self._last_on_device.device
-            fed = torch.tensor(self._last_token_id[slots]).to(device)
-            self._last_on_device[torch.tensor(slots, dtype=torch.int64).to(device)] = fed
+            fed = upload(torch.tensor(self._last_token_id[slots]), device)
+            self._last_on_device[upload(torch.tensor(slots, dtype=torch.int64), device)] = fed
 
     def _result(
         self, row: DecodeRow | PrefillChunk, step_logits: Tensor, span: tuple[int, int], token_ids: list[int]

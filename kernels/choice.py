@@ -6,7 +6,7 @@ Imports torch. Not here: what a user is told about it (the node says which, and 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,6 @@ from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels, can_compute
-
-NAMES: Final = ("torch", "numba", "cpu")
 
 
 class Choice(NamedTuple):
@@ -33,8 +31,16 @@ class NoKernels(ValueError):
 def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> Choice:
     """Take "cpu" (compiled from C++), "numba" or "torch"; each falls back to the next where it is not there.
 
-    On another device than a CPU torch computes, whatever the name. Raises NoKernels where none computes the dtype.
+    On a CUDA device "torch" means torch there, and every other name Triton, which falls back to torch. Asked for by name on a
+    CPU, Triton computes in its interpreter, for tests, or not at all. Raises NoKernels where none computes the dtype.
     """
+    if name == "triton" or (device_type != "cpu" and name != "torch"):
+        found, reason = _triton_kernels(device_type)
+        if found is not None:
+            return Choice(found, "")
+        if device_type == "cpu":
+            raise NoKernels(reason)
+        return Choice(TorchKernels(device_type), reason)
     if device_type != "cpu":
         return Choice(TorchKernels(device_type), "")
     shortfall = ""
@@ -49,7 +55,7 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
                 shortfall = f"{path.name} cannot be loaded: {error}"
         shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
     if not can_compute(dtype):
-        raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears")
+        raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears; use fp32")
     if name != "torch":
         found, reason = _numba_kernels()
         if found is not None:
@@ -61,6 +67,24 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
 def has_numba() -> bool:
     """Whether numba is installed; says nothing about whether it works."""
     return find_spec("numba") is not None
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; says nothing about whether it works."""
+    return find_spec("triton") is not None
+
+
+def _triton_kernels(device_type: str) -> tuple[Kernels | None, str]:
+    """Or why there are none."""
+    if not has_triton():
+        return None, "Triton is not installed (pip install -c constraints.txt -e '.[triton]')"
+    try:
+        # Imported where it is needed, as numba is below.
+        from kernels.triton_kernels import triton_kernels
+
+        return triton_kernels(device_type), ""
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # ValueError: a device that is too old
+        return None, f"Triton cannot be used: {error}"
 
 
 def _numba_kernels() -> tuple[Kernels | None, str]:

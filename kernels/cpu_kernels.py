@@ -34,6 +34,7 @@ from kernels.cpu_library import (
     reference,
 )
 from kernels.interface import AttentionBatch, Contenders, Linear, StackLayer, StepAttention
+from kernels.torch_reference import TorchBlockCopies
 
 MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
 
@@ -181,7 +182,7 @@ def _c_layer(layer: StackLayer) -> CLayer:
     return CLayer(*(None if norm is None else norm.data_ptr() for norm in norms), *linears, layer.window or 0)
 
 
-class CpuKernels:
+class CpuKernels(TorchBlockCopies):
     """kernels.interface.Kernels on one variant of the library."""
 
     def __init__(self, library: Library, variant: str) -> None:

@@ -91,7 +91,17 @@ class Contenders(NamedTuple):
     ids: list[NDArray[np.int32] | None]
 
 
-class Kernels(Protocol):
+class BlockCopies(Protocol):
+    """Whole KV blocks out of a pool and into it; kv as in Kernels.step_attention, block_ids [num_chosen] int64 on its device."""
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
+        """What these blocks hold, next to each other: [num_chosen, num_layers, …]."""
+
+    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, chosen: Tensor) -> None:
+        """Put what was gathered there, or elsewhere, into these blocks; none is named twice."""
+
+
+class Kernels(BlockCopies, Protocol):
     """A back end."""
 
     @property

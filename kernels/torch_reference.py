@@ -65,7 +65,19 @@ class GatedLinear:
         return self._kernels.silu_gate(self._linear(x))
 
 
-class TorchKernels:
+class TorchBlockCopies:
+    """kernels.interface.BlockCopies."""
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
+        """Copy whole blocks of the pool next to each other."""
+        return kv.index_select(0, block_ids)
+
+    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, chosen: Tensor) -> None:
+        """Copy whole blocks to their places in the pool."""
+        kv.index_copy_(0, block_ids, chosen)
+
+
+class TorchKernels(TorchBlockCopies):
     """kernels.interface.Kernels in plain torch, on a CPU or on a device that torch knows."""
 
     def __init__(self, device_type: str = "cpu") -> None:

@@ -77,7 +77,7 @@ def build_engine(
         raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
     model = load_model(config.model, dtype, config.kernels, device)
     fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
-    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device)
+    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
     scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)

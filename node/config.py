@@ -41,7 +41,14 @@ class NodeConfig:
     node_id: str | None = knob(None, "name in the cluster; none: the role and a random number", metavar="NAME")
 
     host: str = knob(
-        "127.0.0.1", "address to listen on and be known by; loopback, because nothing asks for credentials yet"
+        "127.0.0.1",
+        "address to listen on and be known by; loopback, because without --tls-dir nobody is asked who he is",
+    )
+    tls_dir: Path | None = knob(
+        None,
+        "this host's certificates, as `baton certs make` makes them: every connection of the cluster is then encrypted, and "
+        "taken from and made to its members only; equal on all processes of a cluster",
+        metavar="DIR",
     )
     http_port: int = knob(0, "port of /health, /metrics, /state; 0 takes a free one", low=0, high=65535)
     grpc_port: int = knob(
@@ -55,14 +62,14 @@ class NodeConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold, and fp32 where that is fp16"
     )
-    kernels: Literal["cpu", "numba", "torch"] = knob(
+    kernels: Literal["cpu", "numba", "torch", "triton"] = knob(
         "cpu",
         "what computes; cpu: compiled from C++ by make setup; where it is not there numba, and where that is not, torch; "
-        "equal on all nodes of a cluster",
+        "on a CUDA device Triton, or torch where that is asked for or Triton is not there; equal on all nodes of a cluster",
     )
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto",
-        "where weights and KV lie and what computes; auto: CUDA where there is one (torch computes there), else the CPU",
+        "where weights and KV lie and what computes; auto: CUDA where there is one, else the CPU",
     )
     threads: int | None = knob(
         None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024

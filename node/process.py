@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 
 import grpc
 import zmq
+from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
@@ -39,7 +40,7 @@ from node.config import NodeConfig
 from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
 from node.handoff_client import SERVER_OPTIONS, HandoffClient
-from node.http import HttpServer, make_app
+from node.http import make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
 from node.kv_pool import KvPoolBounds, KvPoolThreads
@@ -54,8 +55,10 @@ from node.validate import Bounds
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
+from runtime.credentials import Credentials
+from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, is_loopback, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
 from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
@@ -84,6 +87,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     measures = Measures()
     try:
+        credentials = Credentials(config.tls_dir, config.host)
         # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
         beside_decodes = config.local_prefill_chunk if role == "decode" else None
         engine = build_engine(
@@ -97,10 +101,11 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     if engine.inexactness is not None:
         # A recomputed sequence may then differ from the one that was lost.
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
-    if not is_loopback(config.host):
-        log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
+    if not credentials.is_encrypted:
+        risk = "whoever can reach it can use it, and read and change what goes over the wire"
+        warn_if_exposed(config.host, name, {"--tls-dir": risk})
     core = TellingCore(make_core(engine.parts), engine.parts.pool)
-    process = partial(_NodeProcess, role, config, engine, core, measures, store)
+    process = partial(_NodeProcess, role, config, credentials, engine, core, measures, store)
     try:
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
@@ -139,6 +144,7 @@ class _NodeProcess:
         self,
         role: RoleName,
         config: NodeConfig,
+        credentials: Credentials,
         engine: NodeEngine,
         core: NodeCore,
         measures: Measures,
@@ -146,6 +152,7 @@ class _NodeProcess:
     ) -> None:
         self._role = role
         self._config = config
+        self._credentials = credentials
         self._engine = engine
         self._core = core
         self._identity = engine.parts.identity
@@ -189,7 +196,7 @@ class _NodeProcess:
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
         try:
-            grpc_port = server.add_insecure_port(f"{host}:{config.grpc_port}")
+            grpc_port = self._credentials.bind(server, f"{host}:{config.grpc_port}")
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
         transport = self._make_transport(inbox)
@@ -198,10 +205,15 @@ class _NodeProcess:
 
     def _make_transport(self, inbox: Inbox) -> ChoosingTransport:
         config, memory, identity = self._config, self._engine.memory, self._identity
-        name, incarnation = identity.name, identity.incarnation
         try:
             return choose_transports(
-                config.transport, memory.bytes, memory.descriptor, name, incarnation, inbox.post, config.host
+                config.transport,
+                memory.bytes,
+                memory.descriptor,
+                (identity.name, identity.incarnation),
+                inbox.post,
+                config.host,
+                is_encrypted=self._credentials.is_encrypted,
             )
         except zmq.ZMQError as error:
             raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
@@ -218,7 +230,7 @@ class _NodeProcess:
         _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
         for end in listeners.transport.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
-        peers = HandoffClient(inbox.post, tasks.create_task)
+        peers = HandoffClient(inbox.post, tasks.create_task, self._credentials)
         started.push_async_callback(peers.close)
         bounds = Bounds(
             role=ROLES[self._role],
@@ -239,11 +251,11 @@ class _NodeProcess:
         )
         pb_grpc.add_NodeServicer_to_server(service, listeners.grpc)
         await listeners.grpc.start()
-        http = HttpServer(make_app(self._view(listeners.transport, routers, kv_pool)), listeners.http)
+        http = self._http_server(make_app(self._view(listeners.transport, routers, kv_pool)), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)
         config = self._config
-        registries = choose_registries(config.registry, config.registry_namespace, config.router)
+        registries = choose_registries(config.registry, config.registry_namespace, config.router, self._credentials)
         registry = RegistryClient(registries, lambda: self._entry(listeners), self._on_refused)
         registry.start()
         started.push_async_callback(registry.deregister)
@@ -251,6 +263,10 @@ class _NodeProcess:
         self._write_ready_file(entry)
         sessions = routers.sessions
         return entry, Means(registry.announce, inbox.post, lambda: sessions.num_unacknowledged + peers.num_under_way)
+
+    def _http_server(self, app: FastAPI, listener: socket.socket) -> HttpServer:
+        count = partial(self._measures.add, "refused_http")
+        return HttpServer(app, listener, tls=self._credentials.http_context(partial(count, "tls")), on_refused=count)
 
     def _start_kv_pool(self, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> KvPool:
         """The threads over the cluster's KV pool, if there is one; what is staged when the node ends has the drain's time."""
@@ -310,7 +326,8 @@ class _NodeProcess:
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:
         if self._config.ready_file is not None:
             content = {"node_id": entry.node.name, "role": self._role, "pid": os.getpid()}
-            content |= {"http": entry.http_address, "grpc": entry.grpc_address}
+            scheme = "https://" if self._credentials.is_encrypted else ""
+            content |= {"http": scheme + entry.http_address, "grpc": entry.grpc_address}
             write_atomically(self._config.ready_file, content)
 
 

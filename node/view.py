@@ -141,6 +141,9 @@ class NodeView(Collector):
             for peer, number in cast(Mapping[str, int], transport[f"kv_bytes_{direction}"]).items():
                 moved.add_metric([peer, direction], number)
         yield moved
+        refused = cast(Mapping[str, int], transport.get("links_refused", {}))
+        help_text = "Links that other processes tried to open and had no right to, by transport"
+        yield _family("baton_node_links_refused", help_text, "transport", refused)
 
 
 def _scheduler_state(scheduler: Mapping[str, object]) -> dict[str, object]:

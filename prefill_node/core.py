@@ -26,7 +26,7 @@ from engine.sequence import Progress
 from node import events as ev
 from node.handing_over import GIVEN_UP, Due, Handover, Handovers
 from node.identity import NodeIdentity, NodeLimits
-from node.load import load_report
+from node.load import load_report, tell_speed
 from node.pd_error import ENDS_WITHOUT_TOKEN, refusal
 from node.sampling import to_logprobs_message
 from node.steps import plan_ahead, saves_of
@@ -142,7 +142,13 @@ class PrefillCore:
 
     def load(self) -> pb.LoadReport:
         """See NodeCore."""
-        return load_report(self._scheduler, self._pool)
+        report = load_report(self._scheduler, self._pool)
+        self.tell_speed(report)
+        return report
+
+    def tell_speed(self, report: pb.LoadReport) -> None:
+        """Add how fast this node computes prompts, and fetches them."""
+        tell_speed(report, self._fetching.cost.speed(), self._scheduler.num_prompt_tokens)
 
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no blocks are to be taken to read the KV pool into, because somebody who was here before does not find room."""

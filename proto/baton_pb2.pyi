@@ -1108,6 +1108,10 @@ class LoadReport(_message.Message):
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_LEASED_FIELD_NUMBER: _builtins.int
     BLOCKS_QUARANTINED_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    KV_POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     running: _builtins.int
     blocks_free: _builtins.int
@@ -1115,6 +1119,16 @@ class LoadReport(_message.Message):
     blocks_used: _builtins.int
     blocks_leased: _builtins.int
     blocks_quarantined: _builtins.int
+    prefill_tokens_per_s: _builtins.float
+    """while it computes prompts, as measured; 0: it has computed none"""
+    kv_pool: _builtins.bytes
+    """identity of the KV pool that it writes to or reads; empty: none, or it has not answered yet"""
+    prefill_tokens: _builtins.int
+    """prompt tokens that it has computed so far: what the rate rests on"""
+    @_builtins.property
+    def fetch(self) -> Global___FetchSpeed:
+        """of who reads the KV pool, as measured; absent: it has fetched nothing"""
+
     def __init__(
         self,
         *,
@@ -1125,14 +1139,52 @@ class LoadReport(_message.Message):
         blocks_used: _builtins.int = ...,
         blocks_leased: _builtins.int = ...,
         blocks_quarantined: _builtins.int = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        kv_pool: _builtins.bytes = ...,
+        prefill_tokens: _builtins.int = ...,
+        fetch: Global___FetchSpeed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fetch", b"_fetch", "fetch", b"fetch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fetch", b"_fetch", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "fetch", b"fetch", "kv_pool", b"kv_pool", "prefill_tokens", b"prefill_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fetch: _TypeAlias = _typing.Literal["fetch"]  # noqa: Y015
+    _WhichOneofArgType__fetch: _TypeAlias = _typing.Literal["_fetch", b"_fetch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fetch) -> _WhichOneofReturnType__fetch | None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class FetchSpeed(_message.Message):
+    """What fetching a run of blocks from the KV pool costs a node: latency_s + blocks x block_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BLOCK_S_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    LOOK_S_FIELD_NUMBER: _builtins.int
+    latency_s: _builtins.float
+    block_s: _builtins.float
+    share: _builtins.float
+    """of the blocks asked for, that came"""
+    look_s: _builtins.float
+    """until the pool has said what it has"""
+    def __init__(
+        self,
+        *,
+        latency_s: _builtins.float = ...,
+        block_s: _builtins.float = ...,
+        share: _builtins.float = ...,
+        look_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_s", b"block_s", "latency_s", b"latency_s", "look_s", b"look_s", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+Global___FetchSpeed: _TypeAlias = FetchSpeed  # noqa: Y015
 
 @_typing.final
 class CacheAsk(_message.Message):
@@ -1144,19 +1196,23 @@ class CacheAsk(_message.Message):
 
     TAKEN_FIELD_NUMBER: _builtins.int
     NEXT_BLOCK_FIELD_NUMBER: _builtins.int
+    OF_POOL_FIELD_NUMBER: _builtins.int
     taken: _builtins.int
     """number of the last change that the router knows; absent: it knows nothing"""
     next_block: _builtins.int
     """of the snapshot: where the next piece begins; absent: it has all of it"""
+    of_pool: _builtins.bool
+    """not of its prefix cache: of what it knows to be in the KV pool"""
     def __init__(
         self,
         *,
         taken: _builtins.int | None = ...,
         next_block: _builtins.int | None = ...,
+        of_pool: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "of_pool", b"of_pool", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_block: _TypeAlias = _typing.Literal["next_block"]  # noqa: Y015
     _WhichOneofArgType__next_block: _TypeAlias = _typing.Literal["_next_block", b"_next_block"]  # noqa: Y015
@@ -1182,6 +1238,8 @@ class CacheNews(_message.Message):
     NEXT_BLOCK_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
+    OF_POOL_FIELD_NUMBER: _builtins.int
     after: _builtins.int
     """number of the last change before these; absent: forget everything, it begins anew"""
     taken: _builtins.int
@@ -1192,6 +1250,10 @@ class CacheNews(_message.Message):
     """of each key that can be found now its first 8 bytes"""
     evicted: _builtins.bytes
     """the same of those that cannot any more"""
+    lacking: _builtins.bytes
+    """of a KV pool: it was asked for these, and does not have them, whoever says so"""
+    of_pool: _builtins.bool
+    """which question this answers; `evicted` are then those that the node has forgotten"""
     def __init__(
         self,
         *,
@@ -1200,10 +1262,12 @@ class CacheNews(_message.Message):
         next_block: _builtins.int | None = ...,
         stored: _builtins.bytes = ...,
         evicted: _builtins.bytes = ...,
+        lacking: _builtins.bytes = ...,
+        of_pool: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "next_block", b"next_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "evicted", b"evicted", "next_block", b"next_block", "stored", b"stored", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "evicted", b"evicted", "lacking", b"lacking", "next_block", b"next_block", "of_pool", b"of_pool", "stored", b"stored", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
     _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
@@ -1404,20 +1468,24 @@ class Endpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_SECRET_FIELD_NUMBER: _builtins.int
+    CURVE_KEY_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"shm", "zmq", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
+    curve_key: _builtins.bytes
+    """zmq: the receiver's CURVE public key, 32 bytes; empty: the link is not encrypted"""
     def __init__(
         self,
         *,
         transport: _builtins.str = ...,
         address: _builtins.str = ...,
         link_secret: _builtins.bytes = ...,
+        curve_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "curve_key", b"curve_key", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

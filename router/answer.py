@@ -28,6 +28,7 @@ class Arrival:
 
     at: float  # an instant of the loop's clock, in seconds
     client_request_id: str | None  # the client's own name for it
+    client: str | None = None  # whose key it showed
 
 
 @dataclass(frozen=True, slots=True)

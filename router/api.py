@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.answer import Arrival, Delivery
-from router.intake import Intake, off_loop
+from router.gate import account_of
+from router.intake import Intake, IntakeLimits, off_loop
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
-    MAX_REQUEST_ID_LENGTH,
-    REQUEST_ID_PATTERN,
     REQUEST_ID_RULE,
     ApiError,
     ChatBody,
@@ -38,13 +36,12 @@ from router.openai_types import (
     parse_body,
     unknown_model,
 )
+from router.refusals import REQUEST_ID, id_header, is_request_id, refusal
 from router.shell import RouterShell
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
-from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
-_REQUEST_ID: Final = "X-Request-Id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,8 @@ class ApiSettings:
     model_name: str
     request_timeout_s: float
     max_body_bytes: int
+    max_prompt_tokens: int | None = None
+    max_n: int = 16
     metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
@@ -64,7 +63,8 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
-        self._intake = Intake(shell, text, settings.model_name, settings.request_timeout_s)
+        limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
+        self._intake = Intake(shell, text, settings.model_name, limits)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -100,7 +100,7 @@ class Api:
     async def model(self, name: str, request: Request) -> Response:
         """The same one, by its name."""
         if name != self._settings.model_name:
-            return _refusal(unknown_model(name, self._settings.model_name), _id_header(request))
+            return refusal(unknown_model(name, self._settings.model_name), id_header(request))
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -134,35 +134,41 @@ class Api:
     async def _answer(self, request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> Response:
         """Check the request; the response then runs it. Whatever is wrong with it is answered here."""
         arrived_at = asyncio.get_running_loop().time()
-        client_id = request.headers.get(_REQUEST_ID)
+        client_id = request.headers.get(REQUEST_ID)
+        account = account_of(request)
         headers: dict[str, str] = {}
         parse: Callable[[bytes], CompletionBody | ChatBody] = partial(parse_body, body_type)
         try:
             if client_id is not None:
-                if not _is_request_id(client_id):
-                    raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
-                headers[_REQUEST_ID] = client_id
+                if not is_request_id(client_id):
+                    raise bad_request(REQUEST_ID, REQUEST_ID_RULE)
+                headers[REQUEST_ID] = client_id
             if self._shell.is_draining:
                 raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
+            if account is not None:
+                account.admit()
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
-                    headers[_REQUEST_ID] = client_id = body.request_id
+                    headers[REQUEST_ID] = client_id = body.request_id
                 asked = await self._intake.asked(body, arrived_at)
+            if account is not None:
+                account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
         except ApiError as error:
-            return _refusal(error, headers)
+            return refusal(error, headers)
         except TimeoutError:
-            return _refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+            return refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        headers.setdefault(_REQUEST_ID, asked[0].request.request_id)
+        headers.setdefault(REQUEST_ID, asked[0].request.request_id)
         form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
         name = self._settings.model_name
         options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
         writer = AnswerWriter(asked, form, options, self._text.spelling)
-        delivery = Delivery(asked, Arrival(arrived_at, client_id))
-        return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers)
+        delivery = Delivery(asked, Arrival(arrived_at, client_id, None if account is None else account.client.name))
+        on_end = None if account is None else account.owe
+        return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
 
     async def _read(self, request: Request) -> bytes:
         """The body, refused while it is read once it is too large."""
@@ -179,36 +185,19 @@ class Api:
         return bytes(content)
 
 
-def _is_request_id(name: str) -> bool:
-    return len(name) <= MAX_REQUEST_ID_LENGTH and re.match(REQUEST_ID_PATTERN, name) is not None
-
-
-def _id_header(request: Request) -> dict[str, str]:
-    """The client's own name for a request, to be echoed, if it gave one that can be."""
-    name = request.headers.get(_REQUEST_ID)
-    return {} if name is None or not _is_request_id(name) else {_REQUEST_ID: name}
-
-
-def _refusal(error: ApiError, headers: dict[str, str]) -> Response:
-    """The answer to a request that no node hears of, under a name by which the log can be searched."""
-    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
-    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, error=error.message)
-    return error_answer(error, headers)
-
-
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return _refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **_id_header(request)})
+    return refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **id_header(request)})
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """The boundary of one request: a bug in it is logged and costs nobody else anything."""
-    headers = _id_header(request)
-    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
+    headers = id_header(request)
+    request_id = headers.setdefault(REQUEST_ID, secrets.token_hex(12))
     _LOG.error("request_failed request=%s path=%s", request_id, request.url.path, exc_info=error)
     return error_answer(ApiError(500, "Internal error; the router's log says more.", code="INTERNAL"), headers)
 

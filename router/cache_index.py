@@ -18,7 +18,7 @@ another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -121,14 +121,17 @@ class CacheIndex:
             self.num_dropped += 1
         return len(keys)
 
-    def evict(self, holder: int, keys: Keys) -> None:
-        """This holder has these keys no more."""
+    def evict(self, holders: int, keys: Keys) -> None:
+        """These holders, as bits, have these keys no more."""
         cells = self._table.find(self._wanted(keys))
         for value, of_value in self._by_value(cells[cells >= 0]):
-            self._set(of_value, value, self._live(value) & ~(1 << holder))
+            self._set(of_value, value, self._live(value) & ~holders)
 
-    def leading(self, keys: Keys) -> list[Run]:
-        """Who holds how many of a prompt's blocks, from the first on: shorter runs first, holders of longer ones in them."""
+    def leading(self, keys: Keys, groups: Collection[int] = ()) -> list[Run]:
+        """Who holds how many of a prompt's blocks, from the first on: shorter runs first, holders of longer ones in them.
+
+        `groups`: of open holders, as bits; what one of a group holds, all of it do.
+        """
         runs: list[Run] = []
         indices = np.flatnonzero((keys & np.uint64(self._mask)) == 0)
         start, most = 0, _LOOK
@@ -138,7 +141,10 @@ class CacheIndex:
             values = self._table.values_at(self._table.find(keys[at])).tolist()
             for index, value in zip(at.tolist(), values, strict=True):
                 if value != last_value:
-                    still = holders & self._live(value)
+                    live = self._live(value)
+                    for group in groups:
+                        live |= group if live & group else 0
+                    still = holders & live
                     if still != holders and num_blocks:
                         runs.append(Run(num_blocks, holders))
                     if not still:

@@ -191,9 +191,9 @@ class RouterCore:
                 if branch.pair is not None:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions
+        if self._caches is not None and (change.has_other_pool or not isinstance(event, ev.LoadReported)):
+            self._caches.look(self._nodes, now)
         if not isinstance(event, ev.LoadReported):
-            if self._caches is not None:
-                self._caches.look(self._nodes, now)
             self._entrance.look(now)
             self._live.may_place = True
             self._waiting.recall()
@@ -315,10 +315,10 @@ class RouterCore:
         taken = self._waiting.take(now)
         if taken is None:
             return False
-        group, pair, kind, num_cached = taken
+        group, pair, kind, num_cached, num_pooled = taken
         attempt = 1 + max(branch.newest_attempt for branch in group)
         for branch in group:
-            num_tokens = group[0].num_tokens - num_cached if branch is group[0] else 0
+            num_tokens = max(group[0].num_tokens - num_cached - num_pooled, 1) if branch is group[0] else 0
             target = self._nodes.occupy(branch.key, pair, num_tokens)
             branch.attempt = branch.newest_attempt = attempt
             branch.last_pair = pair
@@ -328,6 +328,7 @@ class RouterCore:
             self._breakers.placed(ref.name, group[0].key, now)
         self._live.send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))
         self._live.count("dispatches", kind)
-        if num_cached:
-            self._live.actions.append(ev.Count("cached_tokens", amount=num_cached))
+        for name, amount in (("cached_tokens", num_cached), ("pooled_tokens", num_pooled)):
+            if amount:
+                self._live.actions.append(ev.Count(name, amount=amount))
         return True

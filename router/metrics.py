@@ -23,6 +23,10 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "tokens of prompts that the node chosen holds already, as far as the router knew: placement by cache, else 0",
         None,
     ),
+    "pooled_tokens": (
+        "tokens of prompts that the node chosen was expected to fetch from the KV pool: placement by cache, else 0",
+        None,
+    ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
     "moves": ("moves between decode nodes: begun, done, off (came to nothing), no_room (nobody could take it)", "what"),
@@ -35,6 +39,7 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
 CACHE_GAUGES: Final[Mapping[str, str]] = {
     "nodes": "nodes whose prefix caches are followed",
     "nodes_whole": "of them, those of which everything is known",
+    "pools": "KV pools of which something is known",
     "keys": "blocks in the index, each once however many nodes hold it",
     "bytes": "memory that the index takes",
     "share": "of all blocks, how many the index takes up: 1, or at its bound 1/2, 1/4, …",
@@ -95,6 +100,22 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
+        self._turned_away = Counter(
+            "baton_router_turned_away",
+            "requests and connections refused before any node heard of them, by why: no_key, unknown_key; requests_limit and "
+            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self._client_requests = Counter(
+            "baton_router_client_requests", "requests of those who have keys", ["client"], registry=registry
+        )
+        self._client_tokens = Counter(
+            "baton_router_client_tokens",
+            "tokens of those who have keys, by kind: prompt, completion",
+            ["client", "kind"],
+            registry=registry,
+        )
         self._histograms = {
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
@@ -126,6 +147,18 @@ class RouterMetrics:
         self.observe("request", seconds)
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(completion_tokens)
+
+    def turned_away(self, reason: str) -> None:
+        """Somebody was refused before any node heard of it."""
+        self._turned_away.labels(reason).inc()
+
+    def client_asked(self, client: str) -> None:
+        """A request on somebody's account."""
+        self._client_requests.labels(client).inc()
+
+    def client_used(self, client: str, kind: str, num_tokens: int) -> None:
+        """Tokens on somebody's account; kind: prompt, completion."""
+        self._client_tokens.labels(client, kind).inc(num_tokens)
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""

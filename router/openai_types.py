@@ -25,11 +25,12 @@ from pydantic import (
     model_validator,
 )
 
+from router.limits import MAX_CHOICES_PER_PROMPT
+
 MAX_SEED: Final = 2**63 - 1
 MAX_REQUEST_ID_LENGTH: Final = 256
 REQUEST_ID_PATTERN: Final = r"^[\x21-\x7e]+$"  # it is echoed in a header
 REQUEST_ID_RULE: Final = f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters"
-MAX_CHOICES_PER_PROMPT: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LENGTH: Final = 1000  # characters

@@ -27,18 +27,32 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import grpc.aio
 import uvloop
+from starlette.types import ASGIApp
 
 from proto import baton_pb2_grpc as pb_grpc
 from router.api import Api, ApiSettings
+from router.api_keys import KeyFileError
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
-from router.http_server import BACKLOG, HttpServer
+from router.gate import Gate
+from router.key_file import KeyFile
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
 from router.text import ModelDirectoryError, ModelText
+from runtime.credentials import Credentials, CredentialsError
+from runtime.http_protocol import HttpBounds
+from runtime.http_server import BACKLOG, HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
+from runtime.process import (
+    allow_descriptors,
+    die_with_parent,
+    fatal,
+    first_signal,
+    is_everywhere,
+    warn_if_exposed,
+    write_atomically,
+)
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
 from runtime.session import Peer, SessionTiming
@@ -49,6 +63,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
+_OTHER_DESCRIPTORS: Final = 1024  # nodes, the kernel's queue, files
 _MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
 
 
@@ -63,41 +78,45 @@ def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
     """
     die_with_parent(config.parent_pid)
     set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}")
-    if worker is None:
-        warn_if_exposed(config.host, "router")
     try:
-        uvloop.run(_serve(config, ModelText(config.model), worker))
-    except (ModelDirectoryError, CannotListen) as error:
+        credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
+        if worker is None:
+            warn_of_what_is_missing(config)
+        uvloop.run(_serve(config, ModelText(config.model), credentials, worker))
+    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText, worker: WorkerEnd | None) -> None:
-    """Serve until a signal; raises CannotListen, or the bug that ended it."""
+async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials, worker: WorkerEnd | None) -> None:
+    """Serve until a signal; raises CannotListen, KeyFileError, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().set_exception_handler(dying_of(bug))
     async with AsyncExitStack() as started:
         listener = listen(config, "--port", config.port) if worker is None else worker.listener
         started.enter_context(listener)
-        shell = _make_shell(config)
+        shell = _make_shell(config, credentials)
         started.push_async_callback(shell.close)
-        if worker is not None:
-            await worker.open(shell, shell.metrics.render, started)
-        if config.registry != EMBEDDED:
-            registry = await _read_registry(config, shell, started)
-        else:
-            registry = worker.registry if worker is not None else await embed_registry(config, shell, started)
+        registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
-        metrics_of_all = None if worker is None else worker.metrics_of_all
-        settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20, metrics_of_all)
-        http = HttpServer(Api(shell, text, settings).app(), listener)
+        settings = ApiSettings(
+            name,
+            config.request_timeout_s,
+            config.max_body_mib << 20,
+            config.max_prompt_tokens,
+            config.max_n,
+            None if worker is None else worker.metrics_of_all,
+        )
+        app = _behind_keys(config, Api(shell, text, settings).app(), shell, started)
+        http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
         gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
         if worker is not None:
             worker.say_up()
-        _announce(config, listener.getsockname()[1], registry)
+        url = f"{credentials.scheme}://{address_of(config, listener.getsockname()[1])}"
+        _announce(config, url, registry, name)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and stopped.result() is signal.SIGTERM:
@@ -122,10 +141,27 @@ async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def embed_registry(config: RouterConfig, handler: RegistryHandler, started: AsyncExitStack) -> str:
+async def _find_nodes(
+    config: RouterConfig,
+    shell: RouterShell,
+    credentials: Credentials,
+    worker: WorkerEnd | None,
+    started: AsyncExitStack,
+) -> str:
+    """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
+    if worker is not None:
+        await worker.open(shell, shell.metrics.render, started)
+    if config.registry != EMBEDDED:
+        return await _read_registry(config, shell, credentials, started)
+    return worker.registry if worker is not None else await embed_registry(config, shell, credentials, started)
+
+
+async def embed_registry(
+    config: RouterConfig, handler: RegistryHandler, credentials: Credentials, started: AsyncExitStack
+) -> str:
     """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
-    port = _bind_registry(server, config)
+    port = _bind_registry(server, config, credentials)
     registry = RegistryServer(handler)
     started.callback(registry.close)
     pb_grpc.add_RegistryServicer_to_server(registry, server)
@@ -134,7 +170,9 @@ async def embed_registry(config: RouterConfig, handler: RegistryHandler, started
     return address_of(config, port)
 
 
-async def _read_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+async def _read_registry(
+    config: RouterConfig, shell: RouterShell, credentials: Credentials, started: AsyncExitStack
+) -> str:
     """Look for the nodes in Redis, which need not be there yet; its URL without secrets."""
     from runtime.redis_reader import RedisReader  # heavy: only who uses Redis pays for its client
     from runtime.redis_store import RedisStore
@@ -153,7 +191,39 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
     await serving
 
 
-def _make_shell(config: RouterConfig) -> RouterShell:
+def _behind_keys(config: RouterConfig, app: ASGIApp, shell: RouterShell, started: AsyncExitStack) -> ASGIApp:
+    """The app as clients get at it. Raises KeyFileError."""
+    if config.api_keys is None:
+        return app
+    file = KeyFile(config.api_keys)
+    gate = Gate(app, lambda: file.keys, shell.metrics, metrics_need_key=config.metrics_need_key)
+    file.start(gate.keys_changed)
+    started.push_async_callback(file.close)
+    return gate
+
+
+def _http_server(
+    config: RouterConfig, app: ASGIApp, listener: socket.socket, shell: RouterShell, credentials: Credentials
+) -> HttpServer:
+    bounds = HttpBounds(config.max_connections, config.max_header_kib << 10, config.header_timeout_s)
+    allow_descriptors(config.max_connections + _OTHER_DESCRIPTORS)
+    count = shell.metrics.turned_away
+    tls = credentials.http_context(lambda: count("tls"))
+    return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
+
+
+def warn_of_what_is_missing(config: RouterConfig) -> None:
+    missing = {}
+    if config.api_keys is None:
+        missing["--api-keys"] = "whoever can reach it can use it"
+    if config.tls_dir is None:
+        missing["--tls-dir"] = "prompts, answers and keys can be read on the wire"
+        if config.registry == EMBEDDED:
+            missing["--tls-dir"] += ", and anybody can announce a node"
+    warn_if_exposed(config.host, "router", missing)
+
+
+def _make_shell(config: RouterConfig, credentials: Credentials) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
@@ -174,7 +244,7 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:
@@ -193,13 +263,13 @@ def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
         raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 
 
-def _bind_registry(server: grpc.aio.Server, config: RouterConfig) -> int:
+def _bind_registry(server: grpc.aio.Server, config: RouterConfig, credentials: Credentials) -> int:
     """The port taken."""
     # First without gRPC, whose own error would be a second line, and less clear.
     listen(config, "--registry-port", config.registry_port).close()
     address = address_of(config, config.registry_port)
     try:
-        return server.add_insecure_port(address)
+        return credentials.bind(server, address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 
@@ -210,12 +280,11 @@ def address_of(config: RouterConfig, port: int) -> str:
     return f"{host}:{port}"
 
 
-def _announce(config: RouterConfig, port: int, registry: str) -> None:
+def _announce(config: RouterConfig, url: str, registry: str, model: str) -> None:
     """Say, in the log and the ready file, where the router is."""
-    url = f"http://{address_of(config, port)}"
     log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
     if config.ready_file is not None:
-        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid()})
+        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid(), "model": model})
 
 
 def dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:

@@ -44,6 +44,7 @@ from router.events import (
 )
 from router.metrics import RouterMetrics
 from runtime.alarm import Alarm
+from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
@@ -55,10 +56,12 @@ _LOG: Final = logging.getLogger(__name__)
 class RouterShell:
     """Owns the core and the sessions; the registry server and the HTTP handlers call it. Make and use it on the loop."""
 
-    def __init__(self, core: RouterCore, me: Peer, timing: SessionTiming) -> None:
+    def __init__(
+        self, core: RouterCore, me: Peer, timing: SessionTiming, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self._core = core
         self._loop = asyncio.get_running_loop()
-        self._dialer = SessionDialer(me, self, timing)
+        self._dialer = SessionDialer(me, self, timing, credentials)
         self.is_draining = False
         self._answers: dict[str, Answer] = {}  # by request id
         self._events: deque[Event] = deque()
@@ -247,5 +250,6 @@ class RouterShell:
             seconds=round(seconds, 4),
             **({} if len(answer.choices) == 1 else {"choices": len(answer.choices)}),
             **({} if client_id is None else {"client_request": client_id}),
+            **({} if answer.arrival.client is None else {"client": answer.arrival.client}),
             **({} if error is None else {"error": error}),
         )

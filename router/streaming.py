@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
@@ -54,13 +54,16 @@ class GenerationResponse(Response):
         *,
         is_stream: bool,
         headers: dict[str, str],
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_end` hears how many tokens were generated, however it ended."""
         super().__init__()
         self._shell = shell
         self._delivery = delivery
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, answer, and leave nothing behind."""
@@ -79,6 +82,8 @@ class GenerationResponse(Response):
         finally:
             watcher.cancel()
             self._abort()
+            if self._on_end is not None:
+                self._on_end(sum(answer.num_tokens for answer in self._delivery.answers))
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

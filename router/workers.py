@@ -21,14 +21,15 @@ from typing import Any, Final, assert_never
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
-from router.process import CannotListen, address_of, dying_of, embed_registry, listen
+from router.process import CannotListen, address_of, dying_of, embed_registry, listen, warn_of_what_is_missing
 from router.worker_link import WorkerLink
 from router.worker_metrics import merged
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
 from runtime.alarm import Alarm
 from runtime.config import child_environment, to_json
+from runtime.credentials import Credentials, CredentialsError
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, is_everywhere, write_atomically
 from runtime.redis_address import EMBEDDED
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -44,10 +45,11 @@ def run_workers(config: RouterConfig) -> int:
     """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
     set_up_logging(config.log_level, "router")
-    warn_if_exposed(config.host, "router")
     try:
-        return asyncio.run(_Parent(config).run())  # not uvloop: it cannot give a child a process group
-    except CannotListen as error:
+        credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
+        warn_of_what_is_missing(config)
+        return asyncio.run(_Parent(config, credentials).run())  # not uvloop: it cannot give a child a process group
+    except (CannotListen, CredentialsError) as error:
         fatal(f"baton router: {error}")
 
 
@@ -103,8 +105,9 @@ class NodeRelay:
 class _Parent:
     """The pool's shell."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, credentials: Credentials) -> None:
         self._config = config
+        self._credentials = credentials
         self._pool = WorkerPool(config.workers, PoolTiming(stop_s=config.drain_timeout_s + _STOP_SPARE_S))
         self._relay = NodeRelay()
         self._children: dict[int, _Child] = {}
@@ -125,7 +128,7 @@ class _Parent:
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
             if self._config.registry == EMBEDDED:
-                self._registry = await embed_registry(self._config, self._relay, started)
+                self._registry = await embed_registry(self._config, self._relay, self._credentials, started)
             self._perform(self._pool.begin(self._loop.time()))
             waits: list[asyncio.Future[Any]] = [self._over, bug]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -198,11 +201,12 @@ class _Parent:
         self._perform(self._pool.ended(index, code, self._loop.time()))
 
     def _announce(self) -> None:
-        url = f"http://{address_of(self._config, self._listener.getsockname()[1])}"
+        url = f"{self._credentials.scheme}://{address_of(self._config, self._listener.getsockname()[1])}"
         pids = [self._children[index].process.pid for index in sorted(self._children)]
         log_event(_LOG, logging.INFO, "router_listening", url=url, registry=self._registry, workers=len(pids))
         if self._config.ready_file is not None:
-            told = {"url": url, "registry": self._registry, "pid": os.getpid(), "workers": pids}
+            name = self._config.served_model_name or self._config.model.resolve().name
+            told = {"url": url, "registry": self._registry, "pid": os.getpid(), "model": name, "workers": pids}
             write_atomically(self._config.ready_file, told)
 
     # ---------------------------------------------------------------- what workers say

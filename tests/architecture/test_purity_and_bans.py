@@ -14,11 +14,15 @@ PURE_FILES: Final = {
     "core.py",
     "placement.py",
     "admission.py",
+    "api_keys.py",
     "block_pool.py",
     "scheduler.py",
     "prefix_cache.py",
     "sequence.py",
     "plan.py",
+    "pool_book.py",
+    "prefill_speed.py",
+    "rates.py",
     "handoff.py",
     "kv_breaker.py",
     "kv_pool_address.py",
@@ -46,6 +50,7 @@ PURE_FILES: Final = {
     "nodes.py",
     "ownership.py",
     "polled_listing.py",
+    "rate_limit.py",
     "registry_record.py",
     "requests.py",
     "seeds.py",
@@ -114,6 +119,7 @@ WALL_CLOCK_FILES: Final = {
     "router/openai_answers.py": "the API's field `created`, by which nothing is decided",
     "node/process.py": "which of two processes of one name is the newer; a wrong clock costs one restart more",
     "bench/machine.py": "the date in a result file, for its reader",
+    "runtime/certificates.py": "certificates say by the clock when they end",
 }
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 ENVIRONMENT_FILE: Final = "runtime/config.py"

@@ -48,11 +48,15 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
     [
         (
             [],
-            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, model make; see baton --help",
+            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, certs make, model make; "
+            "see baton --help",
         ),
         (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
         (["model", "bake"], "baton: model: unknown command; did you mean model make?"),
-        (["xyz"], "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, model make"),
+        (
+            ["xyz"],
+            "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, certs make, model make",
+        ),
         (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
         (
             ["up", "--model", "."],

@@ -99,14 +99,21 @@ def test_a_json_file_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) 
 
 @pytest.mark.covers("X04")
 def test_listening_beyond_this_machine_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody is asked for credentials yet."""
+    """The line names what is missing; where nothing is there is none."""
+    missing = {"--api-keys": "whoever can reach it can use it", "--tls-dir": "keys can be read"}
     for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
         assert is_loopback(host)
-        warn_if_exposed(host, "router")
+        warn_if_exposed(host, "router", missing)
     assert not caplog.records
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
-        warn_if_exposed(host, "router")
+        warn_if_exposed(host, "router", {})
+        assert not caplog.records
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        warn_if_exposed(host, "router", missing)
         assert f"exposed listener=router host={host}" in caplog.records[-1].message
+        assert (
+            "without --api-keys whoever can reach it can use it; without --tls-dir keys" in caplog.records[-1].message
+        )
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 

@@ -1,0 +1,149 @@
+"""Decode steps as CUDA graphs: captured once per padded size, then a step is a few copies and one launch instead of hundreds.
+
+A graph repeats the launches that it saw, over the same memory. So a step's inputs are copied to where the graph reads them, and
+the step is padded to the sizes that there are graphs for: rows by repeating one of its own, which writes the same numbers to the
+same places once more and costs least where that row sees the fewest positions; parts of attention by more programs that find
+nothing to do. Neither changes a bit of the rows that were asked for: that is the law of interface.py.
+
+What decides (graph_key, padding) is pure. A graph is captured again when KV lies elsewhere or a step is larger than all before in
+a way that counts: each key is captured once, and there are few. Not here: prompts' chunks, which differ in size from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.interface import AttentionBatch
+from kernels.triton_tuning import next_power_of_two
+from kernels.upload import upload
+
+MAX_ROWS: Final = 256  # more rows keep the device busy for longer than the launches take
+
+
+class GraphKey(NamedTuple):
+    """What a captured step cannot change."""
+
+    num_rows: int  # padded
+    num_parts: int  # padded: parts of attention that the longest row may have
+    kv_address: int
+
+
+class Padding(NamedTuple):
+    """How a step of some rows becomes one of a graph's size."""
+
+    chosen: NDArray[np.int64]  # [padded rows]: which row of the step each one is
+    tiles: NDArray[np.int32]  # [padded rows, 5], see triton_step.RowTiles
+
+
+def padded_rows(num_rows: int) -> int:
+    """The least size that there are graphs for: 1, 2, 4, 8, then steps of an eighth of the power of two below, at least 8."""
+    if num_rows <= 8:
+        return next_power_of_two(num_rows)
+    step = max(8, next_power_of_two(num_rows) // 16)
+    return -(-num_rows // step) * step
+
+
+def graph_key(spans: NDArray[np.int32], part: int, kv_address: int) -> GraphKey | None:
+    """Which graph serves a step with these spans [num_spans, 3] (RowSpans); None: it is no step of decode rows, or too large."""
+    if not 0 < len(spans) <= MAX_ROWS or (spans[:, 1] != 1).any():
+        return None
+    num_parts = -(-(int(spans[:, 2].max()) + 1) // part)
+    return GraphKey(padded_rows(len(spans)), next_power_of_two(num_parts), kv_address)
+
+
+def pad(spans: NDArray[np.int32], num_rows: int) -> Padding:
+    """Fill a step of decode rows up with copies of the one that sees the fewest positions."""
+    chosen = np.full(num_rows, spans[:, 2].argmin(), np.int64)
+    chosen[: len(spans)] = np.arange(len(spans))
+    numbers = np.arange(num_rows, dtype=np.int32)
+    ones = np.ones(num_rows, np.int32)
+    return Padding(chosen, np.stack([numbers, numbers, ones, spans[chosen, 2], numbers], 1).astype(np.int32))
+
+
+class DecodeInputs(NamedTuple):
+    """What a graph reads; always the same memory. hidden is also what it writes."""
+
+    hidden: Tensor  # [padded rows, hidden_size]
+    cos: Tensor  # [padded rows, head_dim / 2] fp32, as sin
+    sin: Tensor
+    tiles: Tensor  # [padded rows, 5] int32
+    tables: Tensor  # [padded rows, max_blocks] int32
+    write_positions: Tensor  # [padded rows] int64
+    num_parts: int
+
+
+class Capture(Protocol):
+    """Records what `compute` launches; what it returns launches the same again."""
+
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], object]:
+        """Called once for each graph, when `compute` has run before."""
+
+
+class DecodeGraphs:
+    """Runs decode steps by graphs of `decode`, a function of inputs and KV that leaves its result in inputs.hidden."""
+
+    def __init__(self, decode: Callable[[DecodeInputs, Tensor], Tensor], capture: Capture) -> None:
+        self._decode, self._capture = decode, capture
+        self._graphs: dict[GraphKey, tuple[DecodeInputs, Callable[[], object]]] = {}
+
+    def run(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, part: int
+    ) -> Tensor | None:
+        """The rows' results, good until the next step; None: not a step for a graph."""
+        key = graph_key(batch.spans, part, kv.data_ptr())
+        if key is None:
+            return None
+        found = self._graphs.get(key)
+        inputs = self._new_inputs(key, hidden, cos, kv, part) if found is None else found[0]
+        _fill(inputs, hidden, cos, sin, batch)
+        if found is None:
+            # First as it is: kernels are compiled and loaded by that, which a capture may not do. A capture computes nothing.
+            self._decode(inputs, kv)
+            self._graphs[key] = inputs, self._capture(lambda: self._decode(inputs, kv))
+        else:
+            found[1]()
+        return inputs.hidden[: len(hidden)]
+
+    def _new_inputs(self, key: GraphKey, hidden: Tensor, cos: Tensor, kv: Tensor, part: int) -> DecodeInputs:
+        max_blocks = -(-key.num_parts * part // kv.shape[3])
+        integers = hidden.new_zeros((key.num_rows, 5 + max_blocks), dtype=torch.int32)
+        angles = cos.new_zeros((2, key.num_rows, cos.shape[1]))
+        return DecodeInputs(
+            hidden.new_zeros((key.num_rows, hidden.shape[1])),
+            angles[0],
+            angles[1],
+            integers[:, :5].contiguous(),
+            integers[:, 5:].contiguous(),
+            torch.zeros(key.num_rows, dtype=torch.int64, device=kv.device),
+            key.num_parts,
+        )
+
+
+def _fill(inputs: DecodeInputs, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    """Copy a step to where its graph reads it."""
+    padding = pad(batch.spans, len(inputs.tiles))
+    device = hidden.device
+    chosen = torch.from_numpy(padding.chosen)
+    at = upload(chosen, device)
+    for to, rows in ((inputs.hidden, hidden), (inputs.cos, cos), (inputs.sin, sin)):
+        torch.index_select(rows, 0, at, out=to)
+    # A graph's tables end where its parts do; a step's may end earlier, and further columns are never looked at.
+    width = min(batch.block_tables.shape[1], inputs.tables.shape[1])
+    tables = batch.block_tables[:, :width].to(torch.int32)[chosen]
+    inputs.tables[:, :width].copy_(upload(tables, device))
+    inputs.tiles.copy_(upload(torch.from_numpy(padding.tiles), device))
+    inputs.write_positions.copy_(upload(batch.write_positions[chosen], device))
+
+
+def capture_cuda_graph(compute: Callable[[], object]) -> Callable[[], object]:
+    """What torch records of it. Never run yet: no machine that this was written on had a GPU."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute()
+    return graph.replay

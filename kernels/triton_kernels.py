@@ -1,0 +1,189 @@
+"""The back end of a CUDA device: Triton kernels that keep the law of interface.py by construction.
+
+    triton_attention.py, triton_step.py      attention over paged KV; what one step of it needs
+    triton_linear.py, triton_rows.py         products; norms, rotations, gates
+    triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
+    triton_blocks.py                         whole blocks in and out of the pool
+    triton_tuning.py, triton_table.json      shapes of tiles
+
+Every sum is taken in an order that the model's shape and the device's kind fix. Shapes of tiles, sources and compiler have a say in
+it, so a digest of them is in the back end's name, and with it in the fingerprint. Without a device it runs in Triton's
+interpreter, for tests: TRITON_INTERPRET=1 before triton is imported. Imports triton.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.interface import AttentionBatch, LayerStack, Linear, StackLayer, StepAttention
+from kernels.triton_blocks import copy_blocks
+from kernels.triton_launch import EXACT, aligned, launch_norm
+from kernels.triton_linear import linear
+from kernels.triton_rows import rotate, silu_gate
+from kernels.triton_stack import TritonStack
+from kernels.triton_step import TritonAttention, on_device
+from kernels.triton_tuning import TABLE, AttentionTuning, LinearTuning, Table, next_power_of_two, read_table
+
+DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NUMBERS: Final = 1024  # of a program that copies or gates
+_WORDS: Final = (torch.int64, torch.int32, torch.int16)  # what blocks are copied as: the widest that fits
+
+
+class TritonLinear:
+    """A weight as models store it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tuning: LinearTuning, *, is_gated: bool = False) -> None:
+        self._weight, self._bias = weight.contiguous(), bias
+        self._out_features = len(weight) // 2 if is_gated else len(weight)
+        self._launch: dict[str, Any] = {
+            "ROWS": tuning.rows,
+            "COLUMNS": tuning.columns,
+            "DEPTH": tuning.depth,
+            "HAS_BIAS": bias is not None,
+            "IS_GATED": is_gated,
+            "num_warps": tuning.warps,
+            "num_stages": tuning.stages,
+            **EXACT,
+        }
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]; gated ones give silu(gate) * up."""
+        x = aligned(x)
+        num_rows, in_features = x.shape
+        if out is None:
+            out = x.new_empty((num_rows, self._out_features))
+        num_tiles = -(-num_rows // self._launch["ROWS"]) * -(-self._out_features // self._launch["COLUMNS"])
+        bias = self._weight if self._bias is None else self._bias
+        if num_rows:
+            linear[(num_tiles,)](x, self._weight, bias, out, num_rows, self._out_features, in_features, **self._launch)
+        return out
+
+
+def triton_kernels(device_type: str) -> TritonKernels:
+    """The back end of the CUDA device that torch uses, or of the interpreter where Triton was told to interpret.
+
+    Raises NoTuning, or RuntimeError, in one sentence, where there is neither.
+    """
+    if triton.knobs.runtime.interpret:
+        return TritonKernels()
+    if device_type != "cuda":
+        raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
+    kernels = TritonKernels(capability=torch.cuda.get_device_capability())
+    one = torch.ones((1, 16), device="cuda")
+    kernels.rms_norm(one, one[0], 1.0).cpu()  # finds out at once whether there is what Triton compiles launches with
+    return kernels
+
+
+class TritonKernels:
+    """kernels.interface.Kernels on one kind of device."""
+
+    def __init__(self, table: Table | None = None, capability: tuple[int, int] | None = None) -> None:
+        """`capability`: of the CUDA device; None: the interpreter. Raises NoTuning for a device that is too old."""
+        self._table = read_table() if table is None else table
+        self._device = self._table.device(capability)
+        self._has_graphs = capability is not None
+        place = "interpreter" if capability is None else f"sm{capability[0]}{capability[1]}"
+        self.name: Final = f"triton-{place}-{_digest()}"
+
+    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
+        """By construction."""
+        return dtype in DTYPE_NAMES
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keep [out_features, in_features] as it is."""
+        return TritonLinear(weight, bias, self._linear_tuning(weight))
+
+    def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keep it as it is; both products of a number are taken by one program, which gates them."""
+        return TritonLinear(weight, bias, self._linear_tuning(weight), is_gated=True)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """Normalise in fp32 and round before the weight."""
+        x = aligned(x)
+        out = torch.empty_like(x) if out is None else out
+        launch_norm(x, None, weight, eps, out)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate in x's dtype: element i pairs with i + head_dim / 2."""
+        num_rows, num_heads, head_dim = x.shape
+        if x.stride()[1:] != (head_dim, 1):
+            x = x.contiguous()
+        out = x.new_empty(x.shape)
+        rotate[(num_rows,)](
+            x,
+            cos.contiguous(),
+            sin.contiguous(),
+            out,
+            x.stride(0),
+            num_heads,
+            HALF=head_dim // 2,
+            COLUMNS=next_power_of_two(head_dim // 2),
+            HEADS=next_power_of_two(num_heads),
+            **EXACT,
+        )
+        return out
+
+    def silu_gate(self, gate_up: Tensor) -> Tensor:
+        """Compute silu in fp32, round, multiply."""
+        gate_up = gate_up.contiguous()
+        out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+        grid = (-(-out.numel() // _NUMBERS),)
+        silu_gate[grid](gate_up, out, out.numel(), out.shape[1], NUMBERS=_NUMBERS, **EXACT)
+        return out
+
+    def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
+        """Prepare one step."""
+        tuning = self._attention_tuning(kv.dtype, kv.shape[-1])
+        return TritonAttention(kv, on_device(batch, kv.device, tuning, num_heads // kv.shape[-2]), num_heads, tuning)
+
+    def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack:
+        """All layers of a step, with what can be fused."""
+        return TritonStack(layers, num_heads, norm_eps, self._attention_tuning, has_graphs=self._has_graphs)
+
+    def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
+        """The sampler looks at every token itself."""
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
+        """Copy whole blocks of the pool next to each other."""
+        chosen = kv.new_empty((len(block_ids), *kv.shape[1:]))
+        _copy(kv, block_ids, chosen, is_gather=True)
+        return chosen
+
+    def scatter_blocks(self, kv: Tensor, block_ids: Tensor, chosen: Tensor) -> None:
+        """Copy whole blocks to their places in the pool."""
+        _copy(kv, block_ids, chosen.contiguous(), is_gather=False)
+
+    def _attention_tuning(self, dtype: torch.dtype, head_dim: int) -> AttentionTuning:
+        return self._table.attention(self._device, DTYPE_NAMES[dtype], head_dim)
+
+    def _linear_tuning(self, weight: Tensor) -> LinearTuning:
+        return self._table.linear(self._device, DTYPE_NAMES[weight.dtype])
+
+
+def _copy(kv: Tensor, block_ids: Tensor, chosen: Tensor, *, is_gather: bool) -> None:
+    block_bytes = kv[0].numel() * kv.element_size()
+    word = next(word for word in _WORDS if block_bytes % word.itemsize == 0)
+    num_words = block_bytes // word.itemsize
+    grid = (len(block_ids), -(-num_words // _NUMBERS))
+    if len(block_ids):
+        pool, together = (blocks.view(len(blocks), -1).view(word) for blocks in (kv, chosen))
+        copy_blocks[grid](pool, block_ids, together, num_words, WORDS=_NUMBERS, IS_GATHER=is_gather)
+
+
+def _digest() -> str:
+    """What tells results of these sources, tile shapes and this compiler from those of others."""
+    digest = hashlib.sha256(triton.__version__.encode())
+    for path in sorted(Path(__file__).resolve().parent.glob("triton_*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(TABLE.read_bytes())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,63 @@
+"""Matrix products in Triton whose rows do not know how many they are.
+
+The libraries of a device choose a kernel, and with it an order of summation, by the number of rows; that is what makes a token's
+logits depend on the load. Here one shape of tiles serves every number of rows, and a sum over the inner dimension is one chain of
+tiles, never split (split-K would be another order where it is chosen by how many rows there are). What it costs: 64 rows' worth of
+arithmetic where one row runs, which a decode step does not feel while it waits for weights, up to about (operations per byte
+of the device) / 1 rows; and few programs where a product is narrow.
+
+Weights stay as models store them, [out_features, in_features]. Sources: triton-lang.org, "Matrix Multiplication" (the order of
+programs that keeps tiles in L2); Thinking Machines, "Defeating Nondeterminism in LLM Inference" (2025).
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.triton_numbers import multiply, narrowed, rounded, widened
+from kernels.triton_rows import gated
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear(
+    x,  # [num_rows, in_features]
+    weight,  # [out_features, in_features]; IS_GATED: [2 * out_features, in_features], gates first
+    bias,  # [out_features], or twice that, or anything
+    out,  # [num_rows, out_features]
+    num_rows,
+    out_features,
+    in_features,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """x @ weight.T + bias, or its two halves gated. Grid: tiles of ROWS x COLUMNS, those of the same columns side by side."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    num_row_tiles = tl.cdiv(num_rows, ROWS)
+    rows = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) // num_row_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    depths = tl.arange(0, DEPTH)
+    is_row, is_column = rows < num_rows, columns < out_features
+    left = x + rows.to(tl.int64)[:, None] * in_features + depths[None, :]
+    right = weight + columns.to(tl.int64)[None, :] * in_features + depths[:, None]
+    up = weight + (columns + out_features).to(tl.int64)[None, :] * in_features + depths[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, in_features, DEPTH):
+        is_deep = start + depths < in_features
+        is_right = is_deep[:, None] & is_column[None, :]
+        numbers = tl.load(left + start, mask=is_row[:, None] & is_deep[None, :], other=0.0)
+        total = multiply(numbers, tl.load(right + start, mask=is_right, other=0.0), total)
+        if IS_GATED:
+            up_total = multiply(numbers, tl.load(up + start, mask=is_right, other=0.0), up_total)
+    if HAS_BIAS:
+        total += widened(tl.load(bias + columns, mask=is_column, other=0.0))[None, :]
+        if IS_GATED:
+            up_bias = tl.load(bias + out_features + columns, mask=is_column, other=0.0)
+            up_total += widened(up_bias)[None, :]
+    if IS_GATED:
+        gate, up_total = rounded(total, dtype), rounded(up_total, dtype)
+        total = gated(gate, up_total, dtype)
+    to = out + rows.to(tl.int64)[:, None] * out_features + columns[None, :]
+    tl.store(to, narrowed(total, dtype), mask=is_row[:, None] & is_column[None, :])

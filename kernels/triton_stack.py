@@ -1,0 +1,89 @@
+"""All layers of a step on the Triton kernels: the arithmetic of one primitive after the other, with fewer trips through memory.
+
+Fused: the residual stream's sum with the next norm; rotation with the write to the cache; gate and up with their product.
+A step of decode rows alone can run as a CUDA graph (triton_graphs.py): what it launches does not depend on what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.interface import AttentionBatch, StackLayer
+from kernels.triton_graphs import DecodeGraphs, DecodeInputs, capture_cuda_graph
+from kernels.triton_launch import aligned, launch_norm
+from kernels.triton_step import DeviceBatch, TritonAttention, on_device
+from kernels.triton_tuning import AttentionTuning
+
+TuningOf = Callable[[torch.dtype, int], AttentionTuning]
+
+
+class TritonStack:
+    """kernels.interface.LayerStack."""
+
+    def __init__(
+        self,
+        layers: Sequence[StackLayer],
+        num_heads: int,
+        norm_eps: float,
+        tuning_of: TuningOf,
+        *,
+        has_graphs: bool = False,
+    ) -> None:
+        self._layers = tuple(layers)
+        self._num_heads, self._eps, self._tuning_of = num_heads, norm_eps, tuning_of
+        self._graphs = DecodeGraphs(self._decode, capture_cuda_graph) if has_graphs else None
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+        """Run the layers over hidden in place, or return another tensor that is good until the next step."""
+        tuning = self._tuning_of(kv.dtype, kv.shape[-1])
+        if self._graphs is not None:
+            decoded = self._graphs.run(hidden, cos, sin, kv, batch, tuning.part)
+            if decoded is not None:
+                return decoded
+        step = on_device(batch, kv.device, tuning, self._num_heads // kv.shape[-2])
+        return self._run(hidden, cos, sin, kv, step, tuning)
+
+    def _decode(self, inputs: DecodeInputs, kv: Tensor) -> Tensor:
+        """One row of each of several sequences, all inputs in memory that stays where it is."""
+        tuning = self._tuning_of(kv.dtype, kv.shape[-1])
+        step = DeviceBatch(
+            inputs.tiles,
+            inputs.tiles[:0],
+            inputs.tables,
+            inputs.write_positions,
+            num_slots=len(inputs.tiles),
+            num_parts=inputs.num_parts,
+        )
+        return self._run(inputs.hidden, inputs.cos, inputs.sin, kv, step, tuning)
+
+    def _run(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, step: DeviceBatch, tuning: AttentionTuning
+    ) -> Tensor:
+        attention = TritonAttention(kv, step, self._num_heads, tuning)
+        normed = torch.empty_like(hidden)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            launch_norm(hidden, delta, layer.attention_norm, self._eps, normed)
+            qkv = self._normed_heads(layer, layer.qkv(normed), kv)
+            queries = attention.rotate_and_write(index, qkv, cos, sin)
+            attended = attention.attend(index, queries, layer.window)
+            launch_norm(hidden, layer.attention_out(attended.flatten(1)), layer.mlp_norm, self._eps, normed)
+            delta = layer.down(layer.gate_up(normed))
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _normed_heads(self, layer: StackLayer, qkv: Tensor, kv: Tensor) -> Tensor:
+        """Norm each head of queries and keys by itself, in models that do."""
+        num_kv_heads, head_dim = kv.shape[-2:]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        begin = 0
+        for weight, count in ((layer.query_norm, self._num_heads), (layer.key_norm, num_kv_heads)):
+            if weight is not None:
+                chosen = heads[:, begin : begin + count]
+                rows = aligned(chosen.reshape(-1, head_dim))
+                launch_norm(rows, None, weight, self._eps, rows)
+                chosen.copy_(rows.view(chosen.shape))
+            begin += count
+        return qkv

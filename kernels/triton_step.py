@@ -1,0 +1,159 @@
+"""One step's attention on the Triton kernels: which rows go together, what the device must know of them, and the launches.
+
+A step's spans are cut into tiles of rows, each of one sequence: as many tokens as fit, with all query heads of a KV head. A span
+that is one tile goes through `attend_split`, a longer one through `attend_whole`; which of the two changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.interface import AttentionBatch
+from kernels.triton_attention import attend_split, attend_whole, merge_parts
+from kernels.triton_launch import EXACT
+from kernels.triton_rows import rotate_and_write
+from kernels.triton_tuning import AttentionTuning, next_power_of_two
+from kernels.upload import upload
+
+NO_WINDOW: Final = 1 << 30
+_LOG2_E: Final = math.log2(math.e)
+
+
+class RowTiles(NamedTuple):
+    """A step's rows, cut: each array is [num_tiles, 5] int32: span, first row, number of rows, first position, first slot.
+
+    A slot is where a row of `split` puts what its parts give; slots count from 0.
+    """
+
+    split: NDArray[np.int32]
+    whole: NDArray[np.int32]
+    num_slots: int
+    num_positions: int  # up to the last position of `split`
+
+
+def cut_rows(spans: NDArray[np.int32], rows_of_tile: int) -> RowTiles:
+    """Cut spans [num_spans, 3] (RowSpans) into tiles of at most so many rows; the longest work of `whole` comes first."""
+    first_rows, counts, first_positions = (column.astype(np.int32) for column in spans.T)
+    numbers = np.arange(len(spans), dtype=np.int32)
+    is_split = counts <= rows_of_tile
+    slots = np.cumsum(counts[is_split]) - counts[is_split]
+    split = np.stack([*(each[is_split] for each in (numbers, first_rows, counts, first_positions)), slots], 1)
+    whole = [
+        (span, first_rows[span] + begin, min(rows_of_tile, counts[span] - begin), first_positions[span] + begin, 0)
+        for span in numbers[~is_split]
+        for begin in range(0, counts[span], rows_of_tile)
+    ]
+    whole.sort(key=lambda tile: -tile[3])
+    ends = first_positions[is_split] + counts[is_split]
+    return RowTiles(
+        np.ascontiguousarray(split, np.int32),
+        np.array(whole, np.int32).reshape(-1, 5),
+        int(counts[is_split].sum()),
+        int(ends.max(initial=0)),
+    )
+
+
+class DeviceBatch(NamedTuple):
+    """An AttentionBatch as the kernels read it: all tensors on the device."""
+
+    split: Tensor  # see RowTiles, like the next
+    whole: Tensor
+    tables: Tensor  # [num_spans, max_blocks] int32
+    write_positions: Tensor  # [num_rows] int64
+    num_slots: int
+    num_parts: int  # that a row of `split` may have
+
+
+def on_device(batch: AttentionBatch, device: torch.device, tuning: AttentionTuning, group_size: int) -> DeviceBatch:
+    """Cut a step's rows and bring all of it to the device."""
+    tiles = cut_rows(batch.spans, tokens_of_tile(tuning, group_size))
+    return DeviceBatch(
+        upload(torch.from_numpy(tiles.split), device),
+        upload(torch.from_numpy(tiles.whole), device),
+        upload(batch.block_tables.to(torch.int32).contiguous(), device),
+        upload(batch.write_positions, device),
+        tiles.num_slots,
+        -(-tiles.num_positions // tuning.part),
+    )
+
+
+def tokens_of_tile(tuning: AttentionTuning, group_size: int) -> int:
+    """How many rows of a sequence one tile takes, with all query heads of a KV head."""
+    return max(tuning.rows, next_power_of_two(group_size)) // group_size
+
+
+class TritonAttention:
+    """kernels.interface.StepAttention; also the fused way in that the stack takes."""
+
+    def __init__(self, kv: Tensor, batch: DeviceBatch, num_heads: int, tuning: AttentionTuning) -> None:
+        _, _, _, self._block_size, num_kv_heads, head_dim = kv.shape
+        self._kv, self._batch, self._tuning = kv, batch, tuning
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        group_size = num_heads // num_kv_heads
+        shape = (batch.num_slots, batch.num_parts, num_heads)
+        self._part_mixed = kv.new_empty((*shape, head_dim), dtype=torch.float32)
+        self._part_sums = kv.new_empty((*shape, 2), dtype=torch.float32)
+        self._strides = kv.stride(0), kv.stride(2), kv.stride(3)  # of a block, of keys or values, of a position
+        self._sizes: dict[str, Any] = {
+            "GROUP": group_size,
+            "HEAD_DIM": head_dim,
+            "DIM": max(16, next_power_of_two(head_dim)),
+            "ROWS": max(tuning.rows, next_power_of_two(group_size)),
+            "PART": tuning.part,
+        }
+        self._launch: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages, **EXACT}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the step's keys and values of one layer."""
+        places = self._batch.write_positions
+        block, offset = places // self._block_size, places % self._block_size
+        self._kv[block, layer, 0, offset] = keys
+        self._kv[block, layer, 1, offset] = values
+
+    def rotate_and_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim]."""
+        half = self._head_dim // 2
+        queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
+        rotate_and_write[(len(qkv),)](
+            qkv,
+            cos,
+            sin,
+            self._batch.write_positions,
+            queries,
+            self._kv[:, layer],
+            *self._strides[:2],
+            NUM_HEADS=self._num_heads,
+            NUM_KV_HEADS=self._num_kv_heads,
+            HALF=half,
+            COLUMNS=next_power_of_two(half),
+            HEADS=next_power_of_two(self._num_heads + 2 * self._num_kv_heads),
+            BLOCK_SIZE=self._block_size,
+            **EXACT,
+        )
+        return queries
+
+    def attend(self, layer: int, queries: Tensor, window: int | None = None) -> Tensor:
+        """Attend over the last `window` positions up to each row's own, or all."""
+        queries = queries.contiguous()
+        out = torch.empty_like(queries)
+        batch, tables = self._batch, self._batch.tables
+        seen = NO_WINDOW if window is None else window
+        kv = self._kv[:, layer]
+        places = (seen, _LOG2_E / math.sqrt(self._head_dim), *self._strides)
+        tile = {"TILE": self._tuning.tile, "BLOCK_SIZE": self._block_size}
+        if len(batch.whole):
+            whole = out, queries, kv, tables, batch.whole, tables.shape[1], *places
+            attend_whole[len(batch.whole), self._num_kv_heads](*whole, **tile, **self._sizes, **self._launch)
+        if len(batch.split):
+            grid = len(batch.split), self._num_kv_heads
+            parts = batch.split, self._part_mixed, self._part_sums
+            split = queries, kv, tables, *parts, tables.shape[1], batch.num_parts, *places
+            attend_split[(*grid, batch.num_parts)](*split, **tile, **self._sizes, **self._launch)
+            merge_parts[grid](out, *parts, batch.num_parts, seen, **self._sizes, **EXACT)
+        return out
