@@ -220,6 +220,7 @@ def _http_server(
 
 
 def warn_of_what_is_missing(config: RouterConfig) -> None:
+    """Log what a router that others reach does without."""
     missing = {}
     if config.api_keys is None:
         missing["--api-keys"] = "whoever can reach it can use it"
