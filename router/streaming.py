@@ -126,7 +126,13 @@ class GenerationResponse(Response):
             failure = self._delivery.failure
             if failure is not None and not (is_begun and isinstance(failure, Failed)):
                 return self._error_answer()
-            is_over = failure is not None or self._delivery.is_complete
+            may_be_over = any(piece.finish_reason is not None for _, piece in pieces)  # each choice's end is in a piece
+            is_over = failure is not None or (may_be_over and self._delivery.is_complete)
+            if not is_over and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
+                await send(
+                    {"type": "http.response.body", "body": self._writer.usual_event(*pieces[0]), "more_body": True}
+                )
+                continue
             events = self._events(pieces, failure if isinstance(failure, Failed) else None, is_over)
             async for block, is_last in _paced(events):
                 if not is_begun:
