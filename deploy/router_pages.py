@@ -69,7 +69,7 @@ class Pages:
 
     def node_state(self, address: str) -> tuple[dict[str, Any], httpx.Response]:
         """A node's /state, by its HTTP address, and the answer that it came in. Raises NoAnswer."""
-        url = f"{self._scheme}://{address}/state"
+        url = f"{address if '://' in address else f'{self._scheme}://{address}'}/state"
         answer = self._get(url, NODE_TIMEOUT_S)
         return _content(answer, url), answer
 

@@ -102,6 +102,19 @@ def test_tokens_equal_one_engine_alone_and_their_kv_crossed_encrypted_links(clus
     assert cluster.url.startswith("https://")
 
 
+@pytest.mark.covers("X02", "O06")
+def test_status_and_doctor_show_key_and_certificates_and_are_turned_away_without(cluster: Cluster, ours: Path) -> None:
+    shown = {"BATON_API_KEY": KEY, "BATON_TLS_DIR": str(ours)}
+    keyless = {"BATON_TLS_DIR": str(ours)}
+    for command in ("status", "doctor"):
+        words = [BATON, command, cluster.url, "--json"]
+        for variables, code in ((shown, 0), (keyless, 1)):
+            found = subprocess.run(words, capture_output=True, text=True, timeout=90, env={**os.environ, **variables})
+            assert found.returncode == code, (command, found.stdout, found.stderr)
+            assert code == 0 or "wants a key" in found.stdout + found.stderr
+            assert KEY not in found.stdout + found.stderr
+
+
 @pytest.mark.covers("X02", "X03")
 def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Cluster, ours: Path, others: Path) -> None:
     before = cluster.metrics()
