@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -45,6 +45,8 @@ from router.waiting import WaitingBranches
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
+
+MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
 
 
 class RouterCore:
@@ -208,6 +210,9 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
+                if len(batch.branches) > MAX_BRANCHES:  # each would be answered with a Cancel: gigabytes of them
+                    self._live.count("stale_messages", "oversized")
+                    return
                 self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
