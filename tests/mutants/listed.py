@@ -20,6 +20,7 @@ from tests.mutants import (
     of_router,
     of_runner,
     of_saving,
+    of_security,
     of_session,
 )
 from tests.mutants.mutant import Mutant
@@ -40,5 +41,6 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
+    *of_security.MUTANTS,
     *of_session.MUTANTS,
 )
