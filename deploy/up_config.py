@@ -30,6 +30,7 @@ class UpConfig:
     decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
     mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
     routers: int = knob(1, "number of routers over the same nodes; each takes the next port", low=1, high=64)
+    workers: int = knob(1, "handed on to each router: processes that serve behind its port", low=1, high=64)
     registry: str = knob(
         EMBEDDED,
         "where nodes announce themselves; embedded: in each router; or a Redis, redis://HOST:PORT/DB (rediss: over TLS)",
@@ -57,6 +58,7 @@ class UpConfig:
     max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] | None = _of_nodes("what the node computes in", low=None)
     kernels: Literal["cpu", "numba", "torch", "triton"] | None = _of_nodes("which back end computes", low=None)
+    weight_dtype: Literal["auto", "int8"] | None = _of_nodes("how the linears' weights are kept", low=None)
     reserve_policy: Literal["full", "ratio", "fixed", "none"] | None = _of_nodes(
         "room that admission leaves to what runs", low=None
     )

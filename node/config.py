@@ -68,6 +68,11 @@ class NodeConfig:
         "what computes; cpu: compiled from C++ by make setup; where it is not there numba, and where that is not, torch; "
         "on a CUDA device Triton, or torch where that is asked for or Triton is not there; equal on all nodes of a cluster",
     )
+    weight_dtype: Literal["auto", "int8"] = knob(
+        "auto",
+        "of the linears' weights; int8: 8 bits and a scale per output channel, half of bf16's memory and nearly half of its time "
+        "where weights are what a step reads, at a small loss (docs/engine.md); equal on all nodes of a cluster; CPUs only",
+    )
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto",
         "where weights and KV lie and what computes; auto: CUDA where there is one, else the CPU",

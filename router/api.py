@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -57,6 +57,7 @@ class ApiSettings:
     max_body_bytes: int
     max_prompt_tokens: int | None = None
     max_n: int = 16
+    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
 class Api:
@@ -137,7 +138,9 @@ class Api:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        return Response(self._shell.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
+        text = own if of_all is None else await of_all(own)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:
         """The nodes, as they are."""

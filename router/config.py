@@ -36,6 +36,13 @@ class RouterConfig:
     registry_namespace: str | None = knob(
         None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
     )
+    workers: int = knob(
+        1,
+        "processes that serve behind the port, each a router of its own over the same nodes; for more streams than one core can "
+        "take; one that dies is started again",
+        low=1,
+        high=64,
+    )
     tls_dir: Path | None = knob(
         None,
         "this host's certificates, as `baton certs make` makes them: HTTP becomes HTTPS, and every connection to nodes is "
