@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch, LayerStack, Linear, StackLayer, StepAttention
 from kernels.triton_blocks import copy_blocks
-from kernels.triton_graphs import Capture, capture_cuda_graph
+from kernels.triton_graphs import Capture, CudaCapture
 from kernels.triton_launch import EXACT, LANES, aligned, launch_norm
 from kernels.triton_linear import linear
 from kernels.triton_rows import rotate, silu_gate
@@ -78,7 +78,7 @@ def triton_kernels(device_type: str) -> TritonKernels:
         return TritonKernels()
     if device_type != "cuda":
         raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
-    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=capture_cuda_graph)
+    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=CudaCapture())
     one = torch.ones((1, 16), device="cuda")
     kernels.rms_norm(one, one[0], 1.0).cpu()  # finds out at once whether there is what Triton compiles launches with
     return kernels

@@ -33,7 +33,6 @@ def test_in_the_interpreter(run: str) -> None:
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-p",
         "no:cacheprovider",
         "-W",
