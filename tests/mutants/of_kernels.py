@@ -6,7 +6,8 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_KERNELS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_BITS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[bits]",)
+_NUMBERS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[numbers]",)
 _PRIMITIVES: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[primitives]",)
 _GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
 
@@ -25,7 +26,7 @@ MUTANTS: Final = (
         "kernels/triton_attention.py",
         "        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
         "        is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
-        _KERNELS,
+        _NUMBERS,
     ),
     Mutant(
         "parts-merged-unscaled",
@@ -49,7 +50,7 @@ MUTANTS: Final = (
         "kernels/triton_rows.py",
         "tl.where(is_value, plane_stride, 0)",
         "tl.where(is_value, 0, plane_stride)",
-        _KERNELS,
+        _BITS,
     ),
     Mutant(
         "residual-not-kept",
@@ -57,7 +58,7 @@ MUTANTS: Final = (
         "kernels/triton_rows.py",
         "        tl.store(x + at, narrowed(numbers, dtype), mask=is_there)\n",
         "",
-        _KERNELS,
+        _BITS,
     ),
     Mutant(
         "tile-by-number-of-rows",
@@ -65,7 +66,7 @@ MUTANTS: Final = (
         "kernels/triton_kernels.py",
         "        num_rows, in_features = x.shape\n",
         '        num_rows, in_features = x.shape\n        self._launch["DEPTH"] = 32 if num_rows < 8 else 64\n',
-        _KERNELS,
+        _BITS,
     ),
     Mutant(
         "padding-repeats-the-longest",
