@@ -38,7 +38,7 @@ class Padding(NamedTuple):
     """How a step of some rows becomes one of a graph's size."""
 
     chosen: NDArray[np.int64]  # [padded rows]: which row of the step each one is
-    tiles: NDArray[np.int32]  # [padded rows, 5], see triton_step.RowTiles
+    tiles: NDArray[np.int32]  # [padded rows, 5], see triton_tiles.RowTiles
 
 
 def padded_rows(num_rows: int) -> int:

@@ -1,6 +1,7 @@
 """The back end of a CUDA device: Triton kernels that keep the law of interface.py by construction.
 
-    triton_attention.py, triton_step.py      attention over paged KV; what one step of it needs
+    triton_attention.py                      attention over paged KV
+    triton_step.py, triton_tiles.py          what one step of it needs; which rows go together
     triton_linear.py, triton_rows.py         products; norms, rotations, gates
     triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
     triton_blocks.py                         whole blocks in and out of the pool
