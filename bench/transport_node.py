@@ -34,7 +34,7 @@ from connector.transport import (
     SenderEvent,
     WriteRefused,
 )
-from connector.zmq_options import QUEUED_MESSAGES, Socket, bound_link
+from connector.zmq_options import QUEUED_MESSAGES, LinkRules, Socket, bound_link
 from connector.zmq_transport import ZmqTransport
 from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
@@ -73,7 +73,7 @@ class _Way:
         checksums = name.endswith("+checksum")
         emit: Emit = self._on_event
         self.transport = (
-            ZmqTransport(memory.bytes, role, 1, emit, checksums=checksums)
+            ZmqTransport(memory.bytes, role, 1, emit, rules=LinkRules(has_checksums=checksums))
             if name.startswith("zmq")
             else ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, checksums=checksums)
         )

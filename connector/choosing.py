@@ -35,6 +35,7 @@ from connector.transport import (
     Transport,
 )
 from connector.writes import Bytes
+from connector.zmq_options import LinkRules
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 
@@ -205,12 +206,22 @@ class ChoosingTransport:
 
 
 def choose_transports(
-    choice: TransportChoice, memory: Bytes, descriptor: int, node_id: str, incarnation: int, emit: Emit, host: str
+    choice: TransportChoice,
+    memory: Bytes,
+    descriptor: int,
+    me: tuple[str, int],
+    emit: Emit,
+    host: str,
+    *,
+    is_encrypted: bool,
 ) -> ChoosingTransport:
     """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise.
 
+    `me`: node id and incarnation. `is_encrypted`: zmq's links are; shm's bytes never leave the host.
+
     A host without abstract unix sockets (a sandbox may forbid them) is no error for "auto".
     """
+    node_id, incarnation = me
     with ExitStack() as undo:
         chosen = ChoosingTransport(memory, emit)
         undo.callback(chosen.stop)
@@ -224,6 +235,10 @@ def choose_transports(
                     raise
                 _LOG.warning("event=transport_left_out transport=shm reason=%s", fault.strerror)
         if choice != "shm":
-            chosen.add("zmq", lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing))
+            rules = LinkRules(is_encrypted=is_encrypted)
+            chosen.add(
+                "zmq",
+                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing, rules),
+            )
         undo.pop_all()
         return chosen

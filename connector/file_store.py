@@ -2,6 +2,7 @@
 
     ROOT/ab/ab12…ef.kv     one record (kv_record.py), named by its name, whole or not there
     ROOT/tmp/…             records that are being written
+    ROOT/id                drawn by whoever made the pool: its identity
 
 **No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is
 whole, whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits
@@ -35,6 +36,7 @@ from connector.kv_store import Count, KvStoreError, KvStoreLimits, RunRead, coun
 
 LEFTOVER_S: Final = 600.0  # a file in tmp that nobody has written to for so long has no writer any more
 _TMP: Final = "tmp"
+_ID: Final = "id"
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
 _FILE: Final = re.compile(r"[0-9a-f]{64}\.kv")
 _PART: Final = re.compile(r"[0-9a-f]{16}-\d+")
@@ -70,8 +72,13 @@ class FileStore:
                 Path(folder).mkdir(0o770, exist_ok=True)
             if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
                 raise KvStoreError(f"{self._root}: cannot be written to")
+            self._identity = records.identity(self._drawn())
         except OSError as error:
             raise _failed(error) from None
+
+    def identity(self) -> bytes:
+        """As KvStore.identity."""
+        return self._identity
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
@@ -126,6 +133,22 @@ class FileStore:
 
     def close(self) -> None:
         """As KvStore.close."""
+
+    def _drawn(self) -> bytes:
+        """What stands in ROOT/id: whole from the beginning, and never changed. Raises OSError."""
+        path = Path(self._root, _ID)
+        if not path.exists():
+            part = f"{self._root}/{_TMP}/{next(self._part_names)}"
+            _write_file(part, secrets.token_bytes(HEADER_BYTES), memoryview(b""))
+            try:
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(part, path)
+            except OSError:  # a file system without links: who comes last stays, and who has read before is alone
+                Path(part).rename(path)
+            finally:
+                Path(part).unlink(missing_ok=True)
+        with path.open("rb") as file:
+            return file.read(HEADER_BYTES)
 
     # ------------------------------------------------------------ one record
 

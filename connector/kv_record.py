@@ -21,6 +21,7 @@ import xxhash
 from proto.block_key import KEY_BYTES
 
 HEADER_BYTES: Final = 64
+IDENTITY_BYTES: Final = 16
 _MAGIC: Final = b"btkv"
 _VERSION: Final = 1
 _XXH3: Final = 0
@@ -53,6 +54,10 @@ class KvRecords:
         if self._secret is None:
             return key
         return hashlib.blake2b(key, digest_size=KEY_BYTES, key=self._secret, person=b"baton kv name").digest()
+
+    def identity(self, drawn: bytes) -> bytes:
+        """16 bytes that stand for a store where this was once drawn, and for this cluster's secret."""
+        return self.name(hashlib.sha256(drawn).digest())[:IDENTITY_BYTES]
 
     def check_lengths(self, blocks: Iterable[memoryview]) -> None:
         """Raises ValueError for what is no whole block."""

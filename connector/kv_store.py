@@ -50,6 +50,12 @@ class KvStoreLimits:
 class KvStore(Protocol):
     """Blocks by key. Every method may raise KvStoreError."""
 
+    def identity(self) -> bytes:
+        """16 bytes that are the same for all who read and write the same blocks here, and for nobody else. Remembered once known.
+
+        Who opens a store of another directory, server or secret gets another; of other block lengths, the same.
+        """
+
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether the store has no such block."""
 

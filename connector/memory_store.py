@@ -5,6 +5,7 @@ The shelf is apart from the store, so that nodes of one process may share one, a
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -21,6 +22,7 @@ class Shelf:
     def __init__(self) -> None:
         self.lock = Lock()
         self.records: OrderedDict[bytes, bytearray] = OrderedDict()
+        self.drawn = secrets.token_bytes(32)
 
 
 class MemoryStore:
@@ -34,6 +36,10 @@ class MemoryStore:
         self._max_records = limits.max_bytes // records.record_bytes
         self._count = count
         self._shelf = Shelf() if shelf is None else shelf
+
+    def identity(self) -> bytes:
+        """As KvStore.identity."""
+        return self._form.identity(self._shelf.drawn)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""

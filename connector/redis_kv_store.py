@@ -1,6 +1,7 @@
 """The KV pool in Redis: each record a value, all round trips pipelined, each bounded in time.
 
     baton:{kv}:block:NAME        one record (kv_record.py); expires ttl_s after it was last written or read
+    baton:{kv}:id                drawn by whoever came first: the pool's identity
     baton:{kv}:used:BYTES        names of the records of this length, by when they were last used: the bound, kept by the scripts
 
 A batch of writes is one round trip: room is made for it (the least recently used records go), then the values are set. What
@@ -15,6 +16,7 @@ the server is bounded by timeout_s, and there are no retries.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -32,6 +34,7 @@ _BATCH_BYTES: Final = 8 << 20  # of one round trip, and so of the memory that cl
 _READ_SIZE: Final = 1 << 20  # of one recv
 _BLOCK: Final = b"baton:{kv}:block:"  # in braces: one slot, should Redis be a cluster
 _USED: Final = "baton:{kv}:used:%d"
+_ID: Final = "baton:{kv}:id"
 
 _NOW: Final = "local t = redis.call('TIME') local now = t[1] * 1000000 + t[2] "
 
@@ -89,6 +92,7 @@ class RedisKvStore:
         self._max_records = limits.max_bytes // records.record_bytes
         self._per_batch = max(1, min(_BATCH_BYTES // records.record_bytes, self._max_records))
         self._used = _USED % records.record_bytes
+        self._identity: bytes | None = None
         # Untyped: the client's own types allow for every version of every answer. Safe for threads: each call has a connection.
         self._client: Any = Redis.from_url(
             url,
@@ -98,6 +102,12 @@ class RedisKvStore:
             retry=Retry(NoBackoff(), 0),
             protocol=2,  # spoken by every version
         )
+
+    def identity(self) -> bytes:
+        """As KvStore.identity."""
+        if self._identity is None:
+            self._identity = self._records.identity(self._answer_of(self._ask_id))
+        return self._identity
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
@@ -143,6 +153,13 @@ class RedisKvStore:
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [_BLOCK + self._records.name(key) for key in keys]
+
+    def _ask_id(self) -> bytes:
+        pipe = self._client.pipeline(transaction=False)
+        pipe.set(_ID, secrets.token_bytes(32), nx=True)
+        pipe.get(_ID)
+        _, drawn = pipe.execute()
+        return bytes(drawn)
 
     def _ask_missing(self, names: Sequence[bytes]) -> list[bool]:
         pipe = self._client.pipeline(transaction=False)

@@ -7,6 +7,7 @@ hold. Answers are small and not limited so tightly: a ROUTER that has no room dr
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -21,6 +22,17 @@ _M_TRIM_THRESHOLD: Final = -1  # malloc.h
 _M_MMAP_THRESHOLD: Final = -3
 _KEPT_BYTES: Final = 64 << 20
 _HEAP_CHUNK_BYTES: Final = 32 << 20  # the most that glibc takes
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRules:
+    """What is equal on all nodes of a cluster."""
+
+    has_checksums: bool = True  # without them only TCP's own stand against flipped bits
+    is_encrypted: bool = False  # by CURVE
+
+
+USUAL_RULES: Final = LinkRules()
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]

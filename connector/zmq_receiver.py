@@ -18,12 +18,11 @@ from typing import Final
 import zmq
 
 from connector.landing import Landing
-from connector.link_names import node_name
 from connector.receiver_thread import ReceiverThread, Reply, ReplyTo
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
-from connector.zmq_options import Context, Socket, bound_link
+from connector.zmq_options import Context, LinkRules, Socket, bound_link
 from proto import baton_pb2 as pb
 
 _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
@@ -32,9 +31,9 @@ _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
 class ZmqReceiver(ReceiverThread):
     """Implements transport.Receiver on a port of its own; `start` it once."""
 
-    def __init__(self, context: Context, landing: Landing, emit: Emit, host: str, checksums: bool = True) -> None:
-        self._has_checksums = checksums
-        self._gate = ZmqGate(context)
+    def __init__(self, context: Context, landing: Landing, emit: Emit, host: str, rules: LinkRules) -> None:
+        self._has_checksums = rules.has_checksums
+        self._gate = ZmqGate(context, is_encrypted=rules.is_encrypted)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)
         address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
@@ -45,7 +44,10 @@ class ZmqReceiver(ReceiverThread):
 
     def endpoint(self) -> pb.Endpoint:
         """As Receiver.endpoint."""
-        return pb.Endpoint(transport="zmq", address=self._address, link_secret=self._gate.link_secret)
+        gate = self._gate
+        return pb.Endpoint(
+            transport="zmq", address=self._address, link_secret=gate.link_secret, curve_key=gate.curve_key
+        )
 
     @property
     def num_refused(self) -> int:
@@ -56,18 +58,21 @@ class ZmqReceiver(ReceiverThread):
         poller = zmq.Poller()
         poller.register(self._mailbox.fileno(), zmq.POLLIN)
         poller.register(self._gate.socket, zmq.POLLIN)
+        poller.register(self._gate.monitor, zmq.POLLIN)
         poller.register(self._socket, zmq.POLLIN)
         while self._is_running:
             ready = dict(poller.poll())
             self._perform_commands()
             if self._gate.socket in ready:
                 self._gate.serve()
+            if self._gate.monitor in ready:
+                self._gate.note_failures()
             if self._socket in ready:
                 self._receive_some()
 
     def _close_all(self) -> None:
+        self._gate.close(self._socket)
         self._socket.close()
-        self._gate.socket.close()
 
     def _perform(self, command: Reply) -> None:
         if not isinstance(routing_id := command.to.connection, bytes):
@@ -88,7 +93,7 @@ class ZmqReceiver(ReceiverThread):
                 has_more = frame.more
                 if len(frames) < 3:  # three are too many, so are a thousand
                     frames.append(frame)
-            self._take(ReplyTo(sender.bytes), node_name(str(sender.get("User-Id"))), frames)
+            self._take(ReplyTo(sender.bytes), self._gate.peer(sender), frames)
 
     def _take(self, reply_to: ReplyTo, peer: str, frames: Sequence[zmq.Frame]) -> None:
         arrived = decode([frame.buffer for frame in frames])

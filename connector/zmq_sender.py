@@ -12,17 +12,21 @@ Not here: what arrives at this node (zmq_receiver.py).
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Mapping
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from connector.link_names import MAX_NAME_BYTES
 from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import MAX_PAYLOAD_BYTES, Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, Bytes, gather
-from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, Socket, bound_link
+from connector.zmq_curve import KEY_BYTES, sender_keys
+from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, LinkRules, Socket, bound_link
 from proto import baton_pb2 as pb
 
 # What libzmq's monitor says when a link is at its end.
@@ -52,11 +56,13 @@ class _Link(SenderLink):
 class ZmqSender(SenderThread[_Link]):
     """Implements transport.Sender; `start` it once. Bytes sent are payload given to the wire."""
 
-    def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit, checksums: bool = True) -> None:
+    def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit, rules: LinkRules) -> None:
         super().__init__("zmq-sender", memory, emit, MAX_PAYLOAD_BYTES)
         self._context = context
         self._user_name = user_name
-        self._has_checksums = checksums
+        self._is_encrypted = rules.is_encrypted
+        self._num_links = 0
+        self._has_checksums = rules.has_checksums
         self._poller = zmq.Poller()
 
     def _serve(self) -> None:
@@ -78,6 +84,11 @@ class ZmqSender(SenderThread[_Link]):
     def _connect(self, link_id: str, endpoint: pb.Endpoint) -> _Link | str:
         if endpoint.transport != "zmq" or not endpoint.address.startswith("tcp://"):
             return f"no zmq endpoint: {endpoint.transport} {endpoint.address}"
+        if bool(endpoint.curve_key) is not self._is_encrypted:  # never less than what this node was told to do
+            ours, theirs = ("encrypted", "not") if self._is_encrypted else ("not encrypted", "they are")
+            return (
+                f"links of this node are {ours}, at {endpoint.address} {theirs}: --tls-dir is everybody's or nobody's"
+            )
         try:
             link = _Link(link_id, self._context.socket(zmq.DEALER), time.monotonic() + OPEN_S)
         except zmq.ZMQError as fault:  # no socket left
@@ -95,9 +106,25 @@ class ZmqSender(SenderThread[_Link]):
         bound_link(socket, endpoint.address, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt_string(zmq.PLAIN_USERNAME, self._user_name)
-        socket.setsockopt_string(zmq.PLAIN_PASSWORD, endpoint.link_secret.hex())
+        if self._is_encrypted:
+            self._set_keys(socket, endpoint)
+        else:
+            socket.setsockopt_string(zmq.PLAIN_USERNAME, self._user_name)
+            socket.setsockopt_string(zmq.PLAIN_PASSWORD, endpoint.link_secret.hex())
         socket.connect(endpoint.address)
+
+    def _set_keys(self, socket: Socket, endpoint: pb.Endpoint) -> None:
+        if len(endpoint.curve_key) != KEY_BYTES:
+            raise zmq.ZMQError(errno.EINVAL)
+        keys = sender_keys(endpoint.link_secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(endpoint.curve_key))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        # Who it is; different for each link, or the receiver would take one for another.
+        self._num_links += 1
+        routing_id = f"{self._user_name}/{self._num_links:x}".encode()
+        if len(routing_id) <= MAX_NAME_BYTES:
+            socket.setsockopt(zmq.ROUTING_ID, routing_id)
 
     def _serve_link(self, link: _Link, ready: Mapping[object, int]) -> None:
         """Give a link its turn: what arrived, then how it is, then one message."""

@@ -15,7 +15,7 @@ from connector.link_names import user_name
 from connector.transport import Emit
 from connector.two_ends import TwoEnds
 from connector.writes import checked_memory
-from connector.zmq_options import MAX_SOCKETS, Context, keep_buffers
+from connector.zmq_options import MAX_SOCKETS, USUAL_RULES, Context, LinkRules, keep_buffers
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -26,8 +26,7 @@ class ZmqTransport(TwoEnds):
 
     memory: [num_blocks, block_bytes] u8, contiguous. `landing`: where writes land, if other transports of this node let them into
     the same memory; none: one of its own. `emit` is called from both threads, and from inside `revoke`; not after
-    `stop` has returned. `checksums` is the same on all nodes; without them only TCP's own stand against flipped bits. Raises
-    zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
+    `stop` has returned. Raises zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
@@ -38,8 +37,7 @@ class ZmqTransport(TwoEnds):
         emit: Emit,
         host: str = "127.0.0.1",
         landing: Landing | None = None,
-        *,
-        checksums: bool = True,
+        rules: LinkRules = USUAL_RULES,
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
@@ -47,11 +45,11 @@ class ZmqTransport(TwoEnds):
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
-            receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host, checksums)
+            receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host, rules)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        super().__init__(ZmqSender(self._context, memory, name, emit, checksums), receiver)
+        super().__init__(ZmqSender(self._context, memory, name, emit, rules), receiver)
 
     def reaches(self, endpoint: pb.Endpoint) -> bool:
         """Whether a link may succeed; over a network, only trying tells."""

@@ -22,6 +22,7 @@ import grpc.aio
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub, RegistryStub
 from runtime.config import knob, load, silence_grpc
+from runtime.credentials import Credentials
 from runtime.process import fatal
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.registry_client import RegistryUnreachable
@@ -64,6 +65,7 @@ class DrainConfig:
         low=0,
         high=86_400,
     )
+    tls_dir: Path | None = knob(None, "this host's certificates, in a cluster whose processes have them", metavar="DIR")
 
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
@@ -116,23 +118,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _drain(config: DrainConfig) -> None:
+    credentials = Credentials(config.tls_dir)
     if _ADDRESS.fullmatch(config.node):
         address, incarnation = config.node, 0
     else:
-        entry = await _find(config)
+        entry = await _find(config, credentials)
         address, incarnation = entry.grpc_address, entry.node.incarnation
     request = pb.DrainRequest(to_incarnation=incarnation)
     if config.timeout_s is not None:
         request.timeout_ms = round(config.timeout_s * 1000)
-    was_cut_short = await _watch(config.node, address, request)
+    was_cut_short = await _watch(config.node, address, request, credentials)
     await _until_gone(config.node, address)
     ending = "has ended; its time was over, and what was left goes on elsewhere" if was_cut_short else "has drained"
     sys.stdout.write(f"baton drain: {config.node} {ending}\n")
 
 
-async def _find(config: DrainConfig) -> pb.NodeEntry:
+async def _find(config: DrainConfig, credentials: Credentials) -> pb.NodeEntry:
     """The node of this name; ValueError if no registry has it."""
-    entries = [entry for address in config.routers for entry in await _listed_at(address)]
+    entries = [entry for address in config.routers for entry in await _listed_at(address, credentials)]
     if config.registry != EMBEDDED:
         entries += await _listed_in_redis(config.registry, config.registry_namespace)
     for entry in entries:
@@ -142,8 +145,8 @@ async def _find(config: DrainConfig) -> pb.NodeEntry:
     raise ValueError(f"{config.node}: no such node; there are: {', '.join(known) or 'none'}")
 
 
-async def _listed_at(router: str) -> Sequence[pb.NodeEntry]:
-    async with grpc.aio.insecure_channel(router) as channel:
+async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:
+    async with credentials.channel(router) as channel:
         try:
             return (await RegistryStub(channel).List(pb.ListRequest(), timeout=CALL_TIMEOUT_S)).nodes
         except grpc.aio.AioRpcError as error:
@@ -162,10 +165,10 @@ async def _listed_in_redis(url: str, namespace: str | None) -> Sequence[pb.NodeE
         await store.hang_up()
 
 
-async def _watch(name: str, address: str, request: pb.DrainRequest) -> bool:
+async def _watch(name: str, address: str, request: pb.DrainRequest, credentials: Credentials) -> bool:
     """Print how far the node is until its last word; whether it had to give something up."""
     shown = ""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with credentials.channel(address) as channel:
         call = NodeStub(channel).Drain(request)
         try:
             while True:

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ HANDED_ON: Final = (
     "max_model_len",
     "dtype",
     "kernels",
+    "weight_dtype",
     "reserve_policy",
     "decode_reserve",
     "local_prefill",
@@ -53,6 +55,7 @@ HANDED_ON: Final = (
     "kv_pool_secret_file",
     "save_preempted_kv",
     "save_finished_kv",
+    "tls_dir",
 )
 
 
@@ -123,7 +126,7 @@ class _Launcher:
                 status.update("baton up: the nodes load the model")
                 nodes = await self._start_nodes(",".join(router["registry"] for router in routers))
                 status.update("baton up: waiting for /ready")
-                model_ids = await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
+                await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
         told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         cluster = {
             "router": told[0],
@@ -131,7 +134,7 @@ class _Launcher:
             "nodes": [{key: node[key] for key in ("node_id", "role", "pid", "http", "grpc")} for node in nodes],
         }
         write_atomically(config.run_dir / "cluster.json", cluster)
-        self._say_how_to_use([router["url"] for router in routers], model_ids[0])
+        self._say_how_to_use([router["url"] for router in routers], routers[0]["model"])
 
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
         """Start all nodes at once; what each of them wrote into its ready file. `registry`: of each router, where embedded."""
@@ -149,16 +152,20 @@ class _Launcher:
             self._console.print(f"baton up: {child.name} is up")
         return content
 
-    async def _wait_until_ready(self, url: str) -> str:
-        """Wait until the router can place a request as it is meant to be; the id of the model that it serves."""
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async def _wait_until_ready(self, url: str) -> None:
+        """Wait until the router can place a request as it is meant to be."""
+        directory = self._config.tls_dir
+        # It listens on all addresses perhaps, which no certificate is for; it is our own child.
+        verify = True if directory is None else ssl.create_default_context(cafile=str(directory / "ca.crt"))
+        if isinstance(verify, ssl.SSLContext):
+            verify.check_hostname = False
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=verify) as client:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself
                     ready = await client.get("/ready")
                     is_whole = not self._config.may_prefill or not ready.json()["degraded"]
                     if ready.status_code == httpx.codes.OK and is_whole:
-                        models: dict[str, Any] = (await client.get("/v1/models")).json()
-                        return str(models["data"][0]["id"])
+                        return
                 await asyncio.sleep(READY_POLL_S)
 
     def _report_failed_start(self, child: ChildProcess) -> int:
@@ -209,10 +216,15 @@ class _Launcher:
         config = self._config
         port = config.port and config.port + index
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
+        if config.workers > 1:
+            command += ["--workers", str(config.workers)]
         if config.local_prefill_max_tokens is not None:
             command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
         if config.placement_prefill is not None:
             command += ["--placement-prefill", config.placement_prefill]
+        for flag, path in (("--tls-dir", config.tls_dir), ("--api-keys", config.api_keys)):
+            if path is not None:
+                command += [flag, str(path)]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:
@@ -240,12 +252,13 @@ class _Launcher:
         took_s = time.monotonic() - self._started_at
         nodes = " + ".join(f"{number} {role}" for role, number in config.nodes.items())
         say(f"baton up: ready in {took_s:.1f} s, {nodes}, logs in {config.run_dir}")
-        if not is_loopback(config.host):
+        if not is_loopback(config.host) and config.api_keys is None:
             say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
+        flags = "" if config.tls_dir is None else f" --cacert {shlex.quote(str(config.tls_dir / 'ca.crt'))}"
+        flags += "" if config.api_keys is None else ' -H "Authorization: Bearer $KEY"'
         for each in (body, body | {"stream": True}):
-            say(
-                f"  curl -N {urls[0]}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(each))}"
-            )
+            said = shlex.quote(json.dumps(each))
+            say(f"  curl -N{flags} {urls[0]}/v1/completions -H 'Content-Type: application/json' -d {said}")
         if len(urls) > 1:
             say(f"baton up: the other routers: {' '.join(urls[1:])}")
         say("baton up: Ctrl-C stops everything")

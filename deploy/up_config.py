@@ -30,6 +30,7 @@ class UpConfig:
     decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
     mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
     routers: int = knob(1, "number of routers over the same nodes; each takes the next port", low=1, high=64)
+    workers: int = knob(1, "handed on to each router: processes that serve behind its port", low=1, high=64)
     registry: str = knob(
         EMBEDDED,
         "where nodes announce themselves; embedded: in each router; or a Redis, redis://HOST:PORT/DB (rediss: over TLS)",
@@ -40,6 +41,12 @@ class UpConfig:
     )
     host: str = knob("127.0.0.1", "address of the routers' HTTP servers; nodes stay on loopback", metavar="ADDRESS")
     port: int = knob(8000, "port of the first router's HTTP server; 0 takes free ones", low=0, high=65535)
+    tls_dir: Path | None = knob(
+        None,
+        "handed on to every node, and every router: this host's certificates (baton certs make); everything is encrypted",
+        metavar="DIR",
+    )
+    api_keys: Path | None = knob(None, "handed on to every router: file of the keys that clients show", metavar="FILE")
     run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
     parent_pid: int = knob(0, "die, and all processes with it, when the process with this id dies; 0: never", low=0)
     start_timeout_s: float = knob(120.0, "seconds until /ready before giving up: a large model loads slowly", low=1)
@@ -51,6 +58,7 @@ class UpConfig:
     max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] | None = _of_nodes("what the node computes in", low=None)
     kernels: Literal["cpu", "numba", "torch", "triton"] | None = _of_nodes("which back end computes", low=None)
+    weight_dtype: Literal["auto", "int8"] | None = _of_nodes("how the linears' weights are kept", low=None)
     reserve_policy: Literal["full", "ratio", "fixed", "none"] | None = _of_nodes(
         "room that admission leaves to what runs", low=None
     )

@@ -1,4 +1,4 @@
-"""Which keys a block pool has come to hold and has lost, in order, while somebody wants to know. Pure.
+"""Which keys a block pool, or a KV pool, has come to hold and has lost, in order, while somebody wants to know. Pure.
 
 Changes are numbered 1, 2, 3 …; whoever knows a number asks for what came behind it. The log is bounded: who asks too late is told
 so, and has to look at the whole pool. Off, it keeps nothing and costs one comparison per change; what happened meanwhile makes
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Change = tuple[bytes, bool]  # a key, and whether it can be found from now on
+# A key, and whether it can be found from now on; None, of a KV pool: nobody will find it there, whoever knew of it.
+Change = tuple[bytes, bool | None]
 
 
 class KeyLog:
@@ -34,8 +35,8 @@ class KeyLog:
             self._changes.clear()
         self.is_on = is_on
 
-    def add(self, key: bytes, is_held: bool) -> None:
-        """A key has begun, or ceased, to be found."""
+    def add(self, key: bytes, is_held: bool | None) -> None:
+        """A key has begun, or ceased, to be found; see Change."""
         if not self.is_on:
             return
         self._changes.append((key, is_held))

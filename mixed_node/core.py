@@ -33,6 +33,9 @@ class FetchingPart(ev.PartOfCore, Protocol):
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no blocks are to be taken to read the KV pool into."""
 
+    def tell_speed(self, report: pb.LoadReport) -> None:
+        """Add to a load report how fast this node computes prompts."""
+
 
 class LeasingPart(ev.PartOfCore, Protocol):
     """The decode core, as far as it must know that it is not alone."""
@@ -113,7 +116,9 @@ class MixedCore:
 
     def load(self) -> pb.LoadReport:
         """See NodeCore."""
-        return self._decode.load()
+        report = self._decode.load()
+        self._prefill.tell_speed(report)
+        return report
 
     # ------------------------------------------------------------ inside
 

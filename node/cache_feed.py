@@ -1,6 +1,6 @@
-"""What this node's prefix cache holds, told to the routers that ask for it. Pure.
+"""What this node's prefix cache holds, and what it knows to be in the KV pool, told to the routers that ask for it. Pure.
 
-    router   CacheAsk{taken, next_block} ---->   stands until there is news
+    router   CacheAsk{taken, next_block} ---->   stands until there is news                    (of_pool: of the other one)
              <---- CacheNews{after, taken, next_block, stored, evicted}   changes behind `taken`, then a piece of the snapshot
              CacheAsk{taken, next_block} ---->   when the router wants to hear more
 
@@ -19,22 +19,37 @@ placement policy).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from engine.block_pool import BlockPool
+from engine.key_log import KeyLog
 from node import events as ev
+from node.pool_book import PoolBook
 from proto import baton_pb2 as pb
 
 SHORT_KEY_BYTES: Final = 8  # of a key's 32: a router that takes one block for another only places a request less well
 PIECE: Final = 4096  # changes, and blocks of the snapshot, in one message: 64 KiB, and well below a millisecond to make
 
 
+class KeySource(Protocol):
+    """What is told of: the block pool, or the KV pool's book."""
+
+    @property
+    def key_log(self) -> KeyLog:
+        """Its changes."""
+
+    def keys_from(self, first: int, number: int, /) -> tuple[list[bytes], int | None]:
+        """Keys of so many of its places, and where the next piece begins; None: there is none."""
+
+
 class CacheFeed:
     """Every router that has asked, and its standing question."""
 
-    def __init__(self, pool: BlockPool, piece: int = PIECE) -> None:
+    def __init__(self, pool: KeySource, piece: int = PIECE, *, of_pool: bool = False) -> None:
+        """`of_pool`: it is the KV pool's."""
         self._pool = pool
         self._piece = piece
+        self._of_pool = of_pool
         self._asks: dict[ev.RouterId, pb.CacheAsk | None] = {}  # None: it has been answered
 
     @property
@@ -57,6 +72,7 @@ class CacheFeed:
         out: list[ev.ToRouter] = []
         for router, ask in self._asks.items():
             if ask is not None and (news := self._news(ask)) is not None:
+                news.of_pool = self._of_pool
                 self._asks[router] = None
                 out.append(ev.ToRouter(router, pb.NodeMessage(cache=news)))
         return out
@@ -77,16 +93,17 @@ class CacheFeed:
             news.next_block = next_block
         return _with_keys(news, last_words)
 
-    def _with_piece(self, news: pb.CacheNews, last_words: Mapping[bytes, bool], next_block: int) -> pb.CacheNews:
+    def _with_piece(self, news: pb.CacheNews, last_words: Mapping[bytes, bool | None], next_block: int) -> pb.CacheNews:
         keys, behind = self._pool.keys_from(next_block, self._piece)
         if behind is not None:
             news.next_block = behind
         return _with_keys(news, {**last_words, **dict.fromkeys(keys, True)})
 
 
-def _with_keys(news: pb.CacheNews, last_words: Mapping[bytes, bool]) -> pb.CacheNews:
+def _with_keys(news: pb.CacheNews, last_words: Mapping[bytes, bool | None]) -> pb.CacheNews:
     news.stored = _short(key for key, is_held in last_words.items() if is_held)
-    news.evicted = _short(key for key, is_held in last_words.items() if not is_held)
+    news.evicted = _short(key for key, is_held in last_words.items() if is_held is False)
+    news.lacking = _short(key for key, is_held in last_words.items() if is_held is None)
     return news
 
 
@@ -95,25 +112,30 @@ def _short(keys: Iterable[bytes]) -> bytes:
 
 
 class TellingCore:
-    """A role's core, and what its pool's cache holds told beside what the core says."""
+    """A role's core, and what its pool's cache and the KV pool hold told beside what the core says."""
 
-    def __init__(self, core: ev.NodeCore, pool: BlockPool, piece: int = PIECE) -> None:
+    def __init__(self, core: ev.NodeCore, pool: BlockPool, piece: int = PIECE, book: PoolBook | None = None) -> None:
         self._core = core
-        self._feed = CacheFeed(pool, piece)
+        self._book = book or PoolBook()
+        self._feeds = (CacheFeed(pool, piece), CacheFeed(self._book, piece, of_pool=True))
 
     def receive(self, event: ev.Event, now: float) -> Sequence[ev.Action]:
         """See NodeCore."""
         match event:
             case ev.FromRouter(router, message) if message.WhichOneof("kind") == "cache":
-                self._feed.ask(router, message.cache)
-                return self._feed.tell()
+                self._feeds[message.cache.of_pool].ask(router, message.cache)
+                return self._tell()
+            case ev.PoolSaid():
+                self._book.take(event)
+                return self._tell()
             case ev.RouterLost(router):
-                self._feed.forget(router)
-        return [*self._core.receive(event, now), *self._feed.tell()]
+                for feed in self._feeds:
+                    feed.forget(router)
+        return [*self._core.receive(event, now), *self._tell()]
 
     def tick(self, now: float) -> Sequence[ev.Action]:
         """See NodeCore."""
-        return [*self._core.tick(now), *self._feed.tell()]
+        return [*self._core.tick(now), *self._tell()]
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
@@ -121,8 +143,14 @@ class TellingCore:
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
-        return {**self._core.snapshot(), "cache_listeners": self._feed.num_listeners}
+        told = {"cache_listeners": self._feeds[0].num_listeners, "kv_pool_blocks_known": len(self._book)}
+        return {**self._core.snapshot(), **told}
 
     def load(self) -> pb.LoadReport:
-        """See NodeCore."""
-        return self._core.load()
+        """See NodeCore. With the KV pool's identity, by which routers know whom else what is there serves."""
+        report = self._core.load()
+        report.kv_pool = self._book.pool
+        return report
+
+    def _tell(self) -> list[ev.ToRouter]:
+        return [action for feed in self._feeds for action in feed.tell()]

@@ -119,6 +119,16 @@ class BlocksFetched:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSaid:
+    """What the KV pool has said of blocks, by key, in the course of other calls: for routers (cache_feed.py), no core hears it."""
+
+    pool: bytes  # its identity
+    stored: tuple[bytes, ...] = ()  # it was just given these, or had them already
+    found: tuple[bytes, ...] = ()
+    lacking: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Take no new work, hand over what is here, and be done by `deadline` (loop time); one Drained follows. Asked again, the
     earlier deadline counts."""
@@ -138,6 +148,7 @@ Event = (
     | BlocksStaged
     | PoolLooked
     | BlocksFetched
+    | PoolSaid
     | DrainAsked
     | SenderEvent
     | ReceiverEvent

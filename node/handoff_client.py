@@ -17,6 +17,7 @@ import grpc
 from node.events import RenewAnswered, ReserveAnswered, SendRelease, SendRenew, SendReserve
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
+from runtime.credentials import NO_CREDENTIALS, Credentials
 
 LOG = logging.getLogger(__name__)
 
@@ -50,10 +51,12 @@ class HandoffClient:
         self,
         post: Callable[[ReserveAnswered | RenewAnswered], None],
         spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """`post` takes the outcome; `spawn` starts a task whose exceptions end the process (TaskGroup.create_task)."""
         self._post = post
         self._spawn = spawn
+        self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}  # least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -128,7 +131,7 @@ class HandoffClient:
         return pb_grpc.NodeStub(self._channel(address))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.pop(address, None) or grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        channel = self._channels.pop(address, None) or self._credentials.channel(address, _CHANNEL_OPTIONS)
         self._channels[address] = channel
         if len(self._channels) > MAX_CHANNELS:
             oldest = next(iter(self._channels))

@@ -23,6 +23,7 @@ from node.kv_pool_reader import PoolReader
 from node.kv_pool_writer import PoolWriter
 from node.kv_recent import RecentKeys
 from node.measures import Measures
+from node.pool_word import PoolWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class KvPoolThreads:
         """kv_bytes: [num_blocks, block_bytes] u8, contiguous. `post` is called from any thread, and from inside the calls."""
         self._store = store
         self._circuits = {side: PoolCircuit(side, bounds.breaker, measures) for side in ("read", "write")}
-        recent = RecentKeys(bounds.num_recent, bounds.recent_s)
+        recent, word = RecentKeys(bounds.num_recent, bounds.recent_s), PoolWord(store, post)
         to_write = (bounds.staging_bytes, recent, self._circuits["write"])
-        self._writer = PoolWriter(store, kv_bytes, *to_write, post, measures)
+        self._writer = PoolWriter(store, kv_bytes, *to_write, (post, word), measures)
         timeouts_s = (bounds.look_timeout_s, bounds.fetch_timeout_s)
         self._reader = PoolReader(
-            store, kv_bytes, bounds.num_readers, timeouts_s, self._circuits["read"], post, measures
+            store, kv_bytes, bounds.num_readers, timeouts_s, self._circuits["read"], (post, word), measures
         )
         self.ended: tuple[Future[None], ...] = (
             *self._writer.ended,

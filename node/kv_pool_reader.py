@@ -27,6 +27,7 @@ from connector.kv_store import KvStore, KvStoreError, RunRead
 from node.events import BlocksFetched, Event, FetchBlocks, LookInPool, PoolLooked
 from node.kv_pool_circuit import PoolCircuit
 from node.measures import Measures
+from node.pool_word import PoolWord
 from runtime.threads import started_thread
 
 _READ_BYTES: Final = 4 << 20  # that a reader asks of the store at once, and what its buffer holds
@@ -62,15 +63,18 @@ class PoolReader:
         num_readers: int,
         timeouts_s: tuple[float, float],
         circuit: PoolCircuit,
-        post: Callable[[Event], None],
+        says: tuple[Callable[[Event], None], PoolWord],
         measures: Measures,
     ) -> None:
-        """kv_bytes: [num_blocks, block_bytes] u8. `timeouts_s`: of a look, of a fetch, from the call to its answer."""
+        """kv_bytes: [num_blocks, block_bytes] u8. `timeouts_s`: of a look, of a fetch, from the call to its answer.
+
+        `says`: answers, and what is learnt of the pool.
+        """
         self._store = store
         self._kv_bytes = kv_bytes
         self._look_timeout_s, self._fetch_timeout_s = timeouts_s
         self._circuit = circuit
-        self._post = post
+        self._post, self._word = says
         self._measures = measures
         self._loop = asyncio.get_running_loop()
         self._looks: SimpleQueue[_Call[LookInPool] | None] = SimpleQueue()
@@ -110,6 +114,7 @@ class PoolReader:
     # ------------------------------------------------------------ looks
 
     def _look_all(self) -> None:
+        self._word.say()  # whose it is, before anybody asks for anything
         while (call := self._looks.get()) is not None:
             if call.is_answered:
                 continue
@@ -121,6 +126,8 @@ class PoolReader:
                 self._answer_look(call, "failed", 0, str(error))
             else:
                 self._answer_look(call, "found" if num_blocks else "nothing", num_blocks)
+                keys = call.action.keys
+                self._word.say(found=keys[:num_blocks], lacking=keys[num_blocks : num_blocks + 1])
 
     def _answer_look(
         self, call: _Call[LookInPool], outcome: str, num_blocks: int, why: str = "no answer in time"
@@ -163,6 +170,8 @@ class PoolReader:
             batch = blocks[call.num_read : call.num_read + len(buffer)]
             run = self._store.read([key for key, _ in batch], [buffer[slot].data for slot in range(len(batch))])
             self._heard_at[FetchBlocks] = time.monotonic()
+            keys = tuple(key for key, _ in batch)
+            self._word.say(found=keys[: run.num_blocks], lacking=keys[run.num_blocks : run.num_blocks + 1])
             if not self._copy(call, batch, buffer, run):
                 break
             if run.num_blocks < len(batch):

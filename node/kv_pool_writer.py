@@ -25,6 +25,7 @@ from node.kv_pool_circuit import PoolCircuit
 from node.kv_recent import RecentKeys
 from node.kv_staging import Staging
 from node.measures import Measures
+from node.pool_word import PoolWord
 from runtime.threads import started_thread
 
 _BATCH_BYTES: Final = 8 << 20  # that the writer gives to the store at once
@@ -40,14 +41,14 @@ class PoolWriter:
         staging_bytes: int,
         recent: RecentKeys,
         circuit: PoolCircuit,
-        post: Callable[[Event], None],
+        says: tuple[Callable[[Event], None], PoolWord],
         measures: Measures,
     ) -> None:
-        """kv_bytes: [num_blocks, block_bytes] u8. `recent` is the writer's own from now on."""
+        """kv_bytes: [num_blocks, block_bytes] u8. `recent` is the writer's own from now on. `says`: answers; what is learnt."""
         self._store = store
         self._kv_bytes = kv_bytes
         self._circuit = circuit
-        self._post = post
+        self._post, self._word = says
         self._measures = measures
         block_bytes = kv_bytes.shape[1]
         self.num_slots = staging_bytes // block_bytes
@@ -135,6 +136,8 @@ class PoolWriter:
                     self._staging.left(slot)
             self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
             self._measures.add("kv_pool_saves", "written", num_written)
+            if outcome == "present":
+                self._word.say(stored=tuple(key for key, _ in batch))
 
     def _next_batch(self) -> list[tuple[bytes, int]]:
         """Blocks to write; none: there will be no more."""

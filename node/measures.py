@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from connector.kv_store import STORE_COUNTERS
 from proto import baton_pb2 as pb
+from runtime.http_protocol import REASONS
 
 # Upper bounds in seconds: from a step of a tiny model to a request's deadline, about 2.5 times apart.
 BUCKETS_S: Final = (
@@ -41,6 +42,7 @@ AMOUNTS: Final[Mapping[str, tuple[str, str]]] = {
     "kv_pool_reads": ("Blocks that were to be read from the KV pool, by what became of them", "outcome"),
     "kv_pool_circuit_opened": ("Times that the KV pool was left alone because it kept failing", "side"),
     "kv_pool_removed": ("What this process removed from the KV pool's store", "what"),
+    "refused_http": ("Connections and requests to the node's pages that were refused, by why", "reason"),
 }
 _KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {  # shown as 0 before the first one: a rate needs a beginning
     "attempts_ended": ("committed", "finished", "cancelled"),
@@ -51,6 +53,7 @@ _KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {  # shown as 0 before the
     "kv_pool_reads": ("read", "absent", "corrupt", "failed", "late", "refused"),
     "kv_pool_circuit_opened": ("read", "write"),
     "kv_pool_removed": tuple(STORE_COUNTERS),
+    "refused_http": ("tls", *REASONS),
 }
 
 

@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 
 import grpc
 import zmq
+from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
@@ -39,7 +40,7 @@ from node.config import NodeConfig
 from node.ending import Ending, Means
 from node.events import NodeCore, StepDone
 from node.handoff_client import SERVER_OPTIONS, HandoffClient
-from node.http import HttpServer, make_app
+from node.http import make_app
 from node.identity import NodeIdentity
 from node.inbox import Inbox
 from node.kv_pool import KvPoolBounds, KvPoolThreads
@@ -50,16 +51,20 @@ from node.metrics import Counters
 from node.routers import Routers
 from node.runner_thread import RunnerThread
 from node.service import NodeService, PendingCalls
+from node.spans import AttemptSpans
 from node.validate import Bounds
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
+from runtime.credentials import Credentials
+from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, is_loopback, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
 from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.tracing import Tracing, open_tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -80,15 +85,17 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     """Run a node until it is to end; 0 then. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
-    set_up_logging(config.log_level, name)
+    set_up_logging(config.log_level, name, config.log_format)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     measures = Measures()
     try:
+        credentials = Credentials(config.tls_dir, config.host)
         # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
         beside_decodes = config.local_prefill_chunk if role == "decode" else None
         engine = build_engine(
             config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
         )
+        tracing = open_tracing(config.otlp_endpoint, role, name)
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
         fatal(f"baton {role}: {error}")
@@ -97,10 +104,11 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     if engine.inexactness is not None:
         # A recomputed sequence may then differ from the one that was lost.
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
-    if not is_loopback(config.host):
-        log_event(LOG, logging.WARNING, "open_to_the_network", host=config.host, credentials="none")
+    if not credentials.is_encrypted:
+        risk = "whoever can reach it can use it, and read and change what goes over the wire"
+        warn_if_exposed(config.host, name, {"--tls-dir": risk})
     core = TellingCore(make_core(engine.parts), engine.parts.pool)
-    process = partial(_NodeProcess, role, config, engine, core, measures, store)
+    process = partial(_NodeProcess, role, config, credentials, engine, core, measures, _Outside(store, tracing))
     try:
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
@@ -132,6 +140,14 @@ class _Listeners:
     transport: ChoosingTransport
 
 
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What there is beside the cluster, where it is asked for."""
+
+    store: KvStore | None  # of the KV pool
+    tracing: Tracing | None  # tells a collector
+
+
 class _NodeProcess:
     """One run of the loop, in which it is made."""
 
@@ -139,20 +155,22 @@ class _NodeProcess:
         self,
         role: RoleName,
         config: NodeConfig,
+        credentials: Credentials,
         engine: NodeEngine,
         core: NodeCore,
         measures: Measures,
-        store: KvStore | None,
+        outside: _Outside,
     ) -> None:
         self._role = role
         self._config = config
+        self._credentials = credentials
         self._engine = engine
         self._core = core
         self._identity = engine.parts.identity
         self._started_ms = time.time_ns() // 1_000_000
         self._counters = Counters()
         self._measures = measures
-        self._store = store
+        self._store, self._tracing = outside.store, outside.tracing
         self._calls = PendingCalls()
         self._ending = Ending(core, config.drain_timeout_s)
         self._refusal: str | None = None
@@ -189,7 +207,7 @@ class _NodeProcess:
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
         try:
-            grpc_port = server.add_insecure_port(f"{host}:{config.grpc_port}")
+            grpc_port = self._credentials.bind(server, f"{host}:{config.grpc_port}")
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
         transport = self._make_transport(inbox)
@@ -198,10 +216,15 @@ class _NodeProcess:
 
     def _make_transport(self, inbox: Inbox) -> ChoosingTransport:
         config, memory, identity = self._config, self._engine.memory, self._identity
-        name, incarnation = identity.name, identity.incarnation
         try:
             return choose_transports(
-                config.transport, memory.bytes, memory.descriptor, name, incarnation, inbox.post, config.host
+                config.transport,
+                memory.bytes,
+                memory.descriptor,
+                (identity.name, identity.incarnation),
+                inbox.post,
+                config.host,
+                is_encrypted=self._credentials.is_encrypted,
             )
         except zmq.ZMQError as error:
             raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
@@ -218,7 +241,7 @@ class _NodeProcess:
         _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
         for end in listeners.transport.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
-        peers = HandoffClient(inbox.post, tasks.create_task)
+        peers = HandoffClient(inbox.post, tasks.create_task, self._credentials)
         started.push_async_callback(peers.close)
         bounds = Bounds(
             role=ROLES[self._role],
@@ -230,7 +253,10 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        outlets = Outlets(runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained)
+        spans = self._open_spans(started)
+        outlets = Outlets(
+            runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained, spans
+        )
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
@@ -239,11 +265,11 @@ class _NodeProcess:
         )
         pb_grpc.add_NodeServicer_to_server(service, listeners.grpc)
         await listeners.grpc.start()
-        http = HttpServer(make_app(self._view(listeners.transport, routers, kv_pool)), listeners.http)
+        http = self._http_server(make_app(self._view(listeners.transport, routers, kv_pool)), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)
         config = self._config
-        registries = choose_registries(config.registry, config.registry_namespace, config.router)
+        registries = choose_registries(config.registry, config.registry_namespace, config.router, self._credentials)
         registry = RegistryClient(registries, lambda: self._entry(listeners), self._on_refused)
         registry.start()
         started.push_async_callback(registry.deregister)
@@ -251,6 +277,10 @@ class _NodeProcess:
         self._write_ready_file(entry)
         sessions = routers.sessions
         return entry, Means(registry.announce, inbox.post, lambda: sessions.num_unacknowledged + peers.num_under_way)
+
+    def _http_server(self, app: FastAPI, listener: socket.socket) -> HttpServer:
+        count = partial(self._measures.add, "refused_http")
+        return HttpServer(app, listener, tls=self._credentials.http_context(partial(count, "tls")), on_refused=count)
 
     def _start_kv_pool(self, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> KvPool:
         """The threads over the cluster's KV pool, if there is one; what is staged when the node ends has the drain's time."""
@@ -270,6 +300,13 @@ class _NodeProcess:
         for end in pool.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
         return pool
+
+    def _open_spans(self, started: AsyncExitStack) -> AttemptSpans | None:
+        """Where a collector is to be told of attempts, what tells it."""
+        if self._tracing is None:
+            return None
+        started.push_async_callback(self._tracing.close)
+        return AttemptSpans(self._tracing, self._identity.name)
 
     def _on_signal(self, first: asyncio.Future[signal.Signals]) -> None:
         number = first.result()
@@ -310,7 +347,8 @@ class _NodeProcess:
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:
         if self._config.ready_file is not None:
             content = {"node_id": entry.node.name, "role": self._role, "pid": os.getpid()}
-            content |= {"http": entry.http_address, "grpc": entry.grpc_address}
+            scheme = "https://" if self._credentials.is_encrypted else ""
+            content |= {"http": scheme + entry.http_address, "grpc": entry.grpc_address}
             write_atomically(self._config.ready_file, content)
 
 

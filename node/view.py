@@ -24,6 +24,7 @@ from node.measures import Measures
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
+from runtime.version import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class NodeView(Collector):
             "role": facts.role,
             "incarnation": f"{facts.identity.incarnation:016x}",  # as text: 64 bits are more than a JSON reader must keep
             "pid": os.getpid(),
+            "versions": versions(),
             "stage": sources.ending.stage.value,
             "threads": facts.threads,
             "bit_exact": facts.is_bit_exact,
@@ -141,6 +143,9 @@ class NodeView(Collector):
             for peer, number in cast(Mapping[str, int], transport[f"kv_bytes_{direction}"]).items():
                 moved.add_metric([peer, direction], number)
         yield moved
+        refused = cast(Mapping[str, int], transport.get("links_refused", {}))
+        help_text = "Links that other processes tried to open and had no right to, by transport"
+        yield _family("baton_node_links_refused", help_text, "transport", refused)
 
 
 def _scheduler_state(scheduler: Mapping[str, object]) -> dict[str, object]:

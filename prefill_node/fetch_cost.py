@@ -1,24 +1,20 @@
-"""What is faster, as far as this node has seen: fetching blocks from the KV pool, or computing them. Pure.
+"""What this node has seen of its two speeds, computing prompts and fetching blocks from the KV pool, and what follows. Pure.
 
 Of the reading, a line: seconds = latency + blocks x seconds per block, fitted to the fetches so far, of which each weighs less
 than the next (least squares with forgetting); and the share of the blocks asked for that came. Of the computing, this node's own
-rate while it computes prompts. What is computed waits for those in front first, and what is fetched is fetched meanwhile:
-
-    fetch      max(front, latency + blocks x per block) + the rest of the prompt
-    compute    front + blocks x block_size / rate       + the rest of the prompt
-
-so it pays to fetch while  latency + blocks x per block < front + share that comes x blocks x block_size / rate.
+rate while it computes prompts. Which of both is sooner: proto/prefill_speed.py, by which routers reckon, too.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from proto import prefill_speed
+from proto.prefill_speed import FetchSpeed, PrefillSpeed
+
 FORGETS: Final = 0.3  # of what was known, at each fetch and look
 _STEP_FORGETS: Final = 0.1  # the same at each step with prompts
 COLD_WAIT_S: Final = 0.25  # that a request waits at most where either speed is unknown
-# A look may take this share of what there is to win: unless most prompts are known to the pool, more would be lost than won.
-LOOK_SHARE: Final = 1 / 8
 
 
 class FetchCost:
@@ -86,23 +82,28 @@ class FetchCost:
                 return seconds / weight, 0.0
         return (0.0, seconds / blocks) if blocks else (seconds / weight, 0.0)
 
+    def speed(self) -> PrefillSpeed | None:
+        """What is known; None: this node has computed no prompt."""
+        if not self._step_tokens or not self._step_s:
+            return None
+        fetch = FetchSpeed(*self.line(), self._share, self._look_s) if self._sums[0] else None
+        return PrefillSpeed(self._step_s / self._step_tokens, self._block_size, fetch)
+
     def num_worth(self, num_blocks: int, num_tokens_in_front: int) -> int:
         """How many leading ones of so many blocks, which the pool has, are fetched sooner than computed; unknown: all."""
-        if not self.is_known:
+        speed = self.speed()
+        if speed is None or speed.fetch is None:
             return num_blocks
-        latency, per_block = self.line()
-        won_per_block = self._share * self.compute_s(self._block_size) - per_block
-        ahead_s = self.compute_s(num_tokens_in_front) - latency
-        if ahead_s + num_blocks * won_per_block > 0:
-            return num_blocks
-        return max(0, int(ahead_s / -won_per_block)) if won_per_block < 0 else 0
+        return prefill_speed.num_worth(speed, num_blocks, num_tokens_in_front)
 
     def is_worth_a_look(self, num_blocks: int, num_tokens_in_front: int) -> bool:
-        """Whether to ask the pool for so many blocks, which it may not have."""
-        if not self._step_tokens:
+        """Whether to ask the pool for so many blocks, which it may not have; unknown: yes."""
+        speed = self.speed()
+        if speed is None:
             return True
-        room_s = self.compute_s(num_tokens_in_front) + LOOK_SHARE * self.compute_s(num_blocks * self._block_size)
-        return self.num_worth(num_blocks, num_tokens_in_front) > 0 and self._look_s <= room_s
+        if speed.fetch is None:
+            speed = PrefillSpeed(speed.token_s, speed.block_size, FetchSpeed(0.0, 0.0, 1.0, self._look_s))
+        return prefill_speed.is_worth_a_look(speed, num_blocks, num_tokens_in_front)
 
     def patience_s(self, num_blocks: int, num_tokens_in_front: int) -> float:
         """How long a request may wait for so many blocks: as long as it would take to compute them."""

@@ -354,6 +354,143 @@ class ListReply(_message.Message):
 Global___ListReply: _TypeAlias = ListReply  # noqa: Y015
 
 @_typing.final
+class ToWorker(_message.Message):
+    """---------------------------------------------------------------- a router of several processes: parent <-> worker
+
+    Over a socket pair that the worker inherits; each message behind its length.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    LISTED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    UNLISTED_FIELD_NUMBER: _builtins.int
+    TELL_METRICS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    tell_metrics: _builtins.int
+    """a question, by its number"""
+    @_builtins.property
+    def settings(self) -> Global___WorkerSettings:
+        """the first one"""
+
+    @_builtins.property
+    def listed(self) -> Global___NodeEntry:
+        """what the registry in the parent says"""
+
+    @_builtins.property
+    def missed(self) -> Global___PeerId: ...
+    @_builtins.property
+    def unlisted(self) -> Global___PeerId: ...
+    @_builtins.property
+    def metrics(self) -> Global___WorkerMetrics:
+        """of all workers: the answer to want_metrics"""
+
+    def __init__(
+        self,
+        *,
+        settings: Global___WorkerSettings | None = ...,
+        listed: Global___NodeEntry | None = ...,
+        missed: Global___PeerId | None = ...,
+        unlisted: Global___PeerId | None = ...,
+        tell_metrics: _builtins.int = ...,
+        metrics: Global___WorkerMetrics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class WorkerSettings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    config: _builtins.str
+    """the router's knobs, as JSON"""
+    registry: _builtins.str
+    """where nodes announce themselves, for the log"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        config: _builtins.str = ...,
+        registry: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "registry", b"registry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSettings: _TypeAlias = WorkerSettings  # noqa: Y015
+
+@_typing.final
+class FromWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UP_FIELD_NUMBER: _builtins.int
+    WANT_METRICS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    up: _builtins.bool
+    """it takes connections"""
+    @_builtins.property
+    def want_metrics(self) -> Global___WorkerMetrics:
+        """a client wants those of all; with it the worker's own"""
+
+    @_builtins.property
+    def metrics(self) -> Global___WorkerMetrics:
+        """the answer to tell_metrics"""
+
+    def __init__(
+        self,
+        *,
+        up: _builtins.bool = ...,
+        want_metrics: Global___WorkerMetrics | None = ...,
+        metrics: Global___WorkerMetrics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+
+@_typing.final
+class WorkerMetrics(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    text: _builtins.str
+    """in Prometheus' format"""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMetrics: _TypeAlias = WorkerMetrics  # noqa: Y015
+
+@_typing.final
 class Hello(_message.Message):
     """First frame of each stream, both ways."""
 
@@ -711,9 +848,12 @@ class Dispatch(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     ms_left: _builtins.int
+    traceparent: _builtins.str
+    """W3C Trace Context of the attempt, where the router tells a collector; else empty"""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]: ...
     @_builtins.property
@@ -732,10 +872,11 @@ class Dispatch(_message.Message):
         sampling: Global___Sampling | None = ...,
         target: Global___Target | None = ...,
         ms_left: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branches", b"branches", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branches", b"branches", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target", b"target", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -942,23 +1083,71 @@ class TokenBatch(_message.Message):
 
     BRANCHES_FIELD_NUMBER: _builtins.int
     FROM_RECEIVER_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     from_receiver: _builtins.bool
     """sent by the node that the KV was handed to"""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BranchTokens]: ...
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timing]:
+        """of attempts whose first or second token here is among these"""
+
     def __init__(
         self,
         *,
         branches: _abc.Iterable[Global___BranchTokens] | None = ...,
         from_receiver: _builtins.bool = ...,
+        timings: _abc.Iterable[Global___Timing] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "from_receiver", b"from_receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "from_receiver", b"from_receiver", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
+
+@_typing.final
+class Timing(_message.Message):
+    """What an attempt's client waits for on one node: durations by that node's clock, in microseconds. What has not happened there is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
+    ADMIT_US_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_US_FIELD_NUMBER: _builtins.int
+    queue_us: _builtins.int
+    """from Dispatch to the plan of its first chunk, what is fetched from the KV pool included"""
+    prefill_us: _builtins.int
+    """from then to its first token"""
+    reserve_wait_us: _builtins.int
+    """of Commit: its sender had the token and no lease yet"""
+    admit_us: _builtins.int
+    """from Commit's arrival until it runs"""
+    first_step_us: _builtins.int
+    """from then, or from the first token where nothing is handed over, to its next token"""
+    @_builtins.property
+    def key(self) -> Global___AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AttemptKey | None = ...,
+        queue_us: _builtins.int = ...,
+        prefill_us: _builtins.int = ...,
+        reserve_wait_us: _builtins.int = ...,
+        admit_us: _builtins.int = ...,
+        first_step_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
@@ -971,6 +1160,10 @@ class LoadReport(_message.Message):
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     BLOCKS_LEASED_FIELD_NUMBER: _builtins.int
     BLOCKS_QUARANTINED_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    KV_POOL_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     running: _builtins.int
     blocks_free: _builtins.int
@@ -978,6 +1171,16 @@ class LoadReport(_message.Message):
     blocks_used: _builtins.int
     blocks_leased: _builtins.int
     blocks_quarantined: _builtins.int
+    prefill_tokens_per_s: _builtins.float
+    """while it computes prompts, as measured; 0: it has computed none"""
+    kv_pool: _builtins.bytes
+    """identity of the KV pool that it writes to or reads; empty: none, or it has not answered yet"""
+    prefill_tokens: _builtins.int
+    """prompt tokens that it has computed so far: what the rate rests on"""
+    @_builtins.property
+    def fetch(self) -> Global___FetchSpeed:
+        """of who reads the KV pool, as measured; absent: it has fetched nothing"""
+
     def __init__(
         self,
         *,
@@ -988,14 +1191,52 @@ class LoadReport(_message.Message):
         blocks_used: _builtins.int = ...,
         blocks_leased: _builtins.int = ...,
         blocks_quarantined: _builtins.int = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        kv_pool: _builtins.bytes = ...,
+        prefill_tokens: _builtins.int = ...,
+        fetch: Global___FetchSpeed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fetch", b"_fetch", "fetch", b"fetch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fetch", b"_fetch", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "fetch", b"fetch", "kv_pool", b"kv_pool", "prefill_tokens", b"prefill_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fetch: _TypeAlias = _typing.Literal["fetch"]  # noqa: Y015
+    _WhichOneofArgType__fetch: _TypeAlias = _typing.Literal["_fetch", b"_fetch"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fetch) -> _WhichOneofReturnType__fetch | None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class FetchSpeed(_message.Message):
+    """What fetching a run of blocks from the KV pool costs a node: latency_s + blocks x block_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BLOCK_S_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    LOOK_S_FIELD_NUMBER: _builtins.int
+    latency_s: _builtins.float
+    block_s: _builtins.float
+    share: _builtins.float
+    """of the blocks asked for, that came"""
+    look_s: _builtins.float
+    """until the pool has said what it has"""
+    def __init__(
+        self,
+        *,
+        latency_s: _builtins.float = ...,
+        block_s: _builtins.float = ...,
+        share: _builtins.float = ...,
+        look_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_leased", b"blocks_leased", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_s", b"block_s", "latency_s", b"latency_s", "look_s", b"look_s", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+Global___FetchSpeed: _TypeAlias = FetchSpeed  # noqa: Y015
 
 @_typing.final
 class CacheAsk(_message.Message):
@@ -1007,19 +1248,23 @@ class CacheAsk(_message.Message):
 
     TAKEN_FIELD_NUMBER: _builtins.int
     NEXT_BLOCK_FIELD_NUMBER: _builtins.int
+    OF_POOL_FIELD_NUMBER: _builtins.int
     taken: _builtins.int
     """number of the last change that the router knows; absent: it knows nothing"""
     next_block: _builtins.int
     """of the snapshot: where the next piece begins; absent: it has all of it"""
+    of_pool: _builtins.bool
+    """not of its prefix cache: of what it knows to be in the KV pool"""
     def __init__(
         self,
         *,
         taken: _builtins.int | None = ...,
         next_block: _builtins.int | None = ...,
+        of_pool: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_block", b"_next_block", "_taken", b"_taken", "next_block", b"next_block", "of_pool", b"of_pool", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__next_block: _TypeAlias = _typing.Literal["next_block"]  # noqa: Y015
     _WhichOneofArgType__next_block: _TypeAlias = _typing.Literal["_next_block", b"_next_block"]  # noqa: Y015
@@ -1045,6 +1290,8 @@ class CacheNews(_message.Message):
     NEXT_BLOCK_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
+    OF_POOL_FIELD_NUMBER: _builtins.int
     after: _builtins.int
     """number of the last change before these; absent: forget everything, it begins anew"""
     taken: _builtins.int
@@ -1055,6 +1302,10 @@ class CacheNews(_message.Message):
     """of each key that can be found now its first 8 bytes"""
     evicted: _builtins.bytes
     """the same of those that cannot any more"""
+    lacking: _builtins.bytes
+    """of a KV pool: it was asked for these, and does not have them, whoever says so"""
+    of_pool: _builtins.bool
+    """which question this answers; `evicted` are then those that the node has forgotten"""
     def __init__(
         self,
         *,
@@ -1063,10 +1314,12 @@ class CacheNews(_message.Message):
         next_block: _builtins.int | None = ...,
         stored: _builtins.bytes = ...,
         evicted: _builtins.bytes = ...,
+        lacking: _builtins.bytes = ...,
+        of_pool: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "next_block", b"next_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "evicted", b"evicted", "next_block", b"next_block", "stored", b"stored", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_next_block", b"_next_block", "after", b"after", "evicted", b"evicted", "lacking", b"lacking", "next_block", b"next_block", "of_pool", b"of_pool", "stored", b"stored", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
     _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
@@ -1143,6 +1396,7 @@ class ReserveRequest(_message.Message):
     MS_LEFT_FIELD_NUMBER: _builtins.int
     MORE_CHOICES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
     """prompt + generated: their KV will be written; of a sequence that moves, and decodes on meanwhile, the most"""
@@ -1151,6 +1405,8 @@ class ReserveRequest(_message.Message):
     ms_left: _builtins.int
     wait_ms: _builtins.int
     """how long the answer may wait for room; 0: answer at once"""
+    traceparent: _builtins.str
+    """of what the sender does, as in Dispatch"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -1183,10 +1439,11 @@ class ReserveRequest(_message.Message):
         ms_left: _builtins.int = ...,
         more_choices: _abc.Iterable[_builtins.int] | None = ...,
         wait_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1267,20 +1524,24 @@ class Endpoint(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     LINK_SECRET_FIELD_NUMBER: _builtins.int
+    CURVE_KEY_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"shm", "zmq", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
+    curve_key: _builtins.bytes
+    """zmq: the receiver's CURVE public key, 32 bytes; empty: the link is not encrypted"""
     def __init__(
         self,
         *,
         transport: _builtins.str = ...,
         address: _builtins.str = ...,
         link_secret: _builtins.bytes = ...,
+        curve_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "curve_key", b"curve_key", "link_secret", b"link_secret", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1498,11 +1759,14 @@ class Commit(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     secret: _builtins.bytes
     first_index: _builtins.int
     """index of the attempt's first token in the completion; of a Move that of the holder's own attempt"""
     ms_left: _builtins.int
+    reserve_wait_us: _builtins.int
+    """that the sender waited for the lease once it had the attempt's first token"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -1524,10 +1788,11 @@ class Commit(_message.Message):
         first_index: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         ms_left: _builtins.int = ...,
+        reserve_wait_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "reserve_wait_us", b"reserve_wait_us", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -25,26 +24,28 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.answer import Arrival, Delivery
-from router.intake import Intake, off_loop
+from router.canary import AlreadyLooking, DeepLook
+from router.gate import account_of
+from router.intake import Intake, IntakeLimits, off_loop
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
-    MAX_REQUEST_ID_LENGTH,
-    REQUEST_ID_PATTERN,
     REQUEST_ID_RULE,
     ApiError,
     ChatBody,
     CompletionBody,
     bad_request,
     parse_body,
+    shown,
     unknown_model,
 )
+from router.refusals import REQUEST_ID, id_header, is_request_id, refusal
 from router.shell import RouterShell
+from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
-from runtime.logs import log_event
+from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
-_REQUEST_ID: Final = "X-Request-Id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ class ApiSettings:
     model_name: str
     request_timeout_s: float
     max_body_bytes: int
+    max_prompt_tokens: int | None = None
+    max_n: int = 16
+    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
 class Api:
@@ -63,7 +67,10 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
-        self._intake = Intake(shell, text, settings.model_name, settings.request_timeout_s)
+        limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
+        self._intake = Intake(shell, text, settings.model_name, limits)
+        self._sight = Sight(shell)
+        self._deep = DeepLook(shell, text)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -82,6 +89,9 @@ class Api:
             ("/health", self.health),
             ("/ready", self.ready),
             ("/metrics", self.metrics),
+            ("/state", self.state),
+            ("/v1/requests", self.requests),
+            ("/v1/requests/{name}/timeline", self.timeline),
         ):
             app.add_api_route(path, answer, methods=["GET"])
             app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
@@ -99,7 +109,7 @@ class Api:
     async def model(self, name: str, request: Request) -> Response:
         """The same one, by its name."""
         if name != self._settings.model_name:
-            return _refusal(unknown_model(name, self._settings.model_name), _id_header(request))
+            return refusal(unknown_model(name, self._settings.model_name), id_header(request))
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -109,14 +119,49 @@ class Api:
         """The process is alive."""
         return json_answer({"status": "ok"})
 
-    async def ready(self) -> Response:
-        """A request can be served, and what it would be served without; otherwise 503 says what is missing."""
+    async def ready(self, request: Request) -> Response:
+        """A request can be served, and what it would be served without; otherwise 503 says what is missing.
+
+        With `deep=1` also whether KV crosses between every two nodes (canary.py): seconds, and one look at a time.
+        """
         missing, degraded = self._shell.missing(), self._shell.degraded()
-        return json_answer({"ready": not missing, "missing": missing, "degraded": degraded}, 503 if missing else 200)
+        content: dict[str, Any] = {"ready": not missing, "missing": missing, "degraded": degraded}
+        if request.query_params.get("deep") == "1" and request.method == "GET":
+            try:
+                pairs = await self._deep.look()
+            except AlreadyLooking:
+                error = ApiError(429, "A deep look is under way.", code="ALREADY_LOOKING", retry_after_s=1.0)
+                return refusal(error, id_header(request))
+            is_ready = not missing and all(pair.problem is None for pair in pairs)
+            content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs]}
+        return json_answer(content, 200 if content["ready"] else 503)
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        return Response(self._shell.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
+        text = own if of_all is None else await of_all(own)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def state(self) -> Response:
+        """The nodes, as they are."""
+        return json_answer(self._sight.state())
+
+    async def requests(self, request: Request) -> Response:
+        """The newest requests, `limit` of them."""
+        limit = request.query_params.get("limit", str(USUALLY_LISTED))
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
+            return refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), id_header(request))
+        return json_answer(self._sight.requests(int(limit)))
+
+    async def timeline(self, name: str, request: Request) -> Response:
+        """Where one request's time went, and what happened to it."""
+        found = self._sight.timeline(name)
+        if found is None:
+            error = ApiError(
+                404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"
+            )
+            return refusal(error, id_header(request))
+        return json_answer(found)
 
     # ---------------------------------------------------------------- generation
 
@@ -130,36 +175,43 @@ class Api:
 
     async def _answer(self, request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> Response:
         """Check the request; the response then runs it. Whatever is wrong with it is answered here."""
-        arrived_at = asyncio.get_running_loop().time()
-        client_id = request.headers.get(_REQUEST_ID)
+        arrived_at, seen_at = asyncio.get_running_loop().time(), self._shell.now()
+        client_id = request.headers.get(REQUEST_ID)
+        account = account_of(request)
         headers: dict[str, str] = {}
         parse: Callable[[bytes], CompletionBody | ChatBody] = partial(parse_body, body_type)
         try:
             if client_id is not None:
-                if not _is_request_id(client_id):
-                    raise bad_request(_REQUEST_ID, REQUEST_ID_RULE)
-                headers[_REQUEST_ID] = client_id
+                if not is_request_id(client_id):
+                    raise bad_request(REQUEST_ID, REQUEST_ID_RULE)
+                headers[REQUEST_ID] = client_id
             if self._shell.is_draining:
                 raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
+            if account is not None:
+                account.admit()
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
                 body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
-                    headers[_REQUEST_ID] = client_id = body.request_id
+                    headers[REQUEST_ID] = client_id = body.request_id
                 asked = await self._intake.asked(body, arrived_at)
+            if account is not None:
+                account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
         except ApiError as error:
-            return _refusal(error, headers)
+            return refusal(error, headers)
         except TimeoutError:
-            return _refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+            return refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        headers.setdefault(_REQUEST_ID, asked[0].request.request_id)
+        headers.setdefault(REQUEST_ID, asked[0].request.request_id)
         form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
         name = self._settings.model_name
         options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
         writer = AnswerWriter(asked, form, options, self._text.spelling)
-        delivery = Delivery(asked, Arrival(arrived_at, client_id))
-        return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers)
+        told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
+        delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
+        on_end = None if account is None else account.owe
+        return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
 
     async def _read(self, request: Request) -> bytes:
         """The body, refused while it is read once it is too large."""
@@ -176,36 +228,19 @@ class Api:
         return bytes(content)
 
 
-def _is_request_id(name: str) -> bool:
-    return len(name) <= MAX_REQUEST_ID_LENGTH and re.match(REQUEST_ID_PATTERN, name) is not None
-
-
-def _id_header(request: Request) -> dict[str, str]:
-    """The client's own name for a request, to be echoed, if it gave one that can be."""
-    name = request.headers.get(_REQUEST_ID)
-    return {} if name is None or not _is_request_id(name) else {_REQUEST_ID: name}
-
-
-def _refusal(error: ApiError, headers: dict[str, str]) -> Response:
-    """The answer to a request that no node hears of, under a name by which the log can be searched."""
-    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
-    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, error=error.message)
-    return error_answer(error, headers)
-
-
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    message = printable(f"{request.method} {request.url.path[:200]}: {error.detail}.")
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return _refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **_id_header(request)})
+    return refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **id_header(request)})
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """The boundary of one request: a bug in it is logged and costs nobody else anything."""
-    headers = _id_header(request)
-    request_id = headers.setdefault(_REQUEST_ID, secrets.token_hex(12))
+    headers = id_header(request)
+    request_id = headers.setdefault(REQUEST_ID, secrets.token_hex(12))
     _LOG.error("request_failed request=%s path=%s", request_id, request.url.path, exc_info=error)
     return error_answer(ApiError(500, "Internal error; the router's log says more.", code="INTERNAL"), headers)
 

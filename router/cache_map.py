@@ -1,4 +1,4 @@
-"""What every node's prefix cache holds, as far as this router has heard, and when it asks on. Pure.
+"""What every node's prefix cache and every KV pool holds, as far as this router has heard, and when it asks on. Pure.
 
 A node is asked once its session is up, and answers as soon as there is news (node/cache_feed.py); after a pause it is
 asked again. So there is one question on its way, or one node that has nothing to say, and the pace is this router's:
@@ -8,13 +8,17 @@ comes is a small share of it, snapshots of a large cluster included.
 What is known of a node outlives its session, since the node's log may still have what came meanwhile; if it has not, it
 says so, and all of it is heard anew. It does not outlive the process: another incarnation is another node. News that
 does not follow what is known is a fault of the node, or of ours: counted, and the node is asked for everything again.
+
+Of a KV pool each node that uses it knows a part (node/pool_book.py), and is asked for that apart from its cache. Which nodes
+use the same one follows from the identity that they tell. Each node's word has a holder of its own, so that it goes with the
+node; what any of them says is there all of them can fetch, and what one has looked for in vain is there for none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,7 @@ from router.events import NodeRef
 from router.key_table import Keys
 from router.keyed_heap import KeyedHeap
 from router.node_state import Node, Session
+from router.placement import Prompt
 from router.requests import LiveBranch
 
 SHORT_KEY_BYTES: Final = 8  # of each key, as nodes tell them
@@ -38,12 +43,19 @@ class Pace:
 
     rest_s: float = 0.02  # from a node's answer to the next question to it
     gap_s: float = 0.002  # between any two questions: some five times what hearing an answer costs
-    key_s: float = 0.000_002_5  # more of it for each key of the last answer: as many times what taking one up costs
+    key_s: float = 0.000_001  # more of it for each key of the last answer: as many times what taking one up costs
+
+
+class Source(NamedTuple):
+    """Who is asked for what."""
+
+    node: NodeRef
+    pool: bytes = b""  # identity of the KV pool that it is to tell of; empty: its prefix cache
 
 
 @dataclass(slots=True)
 class _Known:
-    """One node."""
+    """Of one source."""
 
     holder: int
     fingerprint: bytes
@@ -58,9 +70,11 @@ class CacheMap:
     def __init__(self, index: CacheIndex, pace: Pace | None = None) -> None:
         self._index = index
         self._pace = pace or Pace()
-        self._known: dict[NodeRef, _Known] = {}
-        self._refs: dict[int, NodeRef] = {}  # by holder
-        self._due = KeyedHeap[NodeRef]()
+        self._known: dict[Source, _Known] = {}
+        self._sources: dict[int, Source] = {}  # by holder
+        self._pools: dict[bytes, int] = {}  # by identity: the holders, as bits, that stand for nodes' words on it
+        self._pool_of: dict[NodeRef, bytes] = {}
+        self._due = KeyedHeap[Source]()
         self._free_at = 0.0  # no question before that
         self._sweep_at = 0.0
         self._models: dict[bytes, tuple[bytes, int]] = {}  # by fingerprint: key seed, block size
@@ -68,35 +82,56 @@ class CacheMap:
     # ---------------------------------------------------------------- nodes
 
     def look(self, nodes: Iterable[Node], now: float) -> None:
-        """Nodes have come or gone, or their sessions have."""
-        present = {node.ref: node for node in nodes if node.prefills}
-        for ref in [ref for ref in self._known if ref not in present]:
-            self._index.close(self._known[ref].holder)
-            del self._refs[self._known.pop(ref).holder]
-            self._due.discard(ref)
+        """Nodes have come or gone, or their sessions have, or they use another KV pool."""
+        present: dict[Source, Node] = {}
+        for node in nodes:
+            if node.prefills:
+                present[Source(node.ref)] = node
+            if node.pool:
+                present[Source(node.ref, node.pool)] = node
+        self._pool_of = {source.node: source.pool for source in present if source.pool}
+        for source in [source for source in self._known if source not in present]:
+            self._close(source)
+            del self._known[source]
+            self._due.discard(source)
         present_models = {known.fingerprint for known in self._known.values()}
         self._models = {name: model for name, model in self._models.items() if name in present_models}
-        for ref, node in present.items():
-            known = self._known.get(ref)
+        for source, node in present.items():
+            known = self._known.get(source)
             if node.session not in (Session.UP, Session.BROKEN):
                 if known is not None:
                     known.is_asked = False  # the question went with its session
-                    self._due.discard(ref)
+                    self._due.discard(source)
             elif known is None:
-                self._meet(node, now)
-            elif not known.is_asked and ref not in self._due:
-                self._due.put(ref, now)
+                self._meet(source, node, now)
+            elif not known.is_asked and source not in self._due:
+                self._due.put(source, now)
 
-    def _meet(self, node: Node, now: float) -> None:
-        if (holder := self._index.open()) is None:
+    def _meet(self, source: Source, node: Node, now: float) -> None:
+        if (holder := self._open(source)) is None:
             return  # it is placed by its load
-        self._known[node.ref] = _Known(holder, node.fingerprint)
-        self._refs[holder] = node.ref
-        self._due.put(node.ref, now)
+        self._known[source] = _Known(holder, node.fingerprint)
+        self._due.put(source, now)
         if node.fingerprint not in self._models:
             fields = pb.Fingerprint.DESCRIPTOR.fields
             of_node = {each.name: getattr(node.entry.fingerprint, each.name) for each in fields}
             self._models[node.fingerprint] = seed_key(fingerprint_bytes(of_node)), node.entry.fingerprint.block_size
+
+    def _open(self, source: Source) -> int | None:
+        if (holder := self._index.open()) is not None:
+            self._sources[holder] = source
+            if source.pool:
+                self._pools[source.pool] = self._pools.get(source.pool, 0) | 1 << holder
+        return holder
+
+    def _close(self, source: Source) -> None:
+        holder = self._known[source].holder
+        self._index.close(holder)
+        del self._sources[holder]
+        if source.pool:
+            self._pools[source.pool] &= ~(1 << holder)
+            if not self._pools[source.pool]:
+                del self._pools[source.pool]
 
     # ---------------------------------------------------------------- questions
 
@@ -104,11 +139,12 @@ class CacheMap:
         """What is due to be asked; sweeps the index a little where that is due."""
         asked: list[tuple[NodeRef, pb.CacheAsk]] = []
         while self._free_at <= now and (first := self._due.first()) is not None and first[1] <= now:
-            ref = first[0]
-            known = self._known[ref]
-            self._due.discard(ref)
+            source = first[0]
+            known = self._known[source]
+            self._due.discard(source)
             known.is_asked = True
-            asked.append((ref, pb.CacheAsk(taken=known.taken, next_block=known.next_block)))
+            ask = pb.CacheAsk(taken=known.taken, next_block=known.next_block, of_pool=bool(source.pool))
+            asked.append((source.node, ask))
             self._free_at = now + self._pace.gap_s
         if self._index.is_sweeping and self._sweep_at <= now:
             self._index.sweep(_SWEEP_BUCKETS)
@@ -123,75 +159,85 @@ class CacheMap:
 
     def take(self, ref: NodeRef, news: pb.CacheNews, now: float) -> bool:
         """A node's answer; False: nobody had asked for it, or it does not follow what is known."""
-        known = self._known.get(ref)
-        if known is None or not known.is_asked:
+        source = Source(ref, self._pool_of.get(ref, b"") if news.of_pool else b"")
+        known = self._known.get(source)
+        if known is None or not known.is_asked or news.of_pool != bool(source.pool):
             return False
         known.is_asked = False
-        self._due.put(ref, now + self._pace.rest_s)
+        self._due.put(source, now + self._pace.rest_s)
         is_new = not news.HasField("after")
-        is_sound = (is_new or news.after == known.taken) and not (
-            len(news.stored) | len(news.evicted)
-        ) % SHORT_KEY_BYTES
-        if (is_new or not is_sound) and known.taken is not None and not self._forget_blocks(ref, known):
+        is_sound = (is_new or news.after == known.taken) and not any(
+            len(keys) % SHORT_KEY_BYTES for keys in (news.stored, news.evicted, news.lacking)
+        )
+        if (is_new or not is_sound) and known.taken is not None and not self._forget_blocks(source, known):
             return is_sound
         if not is_sound:
             return False
-        stored, evicted = _keys(news.stored), _keys(news.evicted)
-        self._index.evict(known.holder, evicted)
+        stored, evicted, lacking = _keys(news.stored), _keys(news.evicted), _keys(news.lacking)
+        self._index.evict(1 << known.holder, evicted)
+        if source.pool:
+            self._index.evict(self._pools[source.pool], lacking)
         num_taken_up = self._index.store(known.holder, stored)
-        self._free_at = max(self._free_at, now) + self._pace.key_s * (num_taken_up + len(evicted))
+        self._free_at = max(self._free_at, now) + self._pace.key_s * (num_taken_up + len(evicted) + len(lacking))
         known.taken = news.taken
         known.next_block = news.next_block if news.HasField("next_block") else None
         return True
 
-    def _forget_blocks(self, ref: NodeRef, known: _Known) -> bool:
-        """What is known goes with the holder's number, and another one is taken; False: there is none, the node is forgotten."""
-        self._index.close(known.holder)
-        del self._refs[known.holder]
+    def _forget_blocks(self, source: Source, known: _Known) -> bool:
+        """What is known goes with the holder's number, and another one is taken; False: there is none, the source is forgotten."""
+        self._close(source)
         known.taken = known.next_block = None
-        if (holder := self._index.open()) is None:
-            del self._known[ref]
-            self._due.discard(ref)
+        if (holder := self._open(source)) is None:
+            del self._known[source]
+            self._due.discard(source)
             return False
         known.holder = holder
-        self._refs[holder] = ref
         return True
 
     # ---------------------------------------------------------------- prompts
 
-    def cached(self, branch: LiveBranch) -> dict[NodeRef, int]:
-        """Of a branch's prompt the tokens that nodes need not compute, by node; one that must compute all of it is not in it."""
-        tokens: dict[NodeRef, int] = {}
+    def prompt(self, branch: LiveBranch) -> Prompt:
+        """A branch's prompt, with the tokens that need not be computed, by node and by KV pool; who has none is not in it."""
+        cached: dict[NodeRef, int] = {}
+        pooled: dict[tuple[bytes, bytes], int] = {}
+        prompt = Prompt(branch.num_tokens, cached, pooled)
         request = branch.request
         if branch.awaits_prompt_logprobs:
-            return tokens
+            return prompt
         for fingerprint, (seed, block_size) in self._models.items():
             keys = branch.short_keys.get(fingerprint)
             if keys is None:
                 token_ids = (*request.prompt_token_ids, *request.generated_token_ids)
                 known = block_keys(seed, token_ids[:-1], block_size)  # the last token is always computed
                 keys = branch.short_keys[fingerprint] = b"".join([key[:SHORT_KEY_BYTES] for key in known])
-            for num_blocks, holders in reversed(self._index.leading(_keys(keys))):
-                for holder in _bits(holders):
-                    tokens.setdefault(self._refs[holder], num_blocks * block_size)
-        return tokens
+            for num_blocks, holders in reversed(self._index.leading(_keys(keys), self._pools.values())):
+                rest = holders
+                for pool, words in self._pools.items():
+                    if holders & words:
+                        pooled.setdefault((pool, fingerprint), num_blocks * block_size)
+                        rest &= ~words
+                for holder in _bits(rest):
+                    cached.setdefault(self._sources[holder].node, num_blocks * block_size)
+        return prompt
 
     # ---------------------------------------------------------------- what there is
 
-    def is_whole(self, ref: NodeRef) -> bool:
-        """Whether all that the node held when it spoke last is known."""
-        known = self._known.get(ref)
+    def is_whole(self, ref: NodeRef, pool: bytes = b"") -> bool:
+        """Whether all that the node held, or knew of a pool, when it spoke last is known."""
+        known = self._known.get(Source(ref, pool))
         return known is not None and known.taken is not None and known.next_block is None
 
-    def keys_of(self, ref: NodeRef) -> set[int]:
-        """What is known of a node, key by key: for tests."""
-        return self._index.keys_of(self._known[ref].holder)
+    def keys_of(self, ref: NodeRef, pool: bytes = b"") -> set[int]:
+        """What is known of a node's cache, or of a pool by its word, key by key: for tests."""
+        return self._index.keys_of(self._known[Source(ref, pool)].holder)
 
     def snapshot(self) -> Mapping[str, float]:
         """JSON-able numbers."""
+        nodes = [source.node for source in self._known if not source.pool]
         return {
-            "nodes": len(self._known),
-            "nodes_whole": sum(map(self.is_whole, self._known)),
+            "nodes": len(nodes),
+            "nodes_whole": sum(map(self.is_whole, nodes)),
+            "pools": len(self._pools),
             "keys": self._index.num_keys,
             "bytes": self._index.num_bytes,
             "share": self._index.share,

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from router.limits import MAX_CHOICES_PER_PROMPT
 from runtime.config import knob
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+from runtime.tracing import endpoint_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class RouterConfig:
     )
     served_model_name: str | None = knob(None, "name that clients ask for; none: the directory's name", metavar="NAME")
 
-    host: str = knob("127.0.0.1", "address to listen on; loopback because nothing here asks for credentials yet")
+    host: str = knob("127.0.0.1", "address to listen on; loopback because without --api-keys nobody is asked for one")
     port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
     registry: str = knob(
         EMBEDDED,
@@ -33,6 +35,28 @@ class RouterConfig:
     registry_port: int = knob(0, "gRPC port of the embedded registry; 0 takes a free one", low=0, high=65535)
     registry_namespace: str | None = knob(
         None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
+    workers: int = knob(
+        1,
+        "processes that serve behind the port, each a router of its own over the same nodes; for more streams than one core can "
+        "take; one that dies is started again",
+        low=1,
+        high=64,
+    )
+    tls_dir: Path | None = knob(
+        None,
+        "this host's certificates, as `baton certs make` makes them: HTTP becomes HTTPS, and every connection to nodes is "
+        "encrypted and made with members of the cluster only; equal on all processes of a cluster",
+        metavar="DIR",
+    )
+    api_keys: Path | None = knob(
+        None,
+        "file of the keys that clients must show, one a line, behind each name= requests_per_minute= tokens_per_minute= if "
+        "wanted; read again when it changes; none: nobody is asked",
+        metavar="FILE",
+    )
+    metrics_need_key: bool = knob(
+        False, "with --api-keys: /metrics wants a key, too; /health and /ready never do, probes have none"
     )
     ready_file: Path | None = knob(
         None, "JSON file to write once the router listens: url, registry, pid", metavar="FILE"
@@ -120,6 +144,23 @@ class RouterConfig:
     max_body_mib: int = knob(
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
+    timelines: int = knob(
+        1000, "requests whose timelines are kept, the newest ones (GET /v1/requests); 0: none", low=0, high=1 << 20
+    )
+    max_prompt_tokens: int | None = knob(
+        None, "tokens of one prompt; a longer one is answered 400; none: what nodes can hold", low=1, high=1 << 24
+    )
+    max_n: int = knob(16, "choices that one prompt may ask for (n)", low=1, high=MAX_CHOICES_PER_PROMPT)
+    max_header_kib: int = knob(32, "KiB of a request's line and headers; more is answered 431", low=1, high=1024)
+    header_timeout_s: float = knob(
+        10.0, "seconds until a request's headers must have come; then 408", low=0.1, high=3600
+    )
+    max_connections: int = knob(
+        4096,
+        "client connections at once; requests on more are answered 503, but for /health, /ready and /metrics",
+        low=1,
+        high=1 << 20,
+    )
     session_grace_s: float = knob(2.0, "seconds without a node's stream until its work is lost", low=0.1, high=3600)
     drain_timeout_s: float = knob(
         25.0,
@@ -129,6 +170,12 @@ class RouterConfig:
         high=86_400,
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+    log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
+    otlp_endpoint: str | None = knob(
+        None,
+        "OpenTelemetry collector that is told spans, over OTLP/HTTP: http://HOST:4318; none: nobody",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
@@ -137,5 +184,7 @@ class RouterConfig:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
             )
+        if problem := endpoint_problem(self.otlp_endpoint):
+            raise ValueError(problem)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")

@@ -46,19 +46,30 @@ class _Prompt:
     text: str | None  # as the client wrote it
 
 
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What the operator lets a request ask for."""
+
+    request_timeout_s: float
+    max_prompt_tokens: int | None
+    max_n: int
+
+
 class Intake:
     """Turns bodies into requests, over one model's text and what the nodes can hold."""
 
-    def __init__(self, shell: RouterShell, text: ModelText, model_name: str, request_timeout_s: float) -> None:
+    def __init__(self, shell: RouterShell, text: ModelText, model_name: str, limits: IntakeLimits) -> None:
         self._shell = shell
         self._text = text
         self._model_name = model_name
-        self._request_timeout_s = request_timeout_s
+        self._limits = limits
 
     async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
         """The requests of a body, one per prompt."""
         if body.model != self._model_name:
             raise unknown_model(body.model, self._model_name)
+        if body.n > self._limits.max_n:
+            raise bad_request("n", f"must be less than or equal to {self._limits.max_n}, not {body.n}")
         body = body.with_defaults(self._text.sampling_defaults)
         field = "max_tokens"
         if isinstance(body, ChatBody):
@@ -78,9 +89,10 @@ class Intake:
             )
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
-        timeout_s = min(self._request_timeout_s, body.timeout_s or math.inf)
+        timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = []
         for prompt in prompts:
+            self._check_length(prompt)
             fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
             if max_tokens is None and isinstance(body, CompletionBody):
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
@@ -128,6 +140,12 @@ class Intake:
             if not prompts[-1].token_ids:
                 raise bad_request(field, "has no tokens")
         return prompts
+
+    def _check_length(self, prompt: _Prompt) -> None:
+        most, num_tokens = self._limits.max_prompt_tokens, len(prompt.token_ids)
+        if most is not None and num_tokens > most:
+            message = f"{num_tokens} tokens are more than the {most} that a prompt may have here"
+            raise bad_request(prompt.field, message, "context_length_exceeded")
 
     async def _encode(self, field: str, text: str) -> Sequence[int]:
         try:

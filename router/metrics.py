@@ -23,6 +23,10 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
         "tokens of prompts that the node chosen holds already, as far as the router knew: placement by cache, else 0",
         None,
     ),
+    "pooled_tokens": (
+        "tokens of prompts that the node chosen was expected to fetch from the KV pool: placement by cache, else 0",
+        None,
+    ),
     "retries": ("attempts that followed a failure, a preemption or a lost node, by PD Error code", "code"),
     "nodes_lost": ("sessions with nodes that were lost, and what ran there with them", None),
     "moves": ("moves between decode nodes: begun, done, off (came to nothing), no_room (nobody could take it)", "what"),
@@ -35,6 +39,7 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
 CACHE_GAUGES: Final[Mapping[str, str]] = {
     "nodes": "nodes whose prefix caches are followed",
     "nodes_whole": "of them, those of which everything is known",
+    "pools": "KV pools of which something is known",
     "keys": "blocks in the index, each once however many nodes hold it",
     "bytes": "memory that the index takes",
     "share": "of all blocks, how many the index takes up: 1, or at its bound 1/2, 1/4, …",
@@ -46,6 +51,7 @@ REGISTRY_COUNTERS: Final[Mapping[str, str]] = {
     "skipped_values": "values found in Redis that no node has written, at each look",
 }
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SECONDS_OF_PARTS: Final = (0.0005, 0.001, 0.0025, *_SECONDS)
 _SECONDS_PER_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
 # Histograms: name -> (name to the world, help, upper bounds in seconds).
@@ -61,6 +67,19 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str, tuple[float, ...]]]] = {
         "queue_seconds",
         "from when a choice began to wait for room to its dispatch, once for each choice and attempt",
         _SECONDS,
+    ),
+}
+
+
+# Histograms by part, in seconds: name -> help. One duration for each part of each request that has come so far.
+PARTS: Final[Mapping[str, str]] = {
+    "time_to_first_token_part_seconds": (
+        "what a request's time to first token is made of, by part: route (until it is queued), queue (for room, then at the "
+        "node), retry (attempts in vain), prefill, return (the way to the node and back)"
+    ),
+    "second_token_part_seconds": (
+        "what the time from there to the second token is made of, by part: reserve_wait (for a lease, the token being there), "
+        "transfer (the way from node to node), admit, first_step; others where a retry lies between"
     ),
 }
 
@@ -95,9 +114,29 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
+        self._turned_away = Counter(
+            "baton_router_turned_away",
+            "requests and connections refused before any node heard of them, by why: no_key, unknown_key; requests_limit and "
+            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)",
+            ["reason"],
+            registry=registry,
+        )
+        self._client_requests = Counter(
+            "baton_router_client_requests", "requests of those who have keys", ["client"], registry=registry
+        )
+        self._client_tokens = Counter(
+            "baton_router_client_tokens",
+            "tokens of those who have keys, by kind: prompt, completion",
+            ["client", "kind"],
+            registry=registry,
+        )
         self._histograms = {
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
+        }
+        self._parts = {
+            name: Histogram(f"baton_router_{name}", text, ["part"], buckets=_SECONDS_OF_PARTS, registry=registry)
+            for name, text in PARTS.items()
         }
         registry.register(_CoreGauges(snapshot))
 
@@ -126,6 +165,24 @@ class RouterMetrics:
         self.observe("request", seconds)
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(completion_tokens)
+
+    def request_parted(self, to_first: Mapping[str, float], to_second: Mapping[str, float]) -> None:
+        """Where a request's time went, in seconds by part, to its first token and from there to its second."""
+        for name, parts in zip(PARTS, (to_first, to_second), strict=True):
+            for part, seconds in parts.items():
+                self._parts[name].labels(part).observe(seconds)
+
+    def turned_away(self, reason: str) -> None:
+        """Somebody was refused before any node heard of it."""
+        self._turned_away.labels(reason).inc()
+
+    def client_asked(self, client: str) -> None:
+        """A request on somebody's account."""
+        self._client_requests.labels(client).inc()
+
+    def client_used(self, client: str, kind: str, num_tokens: int) -> None:
+        """Tokens on somebody's account; kind: prompt, completion."""
+        self._client_tokens.labels(client, kind).inc(num_tokens)
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""

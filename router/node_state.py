@@ -8,6 +8,7 @@ from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
+from proto.prefill_speed import FetchSpeed, PrefillSpeed, read_fetch_speed
 from router.events import NodeRef
 from router.placement import Candidate
 
@@ -36,10 +37,18 @@ class Node:
     is_gone: bool = False  # by its own word, or replaced
     has_said_draining: bool = False  # in answer to us: the registry may not have heard
     load: pb.LoadReport = field(default_factory=pb.LoadReport)
+    fetch: FetchSpeed | None = None  # of its KV pool, as it said last
     prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
     branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
     prefill_tokens: int = 0  # sum over `prefilling`
     num_prefills: int = 0  # attempts in `prefilling`: those with tokens
+
+    def hear(self, load: pb.LoadReport) -> None:
+        """What it says of itself."""
+        told = load.fetch
+        is_told = load.HasField("fetch")
+        self.fetch = read_fetch_speed(told.latency_s, told.block_s, told.share, told.look_s) if is_told else None
+        self.load = load
 
     @property
     def can_take_work(self) -> bool:
@@ -60,6 +69,11 @@ class Node:
     def max_total_tokens(self) -> int:
         """The longest sequence, prompt and completion, that the node can hold."""
         return min(self.entry.max_model_len, self.entry.num_blocks * self.entry.fingerprint.block_size)
+
+    @property
+    def pool(self) -> bytes:
+        """Identity of the KV pool that it uses, or empty."""
+        return self.load.kv_pool
 
     def has_blocks_for(self, num_tokens: int) -> bool:
         """Whether a sequence had room there when the node spoke last; a node that has not spoken yet is empty."""
@@ -82,9 +96,13 @@ class Node:
         """Whether it only decodes, but computes prompts that stay there where it is asked to."""
         return self.entry.role == pb.ROLE_DECODE and self.entry.local_prefill
 
-    def prefill_candidate(self) -> Candidate:
-        """The node as placement sees it for a prompt; see there for what load means."""
-        return Candidate(self.ref, self.fingerprint, (self.prefill_tokens, self._share_of_slots))
+    def prefill_candidate(self, tokens_per_s: float | None) -> Candidate:
+        """The node as placement sees it for a prompt, which it computes at this rate; see there for what load means."""
+        load = (self.prefill_tokens, self._share_of_slots)
+        if tokens_per_s is None:
+            return Candidate(self.ref, self.fingerprint, load)
+        speed = PrefillSpeed(1 / tokens_per_s, max(self.entry.fingerprint.block_size, 1), self.fetch)
+        return Candidate(self.ref, self.fingerprint, load, speed, self.pool)
 
     def decode_candidate(self) -> Candidate:
         """The node as placement sees it for what follows the prompt."""

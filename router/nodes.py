@@ -31,6 +31,7 @@ from router.events import (
 )
 from router.node_state import Node, Session
 from router.placement import Candidate, Pair
+from router.rates import Rates
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
 
@@ -46,6 +47,7 @@ class NodeChange:
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
     drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
     died: list[NodeRef] = field(default_factory=list)  # the others whose process is known to have ended
+    has_other_pool: bool = False  # the node uses another KV pool than before
 
 
 class NodeTable:
@@ -53,6 +55,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._nodes: dict[NodeRef, Node] = {}
+        self._rates = Rates()
         self._max_total_tokens: int | None = None
         self._is_degraded = False
         self._longest_known: int | None = None
@@ -102,7 +105,9 @@ class NodeTable:
                 case SessionLost(has_died=has_died):
                     self._lose(node, change, has_died)
                 case LoadReported(load=load):
-                    node.load = load
+                    change.has_other_pool = load.kv_pool != node.pool
+                    node.hear(load)
+                    self._rates.hear(node.ref, load.prefill_tokens_per_s, load.prefill_tokens)
                     return change
         self._max_total_tokens = self._longest_pair()
         self._longest_known = self._max_total_tokens or self._longest_known
@@ -145,6 +150,7 @@ class NodeTable:
 
     def _remove(self, node: Node, change: NodeChange) -> None:
         del self._nodes[node.ref]
+        self._rates.forget(node.ref)
         change.actions.append(HangUp(node.ref))
 
     # ---------------------------------------------------------------- what can be served
@@ -230,7 +236,7 @@ class NodeTable:
     def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
         """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
         return [
-            node.prefill_candidate()
+            node.prefill_candidate(self._rates.of(node.ref))
             for node in self
             if node.prefills
             and node.can_take_work

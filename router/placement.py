@@ -22,14 +22,19 @@ everybody shares spreads.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log
 from typing import Final, Protocol
 
+from proto.prefill_speed import Expected, PrefillSpeed, expected
 from router.events import NodeRef
 
 _MASK: Final = 2**64 - 1
 
 Load = tuple[float, float]  # compared in order; the second breaks ties of the first
+
+
+SAME_SPEED: Final = PrefillSpeed(1e-4, 1)  # of nodes that have not measured any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class Candidate:
     node: NodeRef
     fingerprint: bytes  # equal bytes: may exchange KV
     load: Load
+    speed: PrefillSpeed = SAME_SPEED
+    pool: bytes = b""  # identity of the KV pool that it reads, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class Prompt:
 
     num_tokens: int
     cached: Mapping[NodeRef, int]  # tokens of it that a node holds already, where it holds any
+    pooled: Mapping[tuple[bytes, bytes], int] = field(default_factory=dict)  # the same of KV pools, by fingerprint
 
 
 ANY_PROMPT: Final = Prompt(0, {})
@@ -151,8 +159,15 @@ class PowerOfTwo:
         return min(candidates[first], candidates[second + (second >= first)], key=lambda candidate: candidate.load)
 
 
+def estimate(candidate: Candidate, prompt: Prompt) -> Expected:
+    """When a node would have computed a prompt: behind what is queued there, by what it and its KV pool hold."""
+    cached = prompt.cached.get(candidate.node, 0)
+    pooled = prompt.pooled.get((candidate.pool, candidate.fingerprint), 0) if candidate.pool else 0
+    return expected(candidate.speed, int(candidate.load[0]), prompt.num_tokens - cached, max(pooled - cached, 0))
+
+
 class CacheAware:
-    """The node with the shortest time to the first token, in tokens to compute; among equals as by load."""
+    """The node with the shortest time to the first token; among equals as by load."""
 
     def __init__(self, imbalance: Imbalance) -> None:
         self._imbalance = imbalance
@@ -164,12 +179,17 @@ class CacheAware:
         longest = max(shortest + self._imbalance.num_tokens, shortest * self._imbalance.ratio)
 
         def cost(candidate: Candidate) -> Load:
-            queued, otherwise = candidate.load
-            return queued + prompt.num_tokens - prompt.cached.get(candidate.node, 0), otherwise
+            soon = estimate(candidate, prompt)
+            return _rounded(soon.seconds) if soon.num_fetched else soon.seconds, candidate.load[1]
 
         costs = [(cost(each), each) for each in candidates if each.load[0] <= longest]
         lowest = min(each for each, _ in costs)
         return self._among_equals.choose([candidate for each, candidate in costs if each == lowest])
+
+
+def _rounded(seconds: float) -> float:
+    """To a tenth or so: what nodes measured of one pool differs by more, and who seems a little faster must not get all."""
+    return float(1.2 ** round(log(max(seconds, 1e-9), 1.2)))
 
 
 CACHE_AWARE: Final = "cache_aware"

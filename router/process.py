@@ -14,6 +14,7 @@ drain timeout. SIGINT, or the end of that time, ends every request with an error
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -26,27 +27,45 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import grpc.aio
 import uvloop
+from starlette.types import ASGIApp
 
 from proto import baton_pb2_grpc as pb_grpc
 from router.api import Api, ApiSettings
+from router.api_keys import KeyFileError
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
-from router.http_server import BACKLOG, HttpServer
+from router.gate import Gate
+from router.key_file import KeyFile
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
+from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
+from runtime.credentials import Credentials, CredentialsError
+from runtime.http_protocol import HttpBounds
+from runtime.http_server import BACKLOG, HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
+from runtime.process import (
+    allow_descriptors,
+    die_with_parent,
+    fatal,
+    first_signal,
+    is_everywhere,
+    warn_if_exposed,
+    write_atomically,
+)
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
-from runtime.registry_server import TTL_S, RegistryServer
+from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
 from runtime.session import Peer, SessionTiming
+from runtime.tracing import NoTracing, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
+    from router.worker_end import WorkerEnd
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
+_OTHER_DESCRIPTORS: Final = 1024  # nodes, the kernel's queue, files
 _MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
 
 
@@ -54,35 +73,57 @@ class CannotListen(Exception):
     """An address is taken or not ours; the message names the flag."""
 
 
-def run_router(config: RouterConfig) -> int:
-    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
+    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend.
+
+    `worker`: what it has from its parent, if it is one of several processes (workers.py).
+    """
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
-    warn_if_exposed(config.host, "router")
+    set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}", config.log_format)
     try:
-        uvloop.run(_serve(config, ModelText(config.model)))
-    except (ModelDirectoryError, CannotListen) as error:
+        credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
+        if worker is None:
+            warn_of_what_is_missing(config)
+        tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
+        uvloop.run(_serve(config, ModelText(config.model), credentials, tracing, worker))
+    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText) -> None:
-    """Serve until a signal; raises CannotListen, or the bug that ended it."""
+async def _serve(
+    config: RouterConfig, text: ModelText, credentials: Credentials, tracing: Tracing | None, worker: WorkerEnd | None
+) -> None:
+    """Serve until a signal; raises CannotListen, KeyFileError, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+    asyncio.get_running_loop().set_exception_handler(dying_of(bug))
     async with AsyncExitStack() as started:
-        listener = started.enter_context(_listen(config, "--port", config.port))
-        shell = _make_shell(config)
+        listener = listen(config, "--port", config.port) if worker is None else worker.listener
+        started.enter_context(listener)
+        if tracing is not None:
+            started.push_async_callback(tracing.close)
+        shell = _make_shell(config, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
-        start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
-        registry = await start_registry(config, shell, started)
+        registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
-        settings = ApiSettings(name, config.request_timeout_s, config.max_body_mib << 20)
-        http = HttpServer(Api(shell, text, settings).app(), listener)
+        settings = ApiSettings(
+            name,
+            config.request_timeout_s,
+            config.max_body_mib << 20,
+            config.max_prompt_tokens,
+            config.max_n,
+            None if worker is None else worker.metrics_of_all,
+        )
+        app = _behind_keys(config, Api(shell, text, settings).app(), shell, started)
+        http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
-        _announce(config, listener.getsockname()[1], registry)
+        gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
+        if worker is not None:
+            worker.say_up()
+        url = f"{credentials.scheme}://{address_of(config, listener.getsockname()[1])}"
+        _announce(config, url, registry, name)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and stopped.result() is signal.SIGTERM:
@@ -107,19 +148,38 @@ async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _embed_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+async def _find_nodes(
+    config: RouterConfig,
+    shell: RouterShell,
+    credentials: Credentials,
+    worker: WorkerEnd | None,
+    started: AsyncExitStack,
+) -> str:
+    """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
+    if worker is not None:
+        await worker.open(shell, shell.metrics.render, started)
+    if config.registry != EMBEDDED:
+        return await _read_registry(config, shell, credentials, started)
+    return worker.registry if worker is not None else await embed_registry(config, shell, credentials, started)
+
+
+async def embed_registry(
+    config: RouterConfig, handler: RegistryHandler, credentials: Credentials, started: AsyncExitStack
+) -> str:
     """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
-    port = _bind_registry(server, config)
-    registry = RegistryServer(shell)
+    port = _bind_registry(server, config, credentials)
+    registry = RegistryServer(handler)
     started.callback(registry.close)
     pb_grpc.add_RegistryServicer_to_server(registry, server)
     await server.start()
     started.push_async_callback(server.stop, 0)
-    return _address(config, port)
+    return address_of(config, port)
 
 
-async def _read_registry(config: RouterConfig, shell: RouterShell, started: AsyncExitStack) -> str:
+async def _read_registry(
+    config: RouterConfig, shell: RouterShell, credentials: Credentials, started: AsyncExitStack
+) -> str:
     """Look for the nodes in Redis, which need not be there yet; its URL without secrets."""
     from runtime.redis_reader import RedisReader  # heavy: only who uses Redis pays for its client
     from runtime.redis_store import RedisStore
@@ -138,7 +198,40 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
     await serving
 
 
-def _make_shell(config: RouterConfig) -> RouterShell:
+def _behind_keys(config: RouterConfig, app: ASGIApp, shell: RouterShell, started: AsyncExitStack) -> ASGIApp:
+    """The app as clients get at it. Raises KeyFileError."""
+    if config.api_keys is None:
+        return app
+    file = KeyFile(config.api_keys)
+    gate = Gate(app, lambda: file.keys, shell.metrics, metrics_need_key=config.metrics_need_key)
+    file.start(gate.keys_changed)
+    started.push_async_callback(file.close)
+    return gate
+
+
+def _http_server(
+    config: RouterConfig, app: ASGIApp, listener: socket.socket, shell: RouterShell, credentials: Credentials
+) -> HttpServer:
+    bounds = HttpBounds(config.max_connections, config.max_header_kib << 10, config.header_timeout_s)
+    allow_descriptors(config.max_connections + _OTHER_DESCRIPTORS)
+    count = shell.metrics.turned_away
+    tls = credentials.http_context(lambda: count("tls"))
+    return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
+
+
+def warn_of_what_is_missing(config: RouterConfig) -> None:
+    """Log what a router that others reach does without."""
+    missing = {}
+    if config.api_keys is None:
+        missing["--api-keys"] = "whoever can reach it can use it"
+    if config.tls_dir is None:
+        missing["--tls-dir"] = "prompts, answers and keys can be read on the wire"
+        if config.registry == EMBEDDED:
+            missing["--tls-dir"] += ", and anybody can announce a node"
+    warn_if_exposed(config.host, "router", missing)
+
+
+def _make_shell(config: RouterConfig, credentials: Credentials, spans: RequestSpans | None) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
@@ -159,7 +252,8 @@ def _make_shell(config: RouterConfig) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s))
+    timing = SessionTiming(grace_s=config.session_grace_s)
+    return RouterShell(core, me, timing, credentials, config.timelines, spans)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:
@@ -169,39 +263,40 @@ def _make_cache_map(config: RouterConfig) -> CacheMap:
     return CacheMap(CacheIndex(config.cache_index_max_mib << 20, secrets.randbits(64)))
 
 
-def _listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+    """A socket that listens there; `flag` is for the error, CannotListen."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CannotListen(f"{flag}: cannot listen on {_address(config, port)}: {error.strerror}") from error
+        raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 
 
-def _bind_registry(server: grpc.aio.Server, config: RouterConfig) -> int:
+def _bind_registry(server: grpc.aio.Server, config: RouterConfig, credentials: Credentials) -> int:
     """The port taken."""
     # First without gRPC, whose own error would be a second line, and less clear.
-    _listen(config, "--registry-port", config.registry_port).close()
-    address = _address(config, config.registry_port)
+    listen(config, "--registry-port", config.registry_port).close()
+    address = address_of(config, config.registry_port)
     try:
-        return server.add_insecure_port(address)
+        return credentials.bind(server, address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 
 
-def _address(config: RouterConfig, port: int) -> str:
+def address_of(config: RouterConfig, port: int) -> str:
+    """host:port."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{host}:{port}"
 
 
-def _announce(config: RouterConfig, port: int, registry: str) -> None:
+def _announce(config: RouterConfig, url: str, registry: str, model: str) -> None:
     """Say, in the log and the ready file, where the router is."""
-    url = f"http://{_address(config, port)}"
     log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
     if config.ready_file is not None:
-        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid()})
+        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid(), "model": model})
 
 
-def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
 
     What is reported without one of these two (a connection that broke in an odd way) is logged: a client must not be able to

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
@@ -54,13 +54,17 @@ class GenerationResponse(Response):
         *,
         is_stream: bool,
         headers: dict[str, str],
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_end` hears how many tokens were generated, however it ended."""
         super().__init__()
         self._shell = shell
         self._delivery = delivery
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
+        self._num_written = dict.fromkeys(range(len(delivery.origins)), 0)  # tokens, of choices with fewer than two
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, answer, and leave nothing behind."""
@@ -79,6 +83,8 @@ class GenerationResponse(Response):
         finally:
             watcher.cancel()
             self._abort()
+            if self._on_end is not None:
+                self._on_end(sum(answer.num_tokens for answer in self._delivery.answers))
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -120,7 +126,13 @@ class GenerationResponse(Response):
             failure = self._delivery.failure
             if failure is not None and not (is_begun and isinstance(failure, Failed)):
                 return self._error_answer()
-            is_over = failure is not None or self._delivery.is_complete
+            may_be_over = any(piece.finish_reason is not None for _, piece in pieces)  # each choice's end is in a piece
+            is_over = failure is not None or (may_be_over and self._delivery.is_complete)
+            if not is_over and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
+                await send(
+                    {"type": "http.response.body", "body": self._writer.usual_event(*pieces[0]), "more_body": True}
+                )
+                continue
             events = self._events(pieces, failure if isinstance(failure, Failed) else None, is_over)
             async for block, is_last in _paced(events):
                 if not is_begun:
@@ -128,10 +140,25 @@ class GenerationResponse(Response):
                     await self._begin(
                         send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                     )
+                if self._num_written:
+                    self._note_written(pieces)
+                    pieces = []
                 is_end = is_over and is_last
                 if block or is_end:
                     await send({"type": "http.response.body", "body": block, "more_body": not is_end})
         return None
+
+    def _note_written(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """What the client is about to have of a choice whose first two tokens it did not have yet."""
+        for index, piece in pieces:
+            before = self._num_written.get(index, 2)
+            after = min(before + len(piece.token_ids), 2)
+            for number in range(before + 1, after + 1):
+                self._shell.note_written(*self._delivery.origins[index], number)
+            if after < 2:
+                self._num_written[index] = after
+            else:
+                self._num_written.pop(index, None)
 
     def _events(self, pieces: Sequence[tuple[int, Piece]], failed: Failed | None, is_over: bool) -> Iterator[bytes]:
         """What a stream says next, in parts."""

@@ -20,7 +20,7 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Final, NamedTuple, Protocol
 
 from proto.attempt_key import BranchKey
@@ -30,7 +30,7 @@ from router.events import NodeRef
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
 from router.pace import QueuePace
-from router.placement import Candidate, Pair, Placement, Prompt
+from router.placement import Candidate, Pair, Placement, Prompt, estimate
 from router.requests import LiveBranch
 
 KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
@@ -45,14 +45,15 @@ class Placed(NamedTuple):
     group: Sequence[LiveBranch]
     pair: Pair
     kind: str  # of KINDS
-    num_cached: int  # tokens that the pair's first node holds already, as far as is known
+    num_cached: int = 0  # tokens that the pair's first node holds already, as far as is known
+    num_pooled: int = 0  # those that it is expected to fetch from the KV pool
 
 
 class Caches(Protocol):
-    """What nodes hold of a prompt (cache_map.py)."""
+    """What nodes and KV pools hold of a prompt (cache_map.py)."""
 
-    def cached(self, branch: LiveBranch) -> Mapping[NodeRef, int]:
-        """Tokens, by node; nodes that hold none are not in it."""
+    def prompt(self, branch: LiveBranch) -> Prompt:
+        """A branch's."""
 
 
 class WaitingBranches:
@@ -116,7 +117,10 @@ class WaitingBranches:
                 placed = self._placed(branch, *found)
             else:
                 claimants.append(branch)
-                claimed |= self._nodes.decoding(branch.total_tokens)
+                if (
+                    branch.request.pinned is None
+                ):  # who may go to one pair only would claim all that could do without it
+                    claimed |= self._nodes.decoding(branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
                     break
         for branch in claimants:
@@ -129,12 +133,12 @@ class WaitingBranches:
             self._pace.dispatched(len(placed.group), now)
         return placed
 
-    def _placed(self, branch: LiveBranch, pair: Pair, kind: str, num_cached: int) -> Placed:
+    def _placed(self, branch: LiveBranch, pair: Pair, kind: str, num_cached: int, num_pooled: int) -> Placed:
         num_fitting = self._nodes.num_fitting(pair.decode, branch.num_tokens, branch.total_tokens)
         group = [branch, *self._mates(branch)][:num_fitting]
         for each in group:
             self.discard(each.key)
-        return Placed(group, pair, kind, num_cached)
+        return Placed(group, pair, kind, num_cached, num_pooled)
 
     def wait_s(self, now: float) -> float:
         """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
@@ -147,31 +151,49 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int] | None:
+    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int, int] | None:
         broken, last = self._broken(branch, now), branch.last_pair
         total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
         excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
 
+        if (pinned := branch.request.pinned) is not None:
+            pair = self._pinned_pair(pinned, branch, excluded)
+            return None if pair is None else (pair, "handoff", 0, 0)
+
         def alone(decodes: Sequence[Candidate]) -> Pair | None:
             return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
 
         if pair := alone(self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, most)):
-            return pair, "local_short", 0
-        cached = {} if self._caches is None else self._caches.cached(branch)
+            return pair, "local_short", 0, 0
+        prompt = Prompt(branch.num_tokens, {}) if self._caches is None else self._caches.prompt(branch)
+        prefills = _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken)
         pair = self._placement.choose(
-            _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken),
+            prefills,
             _without(self._nodes.decode_candidates(total_tokens), broken),
-            prompt=Prompt(branch.num_tokens, cached),
+            prompt=prompt,
             kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
             excluded=excluded,
             avoided=avoided,
         )
         if pair is not None:
             kind = "mixed" if pair.prefill == pair.decode else "handoff"
-            return pair, kind, cached.get(pair.prefill, 0)
+            return pair, kind, prompt.cached.get(pair.prefill, 0), _num_pooled(prefills, pair.prefill, prompt)
         pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
-        return None if pair is None else (pair, "local_absent", 0)
+        return None if pair is None else (pair, "local_absent", 0, 0)
+
+    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, excluded: Set[NodeRef]) -> Pair | None:
+        """These two nodes, if both have room."""
+        prefills = self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills)
+        decodes = self._nodes.decode_candidates(branch.total_tokens)
+        return self._placement.choose(
+            [each for each in prefills if each.node.name == names[0]],
+            [each for each in decodes if each.node.name == names[1]],
+            prompt=Prompt(branch.num_tokens, {}),
+            kept=None,
+            excluded=excluded,
+            avoided=branch.held_off,
+        )
 
     def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
         """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
@@ -183,3 +205,10 @@ class WaitingBranches:
 
 def _without(candidates: Sequence[Candidate], names: Collection[str]) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.node.name not in names]
+
+
+def _num_pooled(candidates: Sequence[Candidate], chosen: NodeRef, prompt: Prompt) -> int:
+    """Tokens that the node chosen of these is expected to fetch."""
+    if not prompt.pooled:
+        return 0
+    return next((estimate(each, prompt).num_fetched for each in candidates if each.node == chosen), 0)

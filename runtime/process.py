@@ -13,6 +13,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping
@@ -74,7 +75,21 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def warn_if_exposed(host: str, what: str) -> None:
-    """Log a warning when `what` listens beyond this machine: nothing asks its callers for credentials."""
-    if not is_loopback(host):
-        log_event(_LOG, logging.WARNING, "exposed", listener=what, host=host, risk="anyone who can reach it can use it")
+def is_everywhere(host: str) -> bool:
+    """Whether a server that binds to `host` listens on every address, so that the host has another name for those who dial."""
+    return host in ("", "0.0.0.0", "::")
+
+
+def warn_if_exposed(host: str, what: str, missing: Mapping[str, str]) -> None:
+    """Log a warning when `what` listens beyond this machine without credentials; `missing`: flag -> what it would prevent."""
+    if missing and not is_loopback(host):
+        told = "; ".join(f"without {flag} {risk}" for flag, risk in missing.items())
+        log_event(_LOG, logging.WARNING, "exposed", listener=what, host=host, risk=told)
+
+
+def allow_descriptors(number: int) -> None:
+    """Raise this process's limit of open files to so many, as far as the system lets it: connections are files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

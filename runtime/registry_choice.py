@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_client import EmbeddedRegistry, Registry
 from runtime.registry_server import TTL_S
 
 
-def choose_registries(registry: str, namespace: str | None, routers: Sequence[str]) -> list[Registry]:
+def choose_registries(
+    registry: str, namespace: str | None, routers: Sequence[str], credentials: Credentials = NO_CREDENTIALS
+) -> list[Registry]:
     """As the knobs say, which have no registry_problem; `routers`: host:port of each embedded one."""
     if registry == EMBEDDED:
-        return [EmbeddedRegistry(router) for router in routers]
+        return [EmbeddedRegistry(router, credentials) for router in routers]
     from runtime.redis_store import RedisStore  # heavy: only who uses Redis pays for its client
 
     return [RedisStore(registry, namespace or DEFAULT_NAMESPACE, TTL_S)]

@@ -15,6 +15,7 @@ import grpc.aio
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
+from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -55,9 +56,10 @@ class EmbeddedRegistry:
 
     backoff_max_s = BACKOFF_MAX_S
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         """`router`: host:port of its registry."""
         self.name = router
+        self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
 
     async def register(self, entry: pb.NodeEntry) -> str:
@@ -83,7 +85,7 @@ class EmbeddedRegistry:
     def _stub(self) -> RegistryAsyncStub:
         if self._channel is None:
             options = (("grpc.use_local_subchannel_pool", 1),)
-            self._channel = grpc.aio.insecure_channel(self.name, options=options)
+            self._channel = self._credentials.channel(self.name, options)
         return RegistryStub(self._channel)
 
     async def _unreachable(self, error: grpc.aio.AioRpcError) -> RegistryUnreachable:

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
+from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming, State
 from runtime.session_driver import CHANNEL_OPTIONS, FATE, SessionDriver, surface, write_frames
@@ -92,8 +93,11 @@ class _Line:
 class SessionDialer:
     """All sessions of one router process. Make and use it on the running loop."""
 
-    def __init__(self, me: Peer, handler: SessionHandler, timing: SessionTiming) -> None:
+    def __init__(
+        self, me: Peer, handler: SessionHandler, timing: SessionTiming, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self._me = me
+        self._credentials = credentials
         self._handler = handler
         self._timing = timing
         self._lines: dict[Peer, _Line] = {}
@@ -229,7 +233,8 @@ class SessionDialer:
     def _open_stream(self, line: _Line, driver: SessionDriver, stream: int) -> None:
         line.wake = asyncio.Event()
         task = asyncio.create_task(
-            _run_stream(line.address, driver, stream, line.wake), name=f"session stream to {line.peer.name}"
+            _run_stream(line.address, self._credentials, driver, stream, line.wake),
+            name=f"session stream to {line.peer.name}",
         )
         line.task = task
         self._tasks.add(task)
@@ -245,11 +250,13 @@ def _has_to_say(line: _Line) -> bool:
     return session.state is State.OPEN and session.num_unacknowledged > 0
 
 
-async def _run_stream(address: str, driver: SessionDriver, stream: int, wake: asyncio.Event) -> None:
+async def _run_stream(
+    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: asyncio.Event
+) -> None:
     """Live one stream from its dial to its end; the session that opened it cancels this task to close it."""
     try:
         await _probe(address)
-        await _converse(address, driver, stream, wake)
+        await _converse(address, credentials, driver, stream, wake)
         ended = StreamEnded(stream, Fate.HUNG_UP, "it hung up")
     except ConnectionRefusedError:
         ended = StreamEnded(stream, Fate.PORT_REFUSED, f"{address} refuses connections")
@@ -263,9 +270,11 @@ async def _run_stream(address: str, driver: SessionDriver, stream: int, wake: as
     driver.feed(ended)
 
 
-async def _converse(address: str, driver: SessionDriver, stream: int, wake: asyncio.Event) -> None:
+async def _converse(
+    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: asyncio.Event
+) -> None:
     """Return if the node ends the stream with the status OK."""
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + _OWN_CONNECTION)
+    channel = credentials.channel(address, CHANNEL_OPTIONS + _OWN_CONNECTION)
     try:
         call = NodeStub(channel).Session()
         writer = asyncio.create_task(_write(driver, stream, wake, call), name=f"session writer to {address}")

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_node.fetch_cost import COLD_WAIT_S, LOOK_SHARE, FetchCost
+from node.load import tell_speed
+from prefill_node.fetch_cost import COLD_WAIT_S, FetchCost
+from proto import baton_pb2 as pb
+from proto.prefill_speed import LOOK_SHARE
 
 BLOCK_SIZE = 16
 SECONDS = st.floats(1e-4, 2.0)
@@ -112,6 +115,25 @@ def test_looks_may_take_a_share_of_what_there_is_to_win() -> None:
     just_enough = int(0.05 / LOOK_SHARE / 1e-3 / BLOCK_SIZE) + 1
     assert cost.is_worth_a_look(just_enough + 1, 0) and not cost.is_worth_a_look(just_enough - 2, 0)
     assert cost.is_worth_a_look(1, 60), "who waits in the queue anyway may look meanwhile"
+
+
+@pytest.mark.covers("R02")
+def test_what_is_known_of_both_speeds_is_what_routers_are_told() -> None:
+    cost = FetchCost(BLOCK_SIZE)
+    report = pb.LoadReport()
+    tell_speed(report, cost.speed(), 0)
+    assert report == pb.LoadReport(), "nothing is measured"
+    computing(1e-3, cost)
+    tell_speed(report, cost.speed(), 3900)
+    assert report.prefill_tokens_per_s == pytest.approx(1000) and report.prefill_tokens == 3900
+    assert not report.HasField("fetch"), "it has fetched nothing"
+    for number in (2, 60) * 4:
+        cost.fetched(number, number, 0.01 + number * 0.002)
+    cost.looked(0.1)
+    tell_speed(report, cost.speed(), 3900)
+    told = report.fetch
+    assert (told.latency_s, told.block_s, told.share) == pytest.approx((0.01, 0.002, 1.0), rel=1e-3)
+    assert 0 < told.look_s < 0.1
 
 
 def test_patience_is_the_time_that_computing_takes_and_short_while_a_speed_is_unknown() -> None:

@@ -212,7 +212,10 @@ class DrainingPart:
         return False
 
     def load(self) -> pb.LoadReport:
-        return pb.LoadReport()
+        return pb.LoadReport(waiting=3)
+
+    def tell_speed(self, report: pb.LoadReport) -> None:
+        report.prefill_tokens_per_s = 100.0
 
 
 @pytest.mark.covers("D08", "H15")
@@ -220,6 +223,7 @@ class DrainingPart:
 def test_a_mixed_node_has_drained_when_both_of_its_cores_have_and_says_so_once(order: str) -> None:
     prefill, decode = DrainingPart(), DrainingPart()
     core = MixedCore(MIXED, Mixed().scheduler, prefill, decode)
+    assert core.load() == pb.LoadReport(waiting=3, prefill_tokens_per_s=100.0), "what both know"
     asked = ev.DrainAsked(9.0)
     assert core.receive(asked, 1.0) == [] and prefill.taken == decode.taken == [asked]
     first, second = (prefill, decode) if order != "decode first" else (decode, prefill)

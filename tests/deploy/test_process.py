@@ -99,15 +99,29 @@ def test_a_json_file_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) 
 
 @pytest.mark.covers("X04")
 def test_listening_beyond_this_machine_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody is asked for credentials yet."""
+    """The line names what is missing; where nothing is there is none."""
+    missing = {"--api-keys": "whoever can reach it can use it", "--tls-dir": "keys can be read"}
     for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
         assert is_loopback(host)
-        warn_if_exposed(host, "router")
+        warn_if_exposed(host, "router", missing)
     assert not caplog.records
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
-        warn_if_exposed(host, "router")
+        warn_if_exposed(host, "router", {})
+        assert not caplog.records
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        warn_if_exposed(host, "router", missing)
         assert f"exposed listener=router host={host}" in caplog.records[-1].message
+        assert (
+            "without --api-keys whoever can reach it can use it; without --tls-dir keys" in caplog.records[-1].message
+        )
     assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.covers("O05", "X05")
+def test_a_strangers_text_in_a_log_line_moves_no_cursor_and_ends_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """What a terminal would obey is written out."""
+    log_event(logging.getLogger("x"), logging.WARNING, "refused", model="\x1b[2J\r\na\u2028\x00b\u202e", bare="a\x07")
+    assert caplog.messages == [r'refused model="\x1b[2J\r\na\u2028\x00b\u202e" bare="a\x07"']
 
 
 def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
@@ -123,3 +137,31 @@ def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = result.stderr.splitlines()
     assert line.endswith(r' INFO router request_ended request="a b" quote="\"" s=0.25 tokens=3 none=None')
+
+
+@pytest.mark.covers("O05")
+def test_a_log_line_can_be_json_whatever_is_logged() -> None:
+    code = (
+        "import logging\n"
+        f"from runtime.logs import {set_up_logging.__name__}, {log_event.__name__}\n"
+        "set_up_logging('info', 'router', 'json')\n"
+        "log = logging.getLogger('x')\n"
+        "log_event(log, logging.INFO, 'ended', request='a\\nb', s=0.25, ok=True, none=None, level='forged', odd=[1])\n"
+        "log.warning('event=link_closed link=%s reason=%r number=%d', 'p=1 event=fake', 'why', 3)\n"
+        "log.error('request_failed path=%s', '/x', exc_info=ValueError('v'))\n"
+        "log.info('%s', 'plain words = nothing')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ended, closed, failed, plain = map(json.loads, result.stderr.splitlines())
+    assert ended.pop("time").endswith("Z")
+    assert ended == {
+        "level": "INFO", "process": "router", "event": "ended", "request": "a\nb", "s": 0.25, "ok": True, "none": None, "odd": "[1]"
+    }  # fmt: skip
+    assert (closed["event"], closed["link"], closed["reason"], closed["number"]) == (
+        "link_closed",
+        "p=1 event=fake",
+        "why",
+        3,
+    )
+    assert failed["event"] == "request_failed" and failed["path"] == "/x" and "ValueError: v" in failed["traceback"]
+    assert plain["event"] == "log" and plain["message"] == "plain words = nothing"

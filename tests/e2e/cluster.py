@@ -9,6 +9,7 @@ import json
 import os
 import select
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ END_BOUND_S: Final = 20.0
 class Cluster:
     """A running `baton up`; made by `started_cluster`."""
 
-    def __init__(self, launcher: subprocess.Popen[str], run_dir: Path, lines: list[str]) -> None:
+    def __init__(
+        self, launcher: subprocess.Popen[str], run_dir: Path, lines: list[str], trusted: ssl.SSLContext | None = None
+    ) -> None:
         self.launcher = launcher
         self.run_dir = run_dir
         self.lines = lines  # what the launcher printed until it was ready
@@ -39,7 +42,10 @@ class Cluster:
         self.router_pid: int = content["router"]["pid"]
         self.routers: list[dict[str, Any]] = content["routers"]
         self.nodes: list[dict[str, Any]] = content["nodes"]
-        self._http = httpx.Client(timeout=60, trust_env=False)  # one for all looks at nodes: making one takes longer
+        self._trusted = trusted or True
+        self._http = httpx.Client(
+            timeout=60, trust_env=False, verify=self._trusted
+        )  # one for all looks at nodes: making one takes longer
 
     @property
     def pids(self) -> list[int]:
@@ -52,18 +58,16 @@ class Cluster:
 
     def client(self) -> httpx.Client:
         """An HTTP client of the router."""
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=self._trusted)
 
     def state(self, node: dict[str, Any]) -> dict[str, Any]:
         """A node's /state."""
-        address = node["http"]
-        url = address if address.startswith("http") else f"http://{address}"
-        answer: dict[str, Any] = self._http.get(f"{url}/state").json()
+        answer: dict[str, Any] = self._http.get(f"{_url(node)}/state").json()
         return answer
 
     def metrics(self, of: dict[str, Any] | None = None) -> dict[str, float]:
         """A node's /metrics, or the router's: `name` or `name{label}`, a label's value without its name -> value."""
-        url = self.url if of is None else f"http://{of['http']}"
+        url = self.url if of is None else _url(of)
         prefix = "baton_router_" if of is None else "baton_node_"
         return {
             sample.name.removeprefix(prefix) + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
@@ -81,13 +85,21 @@ class Cluster:
         return self.launcher.wait(END_BOUND_S)
 
 
+def _url(node: dict[str, Any]) -> str:
+    address: str = node["http"]
+    return address if address.startswith("http") else f"http://{address}"
+
+
 @contextmanager
-def started_cluster(model: Path, folder: Path, *flags: str) -> Iterator[Cluster]:
-    """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end."""
+def started_cluster(model: Path, folder: Path, *flags: str, trusted: ssl.SSLContext | None = None) -> Iterator[Cluster]:
+    """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end.
+
+    `trusted`: of a cluster with certificates, its authority.
+    """
     run_dir = folder / "run"
     with (
         started_launcher(model, folder, *flags) as launcher,
-        closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir))) as cluster,
+        closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir), trusted)) as cluster,
     ):
         yield cluster
 

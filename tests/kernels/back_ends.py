@@ -19,9 +19,8 @@ from kernels.torch_reference import TorchKernels
 from tests.kernels.on_device import OnDevice
 
 REFERENCE: Final = TorchKernels()
-COMPILED: Final[tuple[CpuKernels, ...]] = tuple(
-    CpuKernels(Library(build(variant)), bits_name(variant)) for variant in usable_variants()
-)
+_LIBRARIES: Final = tuple((Library(build(variant)), bits_name(variant)) for variant in usable_variants())
+COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library) for library in _LIBRARIES)
 NUMBA: Final[tuple[Kernels, ...]] = (choose_kernels("numba", torch.float32).kernels,) if has_numba() else ()
 IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -37,6 +36,9 @@ def _triton() -> tuple[Kernels, ...]:
 TRITON: Final = _triton()
 COMPARED: Final[tuple[Kernels, ...]] = (*COMPILED, *TRITON)  # with the reference
 BACK_ENDS: Final[tuple[Kernels, ...]] = (REFERENCE, *COMPILED, *NUMBA, *TRITON)
+INT8_REFERENCE: Final = TorchKernels(is_int8=True)
+INT8_COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library, is_int8=True) for library in _LIBRARIES)
+INT8_BACK_ENDS: Final[tuple[Kernels, ...]] = (INT8_REFERENCE, *INT8_COMPILED)
 
 
 def examples(count: int) -> int:

@@ -27,6 +27,9 @@ class FaultyStore:
         self._max_hang_s = max_hang_s
         self._store = MemoryStore(self.records, KvStoreLimits(), shelf=self.shelf)
 
+    def identity(self) -> bytes:
+        return self._store.identity()
+
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         return self._store.missing(keys)
 

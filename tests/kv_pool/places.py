@@ -38,6 +38,9 @@ class Place(Protocol):
     def look(self, name: bytes) -> bytes:
         """The bytes under a name."""
 
+    def begin_anew(self) -> None:
+        """Another, empty, of this kind takes its place."""
+
 
 class MemoryPlace:
     """A shelf."""
@@ -56,6 +59,9 @@ class MemoryPlace:
 
     def look(self, name: bytes) -> bytes:
         return bytes(self.shelf.records[name])
+
+    def begin_anew(self) -> None:
+        self.shelf = Shelf()
 
 
 class FilePlace:
@@ -76,6 +82,9 @@ class FilePlace:
 
     def look(self, name: bytes) -> bytes:
         return self.path(name).read_bytes()
+
+    def begin_anew(self) -> None:
+        self.root = self.root.with_name("another")
 
     def path(self, name: bytes) -> Path:
         """Of a record."""
@@ -100,6 +109,9 @@ class RedisPlace:
     def look(self, name: bytes) -> bytes:
         found: bytes = self.server.client.get(REDIS_PREFIX + name)
         return found
+
+    def begin_anew(self) -> None:
+        self.server.client.flushall()
 
 
 def keys_of(num: int, of: str = "") -> list[bytes]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
 from connector.kv_breaker import BreakerTiming
-from node.events import BlocksFetched, BlocksStaged, Event, FetchBlocks, LookInPool, PoolLooked, SaveBlocks
+from node.events import BlocksFetched, BlocksStaged, Event, FetchBlocks, LookInPool, PoolLooked, PoolSaid, SaveBlocks
 from node.kv_pool import KvPoolBounds, KvPoolThreads
 from node.measures import Measures
 from tests.kv_pool.faulty_store import FaultyStore
@@ -28,7 +28,8 @@ class PoolBed:
         self.store = store
         self.memory: Blocks = blocks_of(num_blocks, store.records.block_bytes)
         self.measures = Measures()
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # answers
+        self.said: list[PoolSaid] = []  # by the pool, beside them
         self._loop = asyncio.get_running_loop()
         self._posted = asyncio.Event()
         self.pool = KvPoolThreads(store, self.memory, bounds, self._post, self.measures)
@@ -69,7 +70,10 @@ class PoolBed:
         return self.of(kind)[num_before]
 
     def _post(self, event: Event) -> None:
-        self.events.append(event)
+        if isinstance(event, PoolSaid):
+            self.said.append(event)
+        else:
+            self.events.append(event)
         self._loop.call_soon_threadsafe(self._posted.set)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from connector.kv_breaker import BreakerTiming
 from connector.kv_record import HEADER_BYTES
-from node.events import BlocksFetched, BlocksStaged, FetchBlocks, LookInPool, PoolLooked, SaveBlocks
+from node.events import BlocksFetched, BlocksStaged, FetchBlocks, LookInPool, PoolLooked, PoolSaid, SaveBlocks
 from node.kv_pool import KvPoolBounds
 from tests.kv_pool.places import keys_of
 from tests.kv_pool.pool_bed import NEVER_OPENS, PATIENCE_S, PoolBed, pool_bed
@@ -60,6 +60,37 @@ def test_blocks_are_copied_before_the_answer_written_behind_it_and_come_back_int
             others = [n for n in range(10, 30) if n not in targets]
             assert np.array_equal(bed.memory[others], original[others])
             assert len(bed.events) == 3
+
+    run(test())
+
+
+@pytest.mark.covers("R02", "W01")
+def test_what_the_pool_turns_out_to_have_and_to_lack_is_said_beside_the_answers() -> None:
+    async def test() -> None:
+        async with pool_bed(bounds=PATIENT) as bed:
+            await bed.until(lambda: len(bed.said) == 1)
+            assert bed.said == [PoolSaid(bed.store.identity())], "whose it is, before anything is asked"
+            await stored(bed, 4)
+            await bed.until(lambda: len(bed.said) > 1)
+            assert [key for said in bed.said[1:] for key in said.stored] == KEYS[:4]
+            bed.said.clear()
+            await bed.looked(LookInPool(1, tuple(KEYS[:8])))
+            await bed.until(lambda: len(bed.said) == 1)
+            assert (bed.said[0].found, bed.said[0].lacking) == (tuple(KEYS[:4]), (KEYS[4],))
+            bed.said.clear()
+            bed.store.claims = 6
+            await bed.looked(LookInPool(2, tuple(KEYS[:6])))
+            await bed.fetched(FetchBlocks(3, tuple((KEYS[n], n) for n in range(2, 6))))
+            await bed.until(lambda: len(bed.said) == 2)
+            assert (bed.said[0].found, bed.said[0].lacking) == (tuple(KEYS[:6]), ()), "it lies"
+            assert (bed.said[1].found, bed.said[1].lacking) == (tuple(KEYS[2:4]), (KEYS[4],)), "and is found out"
+            bed.said.clear()
+            bed.store.fails_to_read = bed.store.fails_to_write = True
+            await bed.looked(LookInPool(4, tuple(KEYS[:6])))
+            await bed.fetched(FetchBlocks(5, ((KEYS[0], 1),)))
+            assert await bed.saved(save(6, 10, 1)) == BlocksStaged(6, 1)
+            await bed.until(lambda: bed.amount("kv_pool_saves", "failed") == 1)
+            assert bed.said == [], "who fails says nothing"
 
     run(test())
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from connector.kv_record import HEADER_BYTES, KvRecords
+from connector.kv_record import HEADER_BYTES, IDENTITY_BYTES, KvRecords
 from connector.kv_store import KvStoreLimits, RunRead
 from tests.kv_pool.places import PLENTY, Place, blocks_of, keys_of, pairs, views
 
@@ -37,6 +37,22 @@ def test_what_was_written_is_read_back_bit_for_bit_in_any_order(
     writer.close()
     assert reader.num_leading(keys) == 20
     reader.close()
+
+
+@pytest.mark.covers("R02", "W10")
+def test_whoever_finds_the_same_blocks_has_the_same_identity_and_nobody_else(place: Place) -> None:
+    stores = [place.open(RECORDS), place.open(KvRecords(SMALL + 1)), place.open(SECRET)]
+    first, longer, keyed = (store.identity() for store in stores)
+    assert first == longer == stores[0].identity() != keyed
+    assert len(first) == IDENTITY_BYTES
+    stores[0].write(pairs(keys_of(2), blocks_of(2, SMALL)))
+    stores.append(place.open(RECORDS))
+    assert stores[-1].identity() == first, "it is the place's, not the process's"
+    place.begin_anew()
+    stores.append(place.open(RECORDS))
+    assert stores[-1].identity() not in (first, keyed)
+    for store in stores:
+        store.close()
 
 
 @pytest.mark.covers("W10")

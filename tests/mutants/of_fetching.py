@@ -198,17 +198,17 @@ MUTANTS: Final = (
     Mutant(
         "fetch-cost-forgets-the-queue",
         "Who waits in the queue anyway is not told that it could fetch meanwhile.",
-        "prefill_node/fetch_cost.py",
-        "ahead_s = self.compute_s(num_tokens_in_front) - latency",
-        "ahead_s = -latency",
+        "proto/prefill_speed.py",
+        "ahead_s = num_tokens_in_front * speed.token_s - fetch.latency_s",
+        "ahead_s = -fetch.latency_s",
         _COST,
     ),
     Mutant(
         "fetch-cost-forgets-what-did-not-come",
         "A pool that says yes and brings nothing counts as fast.",
-        "prefill_node/fetch_cost.py",
-        "won_per_block = self._share * self.compute_s",
-        "won_per_block = self.compute_s",
+        "proto/prefill_speed.py",
+        "won_per_block = fetch.share * speed.block_size",
+        "won_per_block = speed.block_size",
         _COST,
     ),
     Mutant(
@@ -222,9 +222,9 @@ MUTANTS: Final = (
     Mutant(
         "fetch-cost-looks-at-any-price",
         "Looks may take as long as computing the whole prompt.",
-        "prefill_node/fetch_cost.py",
-        "return self.num_worth(num_blocks, num_tokens_in_front) > 0 and self._look_s <= room_s",
-        "return self.num_worth(num_blocks, num_tokens_in_front) > 0",
+        "proto/prefill_speed.py",
+        "return num_worth(speed, num_blocks, num_tokens_in_front) > 0 and speed.fetch.look_s <= room_s",
+        "return num_worth(speed, num_blocks, num_tokens_in_front) > 0",
         _COST,
     ),
     Mutant(

@@ -15,13 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.sequence import Phase
 from node.ending import Ending
-from node.http import HttpServer, make_app
+from node.http import make_app
 from node.identity import NodeIdentity
 from node.measures import Measures
 from node.metrics import Counters
 from node.sizes import EngineSizes
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
+from runtime.http_server import HttpServer
 from tests.node.scripted_core import ScriptedCore
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics_nodes.md"

@@ -90,7 +90,7 @@ class Shell:
         self.measures = Measures()
         memory = SharedBytes(4, 64)
         self.transport = choose_transports(
-            "auto", memory.bytes, memory.descriptor, "n", 1, self.inbox.post, "127.0.0.1"
+            "auto", memory.bytes, memory.descriptor, ("n", 1), self.inbox.post, "127.0.0.1", is_encrypted=False
         )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from proto import baton_pb2 as pb
 from router.api import Api, ApiSettings
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
-from router.http_server import HttpServer
 from router.placement import Placement
 from router.shell import RouterShell
 from router.text import ModelText
+from runtime.http_server import HttpServer
 from runtime.session import Peer, SessionTiming
 from tests.router.scripted_nodes import Script, ScriptedNode, ScriptedPair, replying
 
@@ -56,13 +57,15 @@ async def live_router(
     core_config: RouterCoreConfig | None = None,
     timeout_s: float = 30.0,
     timing: SessionTiming = USUAL_TIMING,
+    behind: Callable[[ASGIApp, RouterShell], ASGIApp] = lambda app, shell: app,
+    settings: ApiSettings | None = None,
 ) -> AsyncIterator[LiveRouter]:
-    """Serve until the block ends; ready when it begins."""
+    """Serve until the block ends; ready when it begins. `behind` puts something in front of the API."""
     shell = RouterShell(RouterCore(core_config or RouterCoreConfig(), Placement()), Peer("router", 77), timing)
-    api = Api(shell, ModelText(model), ApiSettings(MODEL_NAME, timeout_s, max_body_bytes=1 << 20))
+    api = Api(shell, ModelText(model), settings or ApiSettings(MODEL_NAME, timeout_s, max_body_bytes=1 << 20))
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    http = HttpServer(api.app(), listener)
+    http = HttpServer(behind(api.app(), shell), listener)
     serving = asyncio.create_task(http.run())
     async with (
         ScriptedNode("prefill", pb.ROLE_PREFILL, MAX_MODEL_LEN, timing) as prefill,

@@ -10,7 +10,8 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.key_log import KeyLog
 from node.cache_feed import CacheFeed
-from node.events import RouterId
+from node.events import PoolSaid, RouterId
+from node.pool_book import PoolBook
 from proto import baton_pb2 as pb
 from proto.block_key import block_keys, fingerprint_bytes, seed_key
 from router.cache_index import CacheIndex
@@ -43,6 +44,15 @@ class FollowedNode:
     feed: CacheFeed
     used: list[int] = field(default_factory=list)
     on_way: list[pb.CacheNews] = field(default_factory=list)  # with the session they are lost
+    book: PoolBook = field(default_factory=PoolBook)
+    book_feed: CacheFeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.book_feed = CacheFeed(self.book, of_pool=True)
+
+    def tell(self) -> list[pb.CacheNews]:
+        """What it says now."""
+        return [action.message.cache for feed in (self.feed, self.book_feed) for action in feed.tell()]
 
 
 class Following:
@@ -57,6 +67,15 @@ class Following:
         self.chains = [[self.rng.randbytes(32) for _ in range(8)] for _ in range(12)]
         self.started = 0
         self.gaps = 0
+
+    def share_pool(self, ref: NodeRef, pool: bytes) -> PoolBook:
+        """A node begins to use a KV pool."""
+        followed = self.nodes[ref]
+        followed.book = PoolBook(self.rng.choice((8, 1000)))
+        followed.book_feed = CacheFeed(followed.book, piece=self.rng.choice((1, 5, 64)), of_pool=True)
+        followed.node.hear(pb.LoadReport(kv_pool=pool))
+        self.look()
+        return followed.book
 
     def start(self, name: str, role: pb.Role.ValueType = pb.ROLE_PREFILL) -> None:
         """A node process, in the place of another of that name."""
@@ -90,6 +109,7 @@ class Following:
     def lose_session(self, followed: FollowedNode) -> None:
         followed.on_way.clear()
         followed.feed.forget(ROUTER)
+        followed.book_feed.forget(ROUTER)
         followed.node.session = Session.LOST
         self.look()
         if self.rng.random() < 0.5:
@@ -100,9 +120,10 @@ class Following:
     def turn(self) -> None:
         """Questions go out, answers come in."""
         for ref, ask in self.map.questions(self.now):
-            self.nodes[ref].feed.ask(ROUTER, ask)
+            followed = self.nodes[ref]
+            (followed.book_feed if ask.of_pool else followed.feed).ask(ROUTER, ask)
         for ref, followed in self.nodes.items():
-            followed.on_way += [action.message.cache for action in followed.feed.tell()]
+            followed.on_way += followed.tell()
             if followed.on_way and self.rng.random() < 0.7:
                 news = followed.on_way.pop(0)
                 self.started += not news.HasField("after")
@@ -204,6 +225,95 @@ def test_the_pace_is_the_routers_and_follows_from_how_much_came() -> None:
     assert [(ref, ask.taken) for ref, ask in world.map.questions(0.0206)] == [(first, 5)]
 
 
+def short_keys(book: PoolBook) -> set[int]:
+    keys, _ = book.keys_from(0, 1 << 20)
+    return {int.from_bytes(key, "little") for key in keys}
+
+
+@pytest.mark.covers("R02")
+@pytest.mark.parametrize("seed", range(6))
+def test_what_nodes_say_of_kv_pools_is_followed_as_their_caches_are_and_goes_with_them(seed: int) -> None:
+    world = Following(seed)
+    refs = []
+    for name, role in (("prefill-0", pb.ROLE_PREFILL), ("prefill-1", pb.ROLE_PREFILL), ("decode-0", pb.ROLE_DECODE)):
+        world.start(name, role)
+        refs.append(next(ref for ref in world.nodes if ref.name == name))
+    pools = [b"one" if number < 2 else b"two" for number in range(3)]
+    books = [world.share_pool(ref, pool) for ref, pool in zip(refs, pools, strict=True)]
+    for _ in range(300):
+        number = world.rng.randrange(3)
+        if world.rng.randrange(25) == 0:
+            world.lose_session(world.nodes[refs[number]])
+        keys = tuple(world.rng.choice(world.chains)[: world.rng.randint(1, 8)])
+        stored, found = (keys, ()) if world.rng.random() < 0.5 else ((), keys)
+        books[number].take(PoolSaid(pools[number], stored, found))
+        world.turn()
+    for _ in range(2000):
+        world.turn()
+        world.now += 0.05
+    for ref, pool, book in zip(refs, pools, books, strict=True):
+        assert world.map.is_whole(ref, pool)
+        assert world.map.keys_of(ref, pool) == short_keys(book)
+    assert world.map.snapshot()["pools"] == 2 and world.map.snapshot()["nodes"] == 2
+    del world.nodes[refs[2]]
+    world.look()
+    assert world.map.snapshot()["pools"] == 1
+    with pytest.raises(KeyError):
+        world.map.keys_of(refs[2], b"two")
+
+
+@pytest.mark.covers("R02")
+def test_of_one_pool_every_word_counts_for_all_who_use_it_and_of_another_for_none_of_them() -> None:
+    world = Following(3)
+    prompt = tuple(range(100, 133))
+    keys = block_keys(SEED, prompt, 4)
+    for name in ("prefill-0", "prefill-1", "prefill-2"):
+        world.start(name)
+    refs = list(world.nodes)
+    first, second, other = (
+        world.share_pool(ref, pool) for ref, pool in zip(refs, (b"one", b"one", b"two"), strict=True)
+    )
+    fingerprint = FINGERPRINT.SerializeToString(deterministic=True)
+
+    def pooled() -> dict[bytes, int]:
+        for _ in range(60):
+            world.turn()
+            world.now += 0.05
+        request = GenerationRequest("r", prompt, 1, Sampling(0.0, 8, ()), 1e9)
+        found = world.map.prompt(LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0))
+        assert found.cached == {}
+        assert all(of_model == fingerprint for _, of_model in found.pooled)
+        return {pool: num_tokens for (pool, _), num_tokens in found.pooled.items()}
+
+    first.take(PoolSaid(b"one", stored=tuple(keys[:3])))
+    second.take(PoolSaid(b"one", stored=tuple(keys[3:5])))
+    other.take(PoolSaid(b"two", stored=tuple(keys[:2])))
+    assert pooled() == {b"one": 20, b"two": 8}, "what one has begun another one has gone on with"
+    second.take(PoolSaid(b"one", lacking=(keys[2],)))
+    assert pooled() == {b"one": 8, b"two": 8}, "who looks in vain says so, whoever had stored it"
+    first.take(PoolSaid(b"one", stored=(keys[2],)))
+    assert pooled() == {b"one": 20, b"two": 8}
+    second.take(PoolSaid(b"one", found=tuple(keys[:3])))
+    world.nodes[refs[1]].node.hear(pb.LoadReport(kv_pool=b"three"))
+    world.look()
+    assert pooled() == {b"one": 12, b"two": 8, b"three": 20}, "another pool, of which all is told anew"
+
+
+@pytest.mark.covers("R02")
+def test_news_of_a_pool_from_who_uses_none_is_none() -> None:
+    world = Following(1)
+    world.start("prefill-0")
+    ((ref, ask),) = world.map.questions(world.now)
+    assert not ask.of_pool
+    assert not world.map.take(ref, pb.CacheNews(taken=1, of_pool=True), world.now)
+    assert world.map.take(ref, pb.CacheNews(taken=1), world.now), "the question stood"
+    world.share_pool(ref, b"one")
+    world.now += 1.0
+    asked = {ask.of_pool for _ in range(3) for _, ask in world.map.questions(world.now + 1.0)}
+    assert True in asked
+    assert not world.map.take(ref, pb.CacheNews(taken=1, of_pool=True, lacking=b"half"), world.now)
+
+
 @pytest.mark.covers("R02", "W02")
 def test_the_routers_keys_are_the_nodes_and_the_last_token_is_never_counted() -> None:
     world = Following(3)
@@ -221,7 +331,8 @@ def test_the_routers_keys_are_the_nodes_and_the_last_token_is_never_counted() ->
     def cached(token_ids: tuple[int, ...], wants_prompt_logprobs: bool = False) -> dict[NodeRef, int]:
         sampling = Sampling(0.0, 8, (), wants_prompt_logprobs=wants_prompt_logprobs)
         request = GenerationRequest("r", token_ids, 1, sampling, 1e9)
-        return world.map.cached(LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0))
+        branch = LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0)
+        return dict(world.map.prompt(branch).cached)
 
     assert cached((*prompt, 7)) == {refs[0]: 16, refs[1]: 8}
     assert cached(prompt) == {refs[0]: 12, refs[1]: 8}, "one token at least is computed"

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proto.prefill_speed import FetchSpeed, PrefillSpeed
 from router.config import RouterConfig
 from router.events import NodeRef
-from router.placement import CACHE_AWARE, POLICIES, Candidate, Draw, Imbalance, Pair, Placement, Prompt
+from router.placement import CACHE_AWARE, POLICIES, Candidate, Draw, Imbalance, Pair, Placement, Prompt, estimate
 
 nodes = st.builds(NodeRef, st.sampled_from("abcde"), st.integers(1, 2))
 candidates = st.lists(
@@ -172,6 +173,72 @@ def test_cache_aware_is_total_and_chooses_the_best_of_those_that_are_not_overloa
     allowed = {each: load for each, load in loads.items() if load <= max(shortest + tokens, shortest * ratio)}
     assert name in allowed
     assert all(load - cached.get(each, 0) >= loads[name] - cached.get(name, 0) for each, load in allowed.items())
+
+
+speeds = st.builds(
+    PrefillSpeed,
+    st.sampled_from((1e-4, 4e-4)),
+    st.just(16),
+    st.none() | st.builds(FetchSpeed, st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 1), st.floats(0, 0.1)),
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), speeds, st.sampled_from((b"", b"one", b"two"))), min_size=1, max_size=5),
+    st.integers(1, 5000),
+    st.dictionaries(st.integers(0, 4), st.integers(1, 4999)),
+    st.dictionaries(st.sampled_from((b"one", b"two")), st.integers(1, 4999)),
+)
+@pytest.mark.covers("R02")
+def test_by_cache_and_pool_the_node_chosen_is_by_its_own_estimate_as_soon_as_any(
+    nodes_told: list[tuple[int, PrefillSpeed, bytes]], num_tokens: int, cached: dict[int, int], pooled: dict[bytes, int]
+) -> None:
+    """As soon as any, to the rounding of what is fetched; who is left out for its queue aside."""
+    refs = [NodeRef(f"p{number}", 1) for number in range(5)]
+    present = [
+        Candidate(refs[number], b"x", (queued, 0.0), speed, pool)
+        for number, (queued, speed, pool) in enumerate(nodes_told)
+    ]
+    prompt = Prompt(
+        num_tokens,
+        {refs[number]: min(tokens, num_tokens - 1) for number, tokens in cached.items()},
+        {(pool, b"x"): min(tokens, num_tokens - 1) for pool, tokens in pooled.items()},
+    )
+    pair = Placement(CACHE_AWARE, imbalance=Imbalance(1 << 20, 1.0)).choose(present, [candidate("z")], prompt=prompt)
+    assert pair is not None
+    seconds = {each.node: estimate(each, prompt).seconds for each in present}
+    assert seconds[pair.prefill] <= 1.2 * min(seconds.values()) + 1e-9
+    for each in present:
+        to_compute = each.load[0] + num_tokens - prompt.cached.get(each.node, 0)
+        assert seconds[each.node] <= each.speed.token_s * to_compute
+        if not each.pool or each.speed.fetch is None:
+            assert seconds[each.node] == each.speed.token_s * to_compute, "who has no pool has no fetch term"
+
+
+@pytest.mark.covers("R02")
+def test_a_pool_counts_for_who_reads_it_and_for_one_model() -> None:
+    speed = PrefillSpeed(1e-3, 16, FetchSpeed(0.001, 0.001, 1.0, 0.0))
+    plain, reads = (
+        Candidate(NodeRef(name, 1), b"x", (0, 0.0), speed, pool) for name, pool in (("a", b""), ("b", b"one"))
+    )
+    assert estimate(plain, Prompt(161, {}, {(b"", b"x"): 160})).num_fetched == 0
+    assert estimate(reads, Prompt(161, {}, {(b"two", b"x"): 160, (b"one", b"y"): 160})).num_fetched == 0
+    assert estimate(reads, Prompt(161, {}, {(b"one", b"x"): 160})).num_fetched == 160
+    assert estimate(reads, Prompt(161, {reads.node: 64}, {(b"one", b"x"): 160})).num_fetched == 96
+    assert estimate(reads, Prompt(161, {reads.node: 160}, {(b"one", b"x"): 64})).num_fetched == 0
+    lagging = [
+        Candidate(
+            NodeRef(name, 1), b"x", (0, 0.0), PrefillSpeed(1e-3, 16, FetchSpeed(latency, 0.001, 1.0, 0.0)), b"one"
+        )
+        for name, latency in (("a", 0.0100), ("b", 0.0101), ("c", 0.2))
+    ]
+    placement = Placement(CACHE_AWARE)
+    chosen = [
+        pair.prefill.name
+        for _ in range(6)
+        if (pair := placement.choose(lagging, [candidate("z")], prompt=Prompt(161, {}, {(b"one", b"x"): 160})))
+    ]
+    assert Counter(chosen) == {"a": 3, "b": 3}, "a little faster is not faster"
 
 
 @given(seeds, st.integers(1, 2**32))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _KV_BYTES: Final = 4 * BLOCK_SIZE  # of a block that mean something (engine/fake_runner.py)
 _GARBAGE: Final = 0x55
+_IDENTITY: Final = bytes(16)
 _P_FLAW: Final = 0.4  # that a flaw shows in one call
 _FEW_BLOCKS: Final = 6  # that a full pool holds
 _MANY_BLOCKS: Final = 10_000
@@ -86,7 +87,9 @@ class SimKvPool:
         is_dropped = self._shows("fails")
         node.post(ev.BlocksStaged(action.save_id, 0 if is_dropped else len(copies)))
         if not is_dropped:
-            self._kernel.after(self._delay_s(), lambda: self._store(copies))
+            delay_s, keys = self._delay_s(), tuple(key for key, _ in copies)
+            self._kernel.after(delay_s, lambda: self._store(copies))
+            self._kernel.after(delay_s, lambda: node.post(ev.PoolSaid(_IDENTITY, stored=keys)), node)
 
     def _store(self, copies: list[tuple[bytes, bytes]]) -> None:
         for key, kv in copies:
@@ -106,6 +109,7 @@ class SimKvPool:
         elif self._shows("lies"):
             num_blocks = self._rng.randint(0, len(action.keys))
         node.post(ev.PoolLooked(action.look_id, num_blocks))
+        self._say(node, action.keys, num_blocks)
 
     def _scribble(self, node: SimNode, action: ev.FetchBlocks) -> None:
         states = node.block_states()
@@ -131,3 +135,8 @@ class SimKvPool:
         self._kernel.count("kv blocks fetched", num_blocks)
         self._kernel.count("kv fetches short", num_blocks < len(action.blocks))
         node.post(ev.BlocksFetched(action.fetch_id, num_blocks, seconds))
+        self._say(node, tuple(key for key, _ in action.blocks), num_blocks)
+
+    def _say(self, node: SimNode, keys: tuple[bytes, ...], num_blocks: int) -> None:
+        lacking = keys[num_blocks : num_blocks + 1]
+        node.post(ev.PoolSaid(_IDENTITY, found=keys[:num_blocks], lacking=lacking))

@@ -87,7 +87,7 @@ def describe_event(event: ev.Event) -> tuple[str, str]:
             return "takes", f"Release {name_of(request.key)}"
         case ev.StepDone(result):
             return "step done", f"{result.step_id}: {result.token_ids.tolist()}"
-        case ev.BlocksStaged() | ev.PoolLooked() | ev.BlocksFetched():
+        case ev.BlocksStaged() | ev.PoolLooked() | ev.BlocksFetched() | ev.PoolSaid():
             return "takes", f"of the KV pool: {event}"
         case ev.DrainAsked():
             return "takes", "the wish that it drains"

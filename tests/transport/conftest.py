@@ -13,6 +13,7 @@ KINDS: Final[dict[str, Callable[[], Net]]] = {
     "memory": MemoryNet,
     "zmq": ZmqNet,
     "shm": ShmNet,
+    "zmq, encrypted": lambda: ZmqNet(is_encrypted=True),
     "zmq without checksums": lambda: ZmqNet(checksums=False),
     "shm without checksums": lambda: ShmNet(checksums=False),
     "memory, one-sided": lambda: MemoryNet(is_one_sided=True),
@@ -51,6 +52,13 @@ def memory_net() -> Iterator[MemoryNet]:
 def zmq_net() -> Iterator[ZmqNet]:
     """A net over real sockets."""
     with ZmqNet() as made:
+        yield made
+
+
+@pytest.fixture
+def curve_net() -> Iterator[ZmqNet]:
+    """A net over real sockets whose links are encrypted."""
+    with ZmqNet(is_encrypted=True) as made:
         yield made
 
 

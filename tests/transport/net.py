@@ -13,6 +13,7 @@ import numpy.typing as npt
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.shm_transport import ShmTransport
 from connector.transport import BlocksLanded, BlocksTaken, ReceiverEvent, SenderEvent
+from connector.zmq_options import LinkRules
 from connector.zmq_transport import ZmqTransport
 from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
@@ -152,9 +153,14 @@ class ThreadedNet:
 class ZmqNet(ThreadedNet):
     """Nodes on loopback."""
 
+    def __init__(self, checksums: bool = True, is_encrypted: bool = False) -> None:
+        super().__init__(checksums)
+        self.is_encrypted = is_encrypted  # of the nodes made from now on
+
     def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
         memory = np.zeros((num_blocks, block_bytes), np.uint8)
-        return Node(memory, said, ZmqTransport(memory, name, incarnation, said, checksums=self._checksums))
+        rules = LinkRules(self._checksums, self.is_encrypted)
+        return Node(memory, said, ZmqTransport(memory, name, incarnation, said, rules=rules))
 
 
 class ShmNet(ThreadedNet):

@@ -28,7 +28,7 @@ class ChoosingNode:
         self.memory = self.shared.bytes
         self.said = Recorder(changed)
         self.transport: ChoosingTransport = choose_transports(
-            choice, self.memory, self.shared.descriptor, name, 1, self.said, "127.0.0.1"
+            choice, self.memory, self.shared.descriptor, (name, 1), self.said, "127.0.0.1", is_encrypted=False
         )
 
     def shows(self, name: str) -> Mapping[str, object]:
@@ -207,7 +207,9 @@ def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     shared = SharedBytes(1, 512)
     num_threads = threading.active_count()
     with pytest.raises(zmq.ZMQError):
-        choose_transports("auto", shared.bytes, shared.descriptor, "node", 1, lambda event: None, "192.0.2.1")
+        choose_transports(
+            "auto", shared.bytes, shared.descriptor, ("node", 1), lambda event: None, "192.0.2.1", is_encrypted=False
+        )
     assert threading.active_count() == num_threads
 
 

@@ -1,0 +1,141 @@
+"""`baton certs make DIR`: a private certificate authority, and what each host of a cluster needs for `--tls-dir`.
+
+    DIR/ca.key, DIR/ca.crt        the authority; ca.key signs new hosts and is needed nowhere else: keep it off them
+    DIR/HOST/                     what goes to HOST, as its --tls-dir: ca.crt, tls.crt, tls.key
+
+Called again with other hosts it signs those with the authority that is there. Nothing is overwritten.
+Not here: what a certificate is (runtime/certificates.py), what a process does with it (runtime/credentials.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from runtime.config import knob, load
+from runtime.process import fatal
+
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")  # in each certificate: a host may always talk to itself
+_AUTHORITY_LASTS: Final = 10  # times as long as what it signs
+_NAME: Final = re.compile(
+    r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*"
+)
+DESCRIPTION: Final = """\
+Make a private certificate authority and, for each host, the directory that its processes are given as --tls-dir.
+
+  baton certs make certs                                     for this machine alone: certs/localhost
+  baton certs make certs --hosts node-a/10.0.0.5,node-b      certs/node-a, known by that name and that address; certs/node-b
+  baton certs make certs --hosts node-c                      one more host, signed by the authority that is there
+
+Copy each directory to its host, and nothing else: with ca.key anybody is a member of the cluster. To renew a host's certificate,
+delete its directory and call this again; processes take up files that have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertsConfig:
+    """What is to be made."""
+
+    out: Path = knob(help="directory to make or to add to; also without the flag", metavar="DIR")
+    hosts: tuple[str, ...] = knob(
+        ("localhost",),
+        "hosts, each as its name or address and, behind slashes, others by which it is dialled: NAME/ADDRESS/…",
+        metavar="A,B,…",
+    )
+    days: int = knob(
+        365, "days until hosts' certificates end; the authority's lasts ten times as long", low=1, high=3650
+    )
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise ValueError("--hosts: at least one is needed")
+        first = [names_of_host(host)[0] for host in self.hosts]
+        for name in first:
+            if first.count(name) > 1:
+                raise ValueError(f"--hosts {name}: is there twice")
+
+
+def names_of_host(host: str) -> tuple[str, ...]:
+    """The names of one entry of --hosts, loopback's behind them. Raises ValueError, one sentence."""
+    names = [name.strip() for name in host.split("/")]
+    for name in names:
+        if not _is_address(name) and (len(name) > 253 or not _NAME.fullmatch(name)):
+            raise ValueError(f"--hosts {host}: {name or 'nothing'} is no host name and no address")
+    if names[0].startswith("*"):
+        raise ValueError(f"--hosts {host}: the first name is its directory's, and cannot begin with *")
+    return tuple(dict.fromkeys([*names, *LOOPBACK]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make them; 0, or one line and 2 for what the user can mend."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--out")
+    config = load(CertsConfig, "baton certs make", DESCRIPTION, words)
+    try:
+        for line in _make(config):
+            sys.stdout.write(f"baton certs make: {line}\n")
+    except OSError as error:
+        fatal(f"baton certs make: {error.filename}: {error.strerror}")
+    except ValueError as error:
+        fatal(f"baton certs make: {error}")
+    return 0
+
+
+def _make(config: CertsConfig) -> list[str]:
+    """What was made, for the user."""
+    from runtime.certificates import Pair, ends_at, make_authority, sign_host  # heavy: --help answers without it
+
+    hosts = {names[0]: names for names in map(names_of_host, config.hosts)}
+    for host in hosts:
+        if (config.out / host).exists():
+            raise ValueError(f"{config.out / host}: is there already; delete it first to make it anew")
+    config.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    certificate_path, key_path = config.out / "ca.crt", config.out / "ca.key"
+    lines = []
+    if key_path.exists() != certificate_path.exists():
+        raise ValueError(f"{config.out}: has one of ca.crt and ca.key without the other")
+    if key_path.exists():
+        authority = Pair(certificate_path.read_bytes(), key_path.read_bytes())
+        made = "as it was"
+    else:
+        authority = make_authority(config.days * _AUTHORITY_LASTS)
+        _write(key_path, authority.key)
+        _write(certificate_path, authority.certificate)
+        made = "new"
+    ends = ends_at(authority.certificate, "ca.crt")
+    lines.append(f"{certificate_path} is the authority, {made}, until {ends:%Y-%m-%d}; keep {key_path} off the hosts")
+    for host, names in hosts.items():
+        pair = sign_host(authority, names, config.days)
+        directory = config.out / host
+        directory.mkdir(mode=0o700)
+        _write(directory / "ca.crt", authority.certificate)
+        _write(directory / "tls.crt", pair.certificate)
+        _write(directory / "tls.key", pair.key)
+        ends = min(ends_at(pair.certificate), ends_at(authority.certificate, "ca.crt"))
+        lines.append(f"--tls-dir {directory} for {', '.join(names)}, until {ends:%Y-%m-%d}")
+    return lines
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file that its owner alone can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

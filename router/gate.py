@@ -1,0 +1,108 @@
+"""Who is let in: a layer in front of the API that asks for a key, and the account on which a request then goes.
+
+Without keys everybody is let in, without limits. With them only OPEN_PATHS are open: probes and scrapers carry no keys, and what
+these pages say (alive, ready, counts) holds nothing that anybody wrote. `--metrics-need-key on` closes `/metrics` too. A deep look
+(`/ready?…`) costs work and needs a key. Whatever is added later needs a key unless it is listed here.
+
+Not here: keys (api_keys.py), limits (rate_limit.py), requests (api.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import HTTPConnection, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api_keys import ApiKeys, Client
+from router.metrics import RouterMetrics
+from router.openai_types import ApiError
+from router.rate_limit import Over, RateLimits
+from router.refusals import id_header, refusal
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+_ACCOUNT: Final = "account"  # in a request's state
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a request goes on: somebody's limits and counts."""
+
+    client: Client
+    limits: RateLimits
+    metrics: RouterMetrics
+
+    def admit(self) -> None:
+        """Take one request; raises ApiError, 429, over the limit."""
+        self._check(self.limits.admit(self.client, _now()))
+        self.metrics.client_asked(self.client.name)
+
+    def take_prompt(self, num_tokens: int) -> None:
+        """Take the tokens of a request's prompts; raises ApiError, 429, over the limit."""
+        self._check(self.limits.take(self.client, num_tokens, _now()))
+        self.metrics.client_used(self.client.name, "prompt", num_tokens)
+
+    def owe(self, num_tokens: int) -> None:
+        """Take what was generated."""
+        self.limits.owe(self.client, num_tokens, _now())
+        self.metrics.client_used(self.client.name, "completion", num_tokens)
+
+    def _check(self, over: Over | None) -> None:
+        if over is None:
+            return
+        self.metrics.turned_away(f"{over.what}_limit")
+        wait_s = max(1, -int(-over.retry_after_s // 1))
+        message = f"The limit of {self.client.name} is {over.limit} {over.what} a minute; there is room in {wait_s} s."
+        raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
+
+
+def account_of(request: Request) -> Account | None:
+    """On whose account it goes; None: nobody asks."""
+    account: Account | None = request.scope.get("state", {}).get(_ACCOUNT)
+    return account
+
+
+class Gate:
+    """The ASGI application behind it, for those who have a key."""
+
+    def __init__(
+        self, app: ASGIApp, keys: Callable[[], ApiKeys], metrics: RouterMetrics, *, metrics_need_key: bool = False
+    ) -> None:
+        """`keys`: those that count now."""
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._limits = RateLimits()
+        self._open_paths = OPEN_PATHS - ({"/metrics"} if metrics_need_key else frozenset())
+
+    def keys_changed(self) -> None:
+        """Forget the limits of whoever has gone; the others keep what they have used."""
+        self._limits.keep(self._keys().names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "http" and not self._is_open(scope):
+            shown = [value for name, value in scope["headers"] if name == b"authorization"]
+            client = self._keys().find(shown[0]) if len(shown) == 1 else None
+            if client is None:
+                await self._refuse("unknown_key" if shown else "no_key", HTTPConnection(scope))(scope, receive, send)
+                return
+            scope.setdefault("state", {})[_ACCOUNT] = Account(client, self._limits, self._metrics)
+        await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = scope["path"]
+        return path in self._open_paths and not (path == "/ready" and scope.get("query_string"))
+
+    def _refuse(self, reason: str, request: HTTPConnection) -> ASGIApp:
+        self._metrics.turned_away(reason)
+        told = "No API key was given" if reason == "no_key" else "The API key given is not known here"
+        error = ApiError(401, f"{told}: send one as Authorization: Bearer KEY.", code="invalid_api_key")
+        return refusal(error, {"WWW-Authenticate": "Bearer", **id_header(request)})
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

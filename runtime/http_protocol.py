@@ -1,0 +1,206 @@
+"""HTTP/1.1 of one connection within bounds: uvicorn's own protocol, which has none of these.
+
+    bytes of a request's head (line, headers, and what chunks and trailers put around a body)   431, closed
+    seconds until a head is complete                                                            408, closed
+    requests sent before the first one is answered                                              400, closed
+    connections at once                                                                         503, closed
+
+Over the bound on connections, those that ask for one of the spared paths are still answered, since who probes a busy process must
+not find it dead; beyond a few more they are closed without a word. Bodies are the application's to bound. Each refusal is counted.
+
+httptools keeps a header that has not ended without telling anybody, so bytes are counted as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final, Literal, get_args
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+SPARE_CONNECTIONS: Final = 64  # for who asks for a spared path
+MAX_PIPELINED: Final = 16
+_AROUND_A_BODY: Final = 16  # bytes that chunks may put around each byte of a body
+
+Reason = Literal["connections", "head", "slow", "pipelined", "malformed"]
+REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpBounds:
+    """What one server takes from strangers."""
+
+    max_connections: int = 256
+    max_head_bytes: int = 32 << 10
+    head_timeout_s: float = 10.0
+    spared_paths: frozenset[str] = frozenset({"/health", "/ready", "/metrics"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    reason: Reason
+    status: int
+    message: str
+
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.reason}
+        return json.dumps({"error": error}).encode("ascii")
+
+    def encoded(self) -> bytes:
+        """The whole answer, for who is told without the application's help."""
+        body, phrase = self.body(), HTTPStatus(self.status).phrase
+        head = f"HTTP/1.1 {self.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        return f"{head}connection: close\r\n\r\n".encode("ascii") + body
+
+
+_FULL: Final = _Refusal("connections", 503, "The server has as many connections as it takes.")
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        bounds: HttpBounds,
+        on_refused: Callable[[str], None],
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._bounds = bounds
+        self._on_refused = on_refused
+        self._own_app = self.app
+        self._untold_bytes = 0  # since the head began, or since the body last grew: what the parser may have kept
+        self._is_whole = True  # no request has begun that has not ended
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal: _Refusal | None = None
+
+    # ---------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Arm the first head's time."""
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections + SPARE_CONNECTIONS:
+            self._on_refused("connections")
+            self._refusal = _FULL
+            transport.abort()
+            return
+        self._arm_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing of it is left."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, then look whether it was too much: what is refused is the piece behind the bound."""
+        if self._refusal is not None:
+            return  # it is being closed
+        self._untold_bytes += len(data)
+        super().data_received(data)
+        if self._refusal is None and self._untold_bytes > self._bounds.max_head_bytes:
+            self._refuse(self._head_too_large())
+
+    # ---------------------------------------------------------------- the parser's words
+
+    def on_message_begin(self) -> None:
+        """A head begins; how much of the piece is of it is not known, so it begins at 0."""
+        super().on_message_begin()
+        self._untold_bytes = 0
+        self._is_whole = False
+        self._arm_timer()
+
+    def on_headers_complete(self) -> None:
+        """The head is there."""
+        self._stop_timer()
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > self._bounds.max_head_bytes:
+            self._fail(self._head_too_large())
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._fail(_Refusal("pipelined", 400, f"More than {MAX_PIPELINED} requests came ahead of an answer."))
+        self._untold_bytes = 0
+        is_spared = self.url.partition(b"?")[0].decode("latin-1") in self._bounds.spared_paths
+        is_full = len(self.connections) > self._bounds.max_connections and not is_spared
+        self.app = self._answer_full if is_full else self._own_app
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """The body goes on; behind the last one come trailers, during which nothing is told."""
+        self._untold_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """The body goes on."""
+        self._untold_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there."""
+        self._untold_bytes = 0
+        self._is_whole = True
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is out; of a request that is not, nobody wants the rest."""
+        super().on_response_complete()
+        if not self._is_whole:
+            self._arm_timer()
+
+    # ---------------------------------------------------------------- refusing
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says when the parser fails: of its own accord, or because a callback did."""
+        self._refuse(self._refusal or _Refusal("malformed", 400, msg))
+
+    def _fail(self, refusal: _Refusal) -> None:
+        """Inside a callback: stop the parser, which leads to send_400_response."""
+        self._refusal = refusal
+        raise httptools.HttpParserError(refusal.message)
+
+    def _refuse(self, refusal: _Refusal) -> None:
+        self._refusal = refusal
+        self._stop_timer()
+        self._on_refused(refusal.reason)
+        if self.cycle is None or self.cycle.response_complete:  # else it would stand in the middle of an answer
+            self.transport.write(refusal.encoded())
+        self.transport.close()
+
+    def _head_too_large(self) -> _Refusal:
+        most = self._bounds.max_head_bytes
+        return _Refusal("head", 431, f"The request's line and headers are larger than {most} bytes.")
+
+    async def _answer_full(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._on_refused("connections")
+        body = _FULL.body()
+        length = str(len(body)).encode("ascii")
+        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"retry-after", b"1")]
+        headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": _FULL.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _arm_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._bounds.head_timeout_s, self._on_timer)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        if self._is_whole:  # nothing has come at all
+            self.transport.close()
+        else:
+            limit = self._bounds.head_timeout_s
+            self._refuse(_Refusal("slow", 408, f"The request's line and headers took longer than {limit:g} s."))

@@ -1,0 +1,289 @@
+"""Certificates made, looked over and used: members talk, strangers are refused on every channel, and nobody is held up by them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import ssl
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from deploy import certs
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import RegistryServicer, RegistryStub, add_RegistryServicer_to_server
+from runtime.certificates import names_of
+from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
+from runtime.http_server import HttpServer
+from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The --tls-dir of a cluster's host."""
+    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of another cluster's."""
+    return make_certificates(tmp_path_factory.mktemp("others") / "certs")
+
+
+def copied(directory: Path, to: Path) -> Path:
+    shutil.copytree(directory, to)
+    return to
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.covers("X03")
+def test_each_host_gets_a_directory_that_its_owner_alone_can_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "certs"
+    assert certs.main([str(folder), "--hosts", "node-a/10.0.0.5/*.example.org,10.0.0.6", "--days", "3"]) == 0
+    told = capsys.readouterr().out
+    assert f"--tls-dir {folder}/node-a for node-a, 10.0.0.5, *.example.org, localhost, 127.0.0.1, ::1, until 20" in told
+    assert f"keep {folder}/ca.key off the hosts" in told
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["10.0.0.6/ca.crt", "10.0.0.6/tls.crt", "10.0.0.6/tls.key", "ca.crt", "ca.key"] + [
+        f"node-a/{name}" for name in ("ca.crt", "tls.crt", "tls.key")
+    ]
+    for path in (folder, *folder.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    for host in ("node-a", "NODE-A", "10.0.0.5", "x.example.org", "localhost", "127.0.0.1", "::1"):
+        assert Credentials(folder / "node-a", host).is_encrypted
+    for host in ("node-b", "10.0.0.6", "x.y.example.org", "example.org", "127.0.0.2"):
+        with pytest.raises(CredentialsError, match=r"tls\.crt is for node-a, .*, not for --host "):
+            Credentials(folder / "node-a", host)
+
+
+@pytest.mark.covers("X03")
+def test_a_host_is_added_by_the_same_authority_and_nothing_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "certs"
+    make_certificates(folder, "a")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    make_certificates(folder, "b")
+    assert {path: path.read_bytes() for path in before} == before
+    assert (folder / "b/ca.crt").read_bytes() == (folder / "ca.crt").read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        certs.main([str(folder), "--hosts", "c,b"])
+    assert ended.value.code == 2
+    assert "b: is there already; delete it first to make it anew" in capsys.readouterr().err
+    assert not (folder / "c").exists()
+    assert names_of((folder / "b/tls.crt").read_bytes()) == ["b", "localhost", "127.0.0.1", "::1"]
+
+
+@pytest.mark.covers("X03")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--hosts", "a b"], "a b is no host name and no address"),
+        (["--hosts", "a//b"], "nothing is no host name"),
+        (["--hosts", "../etc"], ".. is no host name"),
+        (["--hosts", "*.example.org"], "cannot begin with *"),
+        (["--hosts", "a,a/b"], "--hosts a: is there twice"),
+        (["--days", "0"], "--days 0: must be a whole number between 1 and 3650"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(
+    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        certs.main([str(tmp_path / "certs"), *flags])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert told in line
+    assert line.count("\n") == 1
+    assert not (tmp_path / "certs").exists()
+
+
+@pytest.mark.covers("X03")
+def test_what_is_wrong_with_a_directory_is_one_sentence(ours: Path, others: Path, tmp_path: Path) -> None:
+    def spoiled(spoil: Callable[[Path], object]) -> str:
+        directory = copied(ours, tmp_path / f"spoiled{len(list(tmp_path.iterdir()))}")
+        spoil(directory)
+        with pytest.raises(CredentialsError) as caught:
+            Credentials(directory)
+        sentence = str(caught.value)
+        assert sentence.startswith(f"--tls-dir {directory}: ")
+        return sentence.removeprefix(f"--tls-dir {directory}: ")
+
+    def replace_by_others(name: str) -> Callable[[Path], object]:
+        return lambda directory: (directory / name).write_bytes((others / name).read_bytes())
+
+    assert spoiled(lambda directory: (directory / "ca.crt").unlink()).startswith("ca.crt cannot be read: No such file")
+    assert spoiled(lambda directory: (directory / "tls.crt").write_text("x")) == "tls.crt holds no certificate in PEM"
+    assert spoiled(lambda directory: (directory / "tls.key").write_text("x")).startswith("tls.key holds no private key")
+    assert spoiled(replace_by_others("ca.crt")) == "tls.crt is not signed by ca.crt"
+    assert spoiled(replace_by_others("tls.key")) == "tls.key is not the key of tls.crt"
+    assert spoiled(lambda directory: expire(directory, ours.parent)).startswith("tls.crt has ended at 20")
+
+
+# ---------------------------------------------------------------- gRPC
+
+
+class Asked(RegistryServicer):
+    """Answers, and counts."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    async def Register(self, request: pb.NodeEntry, context: object) -> pb.RegisterReply:
+        raise AssertionError("nobody registers")
+
+    async def Deregister(self, request: pb.PeerId, context: object) -> pb.DeregisterReply:
+        raise AssertionError("nobody deregisters")
+
+    async def List(self, request: pb.ListRequest, context: object) -> pb.ListReply:
+        self.times += 1
+        return pb.ListReply()
+
+
+@asynccontextmanager
+async def grpc_server(credentials: Credentials, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Asked]]:
+    server, asked = grpc.aio.server(), Asked()
+    add_RegistryServicer_to_server(asked, server)
+    address = f"127.0.0.1:{credentials.bind(server, f'{host}:0')}"
+    await server.start()
+    try:
+        yield address, asked
+    finally:
+        await server.stop(0)
+
+
+async def code_of(channel: grpc.aio.Channel, timeout: float = 5) -> grpc.StatusCode:
+    """How one call ends."""
+    async with channel:
+        try:
+            await RegistryStub(channel).List(pb.ListRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.covers("X03")
+def test_grpc_answers_members_and_nobody_else(ours: Path, others: Path) -> None:
+    async def run() -> None:
+        credentials = Credentials(ours, "127.0.0.1")
+        async with grpc_server(credentials) as (address, asked):
+            assert await code_of(credentials.channel(address)) is grpc.StatusCode.OK
+            for what, channel in stranger_channels(address, ours, others).items():
+                assert await code_of(channel) is not grpc.StatusCode.OK, what
+            for garbage in GARBAGE:
+                await asyncio.to_thread(say, address, garbage)
+            assert asked.times == 1
+            assert await code_of(credentials.channel(address)) is grpc.StatusCode.OK
+            assert await code_of(NO_CREDENTIALS.channel(address)) is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X03")
+def test_a_member_does_not_talk_to_strangers_nor_to_a_member_under_another_name(
+    ours: Path, others: Path, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        me = Credentials(ours)
+        async with grpc_server(Credentials(others)) as (address, asked):
+            assert await code_of(me.channel(address)) is grpc.StatusCode.UNAVAILABLE
+            assert asked.times == 0
+        async with grpc_server(NO_CREDENTIALS) as (address, asked):
+            assert await code_of(me.channel(address)) is not grpc.StatusCode.OK
+            assert asked.times == 0
+        async with grpc_server(me, "0.0.0.0") as (address, asked):
+            elsewhere = f"127.0.0.2:{address.rpartition(':')[2]}"
+            assert await code_of(me.channel(elsewhere)) is grpc.StatusCode.UNAVAILABLE
+            assert asked.times == 0
+            assert await code_of(me.channel(address)) is grpc.StatusCode.OK
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X03")
+def test_certificates_that_are_renewed_count_without_a_restart(
+    ours: Path, others: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a server and of a client; a bad file in between changes nothing."""
+    caplog.set_level(logging.INFO)
+    directory = copied(ours, tmp_path / "mine")
+
+    async def becomes(is_met: Callable[[], object], channel: Callable[[], grpc.aio.Channel]) -> None:
+        async with asyncio.timeout(20):
+            while await code_of(channel(), 1) is not grpc.StatusCode.OK or not is_met():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        mine, old, new = Credentials(directory), Credentials(ours), Credentials(others)
+        context = mine.http_context(lambda: None)
+        assert context is not None
+        async with grpc_server(mine) as (address, _):
+            assert await code_of(old.channel(address)) is grpc.StatusCode.OK
+            (directory / "tls.key").write_text("half a k")
+            await becomes(lambda: "certificates_kept" in caplog.text, lambda: old.channel(address))
+            for name in ("ca.crt", "tls.crt", "tls.key"):
+                (directory / name).write_bytes((others / name).read_bytes())
+            await becomes(lambda: "certificates_read" in caplog.text, lambda: new.channel(address))
+            assert await code_of(old.channel(address)) is not grpc.StatusCode.OK
+        async with grpc_server(new) as (address, _):
+            assert await code_of(mine.channel(address)) is grpc.StatusCode.OK
+
+    asyncio.run(run())
+    assert "tls.key holds no private key" in caplog.text
+
+
+# ---------------------------------------------------------------- HTTPS
+
+
+@pytest.mark.covers("X03")
+def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(ours: Path, others: Path) -> None:
+    async def run() -> None:
+        num_refused = 0
+
+        def refuse() -> None:
+            nonlocal num_refused
+            num_refused += 1
+
+        app = FastAPI()
+        app.add_api_route("/health", lambda: {"status": "ok"})
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        http = HttpServer(app, listener, tls=Credentials(ours).http_context(refuse))
+        serving = asyncio.create_task(http.run())
+        url = f"https://localhost:{port}/health"
+        async with httpx.AsyncClient(verify=members_context(ours), trust_env=False) as client:
+            assert (await client.get(url)).json() == {"status": "ok"}
+            assert num_refused == 0
+            async with httpx.AsyncClient(verify=members_context(others), trust_env=False) as wrong:
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await wrong.get(url)
+            for garbage in GARBAGE:
+                answer = await asyncio.to_thread(say, f"127.0.0.1:{port}", garbage)
+                assert b"HTTP" not in answer
+            old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.open_connection("127.0.0.1", port, ssl=old)
+            with socket.create_connection(("127.0.0.1", port)):
+                pass  # a probe is no stranger
+            assert (await client.get(url)).status_code == 200
+            assert num_refused >= 3
+        http.stop()
+        await serving
+
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        asyncio.run(run())

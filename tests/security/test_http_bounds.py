@@ -1,0 +1,262 @@
+"""What one connection may do to an HTTP server: heads, pipelines, trailers and waiting are bounded, and probes get through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from runtime.http_protocol import MAX_PIPELINED, SPARE_CONNECTIONS, HttpBounds
+from runtime.http_server import HttpServer
+
+BOUNDS = HttpBounds(max_connections=3, max_head_bytes=4096, head_timeout_s=30.0)
+GET = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class Served:
+    """An application that answers with the size of the body, once it may."""
+
+    port: int = 0
+    refused: list[str] = field(default_factory=list)
+    num_asked: int = 0
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        size = 0
+        while (message := await receive()) and message["type"] == "http.request":
+            size += len(message["body"])
+            if not message["more_body"]:
+                break
+        body = str(size).encode()
+        length = str(len(body)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def connect(self) -> Stream:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def say(self, *pieces: bytes) -> bytes:
+        """What the server answers to these on a connection of their own, until it closes."""
+        reader, writer = await self.connect()
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def served(bounds: HttpBounds = BOUNDS) -> AsyncIterator[Served]:
+    app = Served()
+    app.may_answer.set()
+    listener = socket.create_server(("127.0.0.1", 0))
+    app.port = listener.getsockname()[1]
+    http = HttpServer(app, listener, bounds=bounds, on_refused=app.refused.append)
+    serving = asyncio.create_task(http.run())
+    try:
+        yield app
+    finally:
+        http.stop()
+        await serving
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def error(answer: bytes) -> dict[str, str]:
+    told: dict[str, str] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return told
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 5000 + b"\r\n\r\n",),  # whole, in one piece
+        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000 + b"\r\n",),
+        (b"GET / HTTP/1.1\r\nx: ", *[b"y" * 1000] * 10),  # a header without end
+        (b"GET / HTTP/1.1\r\n", *[b"a: b\r\n"] * 10_000),  # headers without end
+        (b"GET /", *[b"a" * 1000] * 10),
+    ],
+)
+def test_a_head_that_is_too_large_is_431_however_it_comes(pieces: tuple[bytes, ...]) -> None:
+    async def run() -> None:
+        async with served() as app:
+            answer = await app.say(*pieces)
+            if answer:  # else it was closed before all had been sent, and the answer went with it
+                assert status(answer) == 431
+                assert error(answer)["message"] == "The request's line and headers are larger than 4096 bytes."
+            assert app.refused == ["head"]
+            assert app.num_asked == 0
+            assert b"200 OK" in await app.say(GET.replace(b"host: a", b"connection: close"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_a_head_that_does_not_come_is_closed_and_one_that_dawdles_is_408() -> None:
+    async def run() -> None:
+        async with served(HttpBounds(head_timeout_s=0.2)) as app:
+            assert await app.say() == b""
+            assert app.refused == []
+            answer = await app.say(b"GET / HTTP/1.1\r\nx: y\r\n")
+            assert status(answer) == 408
+            assert error(answer)["message"] == "The request's line and headers took longer than 0.2 s."
+            assert app.refused == ["slow"]
+            reader, writer = await app.connect()  # the second of a connection, too
+            writer.write(GET + b"GET / HT")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            assert b"408 Request Timeout" in await reader.read()
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_a_slow_answer_and_a_slow_body_are_no_slow_head() -> None:
+    async def run() -> None:
+        async with served(HttpBounds(head_timeout_s=0.2)) as app:
+            app.may_answer.clear()
+            reader, writer = await app.connect()
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 4\r\n\r\nab")
+            await asyncio.sleep(0.4)
+            writer.write(b"cd")
+            await asyncio.sleep(0.4)
+            app.may_answer.set()
+            assert (await reader.read()).endswith(b"\r\n\r\n4")
+            assert app.refused == []
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_requests_sent_ahead_of_an_answer_are_bounded() -> None:
+    async def run() -> None:
+        async with served() as app:
+            app.may_answer.clear()
+            reader, writer = await app.connect()
+            writer.write(GET * (MAX_PIPELINED + 2))
+            assert await reader.read() == b""
+            assert app.refused == ["pipelined"]
+            writer.close()
+            app.may_answer.set()
+            reader, writer = await app.connect()
+            writer.write(GET * 3)
+            for _ in range(3):
+                assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(1) == b"0"
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize(
+    "endless",
+    [b"trailer-without-end: " + b"x" * 100_000, b"a: b\r\n" * 20_000, b"1;" + b"extension" * 10_000],
+)
+def test_chunks_bring_bodies_of_any_size_and_nothing_else_without_end(endless: bytes) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def run() -> None:
+        async with served() as app:
+            body = b"1\r\nx\r\n" * 3000 + b"2710\r\n" + b"y" * 10_000 + b"\r\n"
+            assert (await app.say(head, body, b"0\r\nchecksum: 1\r\n\r\n")).endswith(b"\r\n\r\n13000")
+            ending = b"" if endless.startswith(b"1;") else b"0\r\n"
+            pieces = [endless[start : start + 1000] for start in range(0, len(endless), 1000)]
+            await app.say(head, body + ending, *pieces)
+            assert app.refused == ["head"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered() -> None:
+    async def run() -> None:
+        async with served() as app:
+            held = [await app.connect() for _ in range(BOUNDS.max_connections)]
+            for _, writer in held:
+                writer.write(b"GET /")
+            await asyncio.sleep(0.05)
+            answer = await app.say(GET)
+            assert status(answer) == 503
+            assert b"retry-after: 1" in answer
+            assert error(answer)["message"] == "The server has as many connections as it takes."
+            assert app.num_asked == 0
+            probe = b"GET /health?x HTTP/1.1\r\nconnection: close\r\n\r\n"
+            assert b"200 OK" in await app.say(probe)
+            assert app.refused == ["connections"]
+            held += [await app.connect() for _ in range(SPARE_CONNECTIONS)]
+            assert await app.say(probe) == b""
+            assert app.refused == ["connections"] * 2
+            for _, writer in held:
+                writer.close()
+            last = GET.replace(b"host: a", b"connection: close")
+            async with asyncio.timeout(10):
+                while status(await app.say(last) or b"x 503 ") != 200:  # noqa: ASYNC110 - they close one by one
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_what_is_no_http_is_400_in_the_apis_shape() -> None:
+    async def run() -> None:
+        async with served() as app:
+            for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200, b"hello\r\n\r\n"):
+                answer = await app.say(garbage)
+                assert (status(answer), error(answer)["code"]) == (400, "malformed")
+            assert app.refused == ["malformed"] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_a_hundred_hostile_connections_hold_no_more_than_their_heads() -> None:
+    """Each says half a megabyte of what the parser could keep."""
+
+    async def run() -> int:
+        async with served(HttpBounds(max_connections=1000, max_head_bytes=4096)) as app:
+            await app.say(GET.replace(b"host: a", b"connection: close"))
+            tracemalloc.start()
+            try:
+                streams = [await app.connect() for _ in range(100)]
+                for _, writer in streams:
+                    writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * 4000)
+                await asyncio.sleep(0.2)
+                held, _ = tracemalloc.get_traced_memory()
+                for _, writer in streams:
+                    writer.write(b"y" * 500_000)
+                async with asyncio.timeout(20):
+                    while app.refused.count("head") < 100:  # noqa: ASYNC110 - a list has no event
+                        await asyncio.sleep(0.01)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            for _, writer in streams:
+                writer.transport.abort()
+            assert held < 10 << 20
+            return peak
+
+    # Ours, the clients' and the server's: what the clients have not sent yet is theirs.
+    assert asyncio.run(run()) < 100 * 600_000 + (10 << 20)
