@@ -23,7 +23,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs sim soak mutants coverage-table clean
+.PHONY: help setup up test lint format proto tree docs sim soak mutants compose-test coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -102,6 +102,9 @@ soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(BIN)/python -m tests.mutants $(ONLY)
+
+compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of deploy/compose.yaml; needs a Docker engine, and root for a partition
+	@$(BIN)/python -m pytest tests/compose $(TEST_FLAGS)
 
 coverage-table: $(STAMP) $(KERNELS) $(REDIS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md

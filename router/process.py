@@ -38,6 +38,7 @@ from router.gate import Gate
 from router.key_file import KeyFile
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
+from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
 from runtime.credentials import Credentials, CredentialsError
 from runtime.http_protocol import HttpBounds
@@ -55,6 +56,7 @@ from runtime.process import (
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer, SessionTiming
+from runtime.tracing import NoTracing, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
@@ -72,24 +74,27 @@ class CannotListen(Exception):
 def run_router(config: RouterConfig) -> int:
     """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
+    set_up_logging(config.log_level, "router", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         _warn_of_what_is_missing(config)
-        uvloop.run(_serve(config, ModelText(config.model), credentials))
-    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError) as error:
+        tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
+        uvloop.run(_serve(config, ModelText(config.model), credentials, tracing))
+    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials) -> None:
+async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials, tracing: Tracing | None) -> None:
     """Serve until a signal; raises CannotListen, KeyFileError, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
     async with AsyncExitStack() as started:
         listener = started.enter_context(_listen(config, "--port", config.port))
-        shell = _make_shell(config, credentials)
+        if tracing is not None:
+            started.push_async_callback(tracing.close)
+        shell = _make_shell(config, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
         start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
         registry = await start_registry(config, shell, credentials, started)
@@ -194,7 +199,7 @@ def _warn_of_what_is_missing(config: RouterConfig) -> None:
     warn_if_exposed(config.host, "router", missing)
 
 
-def _make_shell(config: RouterConfig, credentials: Credentials) -> RouterShell:
+def _make_shell(config: RouterConfig, credentials: Credentials, spans: RequestSpans | None) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
@@ -215,7 +220,8 @@ def _make_shell(config: RouterConfig, credentials: Credentials) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials)
+    timing = SessionTiming(grace_s=config.session_grace_s)
+    return RouterShell(core, me, timing, credentials, config.timelines, spans)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:

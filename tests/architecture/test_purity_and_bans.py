@@ -62,7 +62,11 @@ PURE_FILES: Final = {
     "stop_strings.py",
     "task.py",
     "tasks.py",
+    "timeline.py",
+    "timeline_json.py",
+    "timelines.py",
     "timers.py",
+    "timing.py",
     "token_batches.py",
     "validate.py",
     "waiting.py",
@@ -118,6 +122,7 @@ WALL_CLOCK: Final = {
 WALL_CLOCK_FILES: Final = {
     "router/openai_answers.py": "the API's field `created`, by which nothing is decided",
     "node/process.py": "which of two processes of one name is the newer; a wrong clock costs one restart more",
+    "deploy/doctor.py": "how far hosts' clocks are apart, for people: nothing depends on it",
     "bench/machine.py": "the date in a result file, for its reader",
     "runtime/certificates.py": "certificates say by the clock when they end",
 }
