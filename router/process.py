@@ -213,6 +213,7 @@ def _http_server(
 
 
 def warn_of_what_is_missing(config: RouterConfig) -> None:
+    """Say in the log what whoever reaches a port can do without being asked."""
     missing = {}
     if config.api_keys is None:
         missing["--api-keys"] = "whoever can reach it can use it"
