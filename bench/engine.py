@@ -43,6 +43,7 @@ class EngineConfig:
         "auto", "of weights and KV; auto: what the model's files hold"
     )
     kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes; as of a node")
+    weight_dtype: Literal["auto", "int8"] = knob("auto", "of the linears' weights; as of a node")
     threads: int = knob(1, "compute threads, also of R and F", low=1, high=1024)
     batches: str = knob("1,8,32", "decode rows of a step", metavar="N,…")
     contexts: str = knob("128,512,2048", "positions that each decode row sees", metavar="N,…")
@@ -107,7 +108,7 @@ def _measure(config: EngineConfig, console: Console) -> tuple[list[Figures], dic
     from engine.model import load_model
 
     torch.set_num_threads(config.threads)
-    model = load_model(config.model, config.dtype, config.kernels)
+    model = load_model(config.model, config.dtype, config.kernels, weight_dtype=config.weight_dtype)
     if model.shortfall:
         console.print(f"warning: {model.shortfall}")
     batches, contexts = _numbers("batches", config.batches), _numbers("contexts", config.contexts)
@@ -117,12 +118,14 @@ def _measure(config: EngineConfig, console: Console) -> tuple[list[Figures], dic
         raise ValueError("--batches, --contexts, --chunks: there is nothing to measure")
     memory = random_memory(model, config.block_size, cases)
     dtype = TORCH_DTYPES[model.dtype]
+    weight_itemsize = 1 if config.weight_dtype == "int8" else dtype.itemsize
     limits = Limits(dtype)
     console.print(f"{config.model}, {model.dtype}, kernels {model.kernels.name}, {config.threads} threads")
     figures, reads, multiplies = [], [], []
     with StepProgress(console, "rounds", len(cases) * config.rounds) as progress:
         for case in cases:
-            steps, work = Steps(case, model, memory, config.temperature), work_of(case, model.config, dtype.itemsize)
+            steps = Steps(case, model, memory, config.temperature)
+            work = work_of(case, model.config, dtype.itemsize, weight_itemsize)
             rounds = []
             for _ in range(config.rounds):
                 rounds.append(_round(steps, limits))

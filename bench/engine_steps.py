@@ -55,8 +55,9 @@ class Work:
     num_operations: int  # of linears and attention
 
 
-def work_of(case: Case, config: ModelConfig, itemsize: int) -> Work:
-    """Count it."""
+def work_of(case: Case, config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
+    """Count it. itemsize: bytes of a number of KV, and of a weight where they are not told."""
+    weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
     heads_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * heads_width + 2 * kv_width + 3 * config.intermediate_size)
     head = config.vocab_size * config.hidden_size
@@ -67,7 +68,9 @@ def work_of(case: Case, config: ModelConfig, itemsize: int) -> Work:
         read = case.context + case.chunk
     else:
         seen = read = case.batch * case.context
-    num_bytes = itemsize * (config.num_layers * (layer + 2 * read * kv_width) + head)
+    num_bytes = (
+        weight_itemsize * (config.num_layers * layer + head) + itemsize * config.num_layers * 2 * read * kv_width
+    )
     linears = 2 * (rows * config.num_layers * layer + logit_rows * head)
     return Work(num_bytes, linears + 4 * config.num_layers * seen * heads_width)
 

@@ -22,6 +22,7 @@ from bench.stepping import Stepper, Stream, obey
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.config import knob, load, silence_grpc
+from runtime.credentials import NO_CREDENTIALS
 from runtime.process import die_with_parent
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
 from runtime.session import Peer, SessionTiming
@@ -95,7 +96,7 @@ class _Node:
     async def start(self) -> None:
         """Listen on a free port."""
         pb_grpc.add_NodeServicer_to_server(_Service(self.sessions), self._server)
-        self._port = self._server.add_insecure_port("127.0.0.1:0")
+        self._port = NO_CREDENTIALS.bind(self._server, "127.0.0.1:0")
         await self._server.start()
 
     async def stop(self) -> None:

@@ -64,6 +64,9 @@ class PrefixModelConfig:
     tokens_per_s: float = knob(10_000.0, "what a node computes", low=1)
     policies: str = knob("round_robin,least_loaded,cache_aware", "ways to place", metavar="NAME,…")
     imbalances: str = knob("8192", "--cache-imbalance-tokens, each of them for cache_aware", metavar="N,…")
+    samples: str = knob(
+        "1", "1 in so many blocks is in the router's index, powers of two, each of them for cache_aware", metavar="N,…"
+    )
     seed: int = knob(0, "of the conversations", low=0, high=(1 << 63) - 1)
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
 
@@ -77,6 +80,7 @@ class Figures:
     blocks: int
     policy: str
     imbalance: int
+    sample: int  # 1 in so many blocks is in the index
     hit_rate: float  # of prompt tokens, how many were not computed
     recomputed: float  # of prompt tokens, how many were computed though some node had computed them before
     ttft_p50_s: float
@@ -99,10 +103,12 @@ class _Server:
 class Model:
     """One router and its prefill nodes."""
 
-    def __init__(self, config: PrefixModelConfig, policy: str, num_blocks: int, imbalance: int) -> None:
+    def __init__(
+        self, config: PrefixModelConfig, policy: str, num_blocks: int, imbalance: int, sample: int = 1
+    ) -> None:
         self._config = config
         self._placement = Placement(policy, seed=config.seed, imbalance=Imbalance(imbalance))
-        self._map = CacheMap(CacheIndex(64 << 20)) if policy == CACHE_AWARE else None
+        self._map = CacheMap(CacheIndex(64 << 20, sample=sample)) if policy == CACHE_AWARE else None
         fields = {each.name: getattr(_FINGERPRINT, each.name) for each in _FINGERPRINT.DESCRIPTOR.fields}
         self._seed = seed_key(fingerprint_bytes(fields))
         self._servers: dict[NodeRef, _Server] = {}
@@ -208,9 +214,10 @@ def measure(config: PrefixModelConfig, console: Console) -> list[Figures]:
         lines = config.trace.read_text(encoding="utf-8").splitlines()[: config.requests]
         loads["trace"] = trace_asks(lines, config.scale, 1.0, 8192, _VOCAB)
     ways = [
-        (policy, imbalance)
+        (policy, imbalance, sample)
         for policy in config.policies.split(",")
         for imbalance in (_numbers(config.imbalances) if policy == CACHE_AWARE else [0])
+        for sample in (_numbers(config.samples) if policy == CACHE_AWARE else [0])
     ]
     uses, sizes = _numbers(config.uses), _numbers(config.blocks)
     figures: list[Figures] = []
@@ -223,14 +230,15 @@ def measure(config: PrefixModelConfig, console: Console) -> list[Figures]:
                 slower = busy_s / (use / 100) / drawn[-1].at_s
                 asks = [Ask(ask.at_s * slower, ask.prompt, ask.max_tokens) for ask in drawn]
                 for num_blocks in sizes:
-                    for policy, imbalance in ways:
-                        model = Model(config, policy, num_blocks, imbalance)
+                    for policy, imbalance, sample in ways:
+                        model = Model(config, policy, num_blocks, imbalance, sample)
                         model.play(asks)
                         times = summarize(model.ttfts)
                         assert times is not None, "there are requests"
                         hit_rate, again = 1 - model.computed / num_tokens, (model.computed - num_fresh) / num_tokens
                         shown = (times.p50, times.p90, times.p99)
-                        figures.append(Figures(kind, use, num_blocks, policy, imbalance, hit_rate, again, *shown))
+                        way = (policy, imbalance, sample)
+                        figures.append(Figures(kind, use, num_blocks, *way, hit_rate, again, *shown))
                         progress.advance(f"{kind}, {policy}")
     return figures
 
@@ -246,7 +254,7 @@ def show(console: Console, figures: Sequence[Figures]) -> None:
     for column in ("load", "use", "blocks", "way", "hit rate", "recomputed", "TTFT p50, ms", "p90", "p99"):
         table.add_column(column, justify="left" if column in ("load", "way") else "right")
     for each in figures:
-        way = f"{each.policy} {each.imbalance}" if each.imbalance else each.policy
+        way = f"{each.policy} {each.imbalance} 1/{each.sample}" if each.imbalance else each.policy
         times = [f"{1000 * value:.0f}" for value in (each.ttft_p50_s, each.ttft_p90_s, each.ttft_p99_s)]
         shares = (f"{each.hit_rate:.1%}", f"{each.recomputed:.1%}")
         table.add_row(each.load, f"{each.use:.0f} %", str(each.blocks), way, *shares, *times)

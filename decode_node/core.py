@@ -242,6 +242,7 @@ class DecodeCore:
         for lease in self._door.serve(now):
             self._receiving.begin(lease, now)
         self._running.settle(now)
+        self._local.settle(now)
         if now >= self._drain_deadline:
             for lease in self._leases.not_over():
                 self._receiving.cancel(lease, now, "DRAINING")

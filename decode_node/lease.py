@@ -11,6 +11,7 @@ from engine.sequence import SequenceSpec
 from node.events import RouterId
 from node.identity import NodeLimits
 from node.sampling import to_sampling_params
+from node.timing import Received
 from node.validate import sampling_problem
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
@@ -38,6 +39,7 @@ class Lease:
     outcome: str = "cancelled"
     refusal: pb.ErrorCode.ValueType = pb.LEASE_EXPIRED  # what a Commit is told once the lease is over
     commit: pb.Commit | None = None
+    committed_at: float = 0.0  # when it came
     reply_to: object = None  # of the Commit
 
     @property
@@ -133,18 +135,20 @@ def starting_branches(lease: Lease) -> dict[int, tuple[pb.StartedBranch, Sequenc
 
 
 def started_branch(
-    key: AttemptKey, router: RouterId, deadline: float, commit: pb.Commit, started: pb.StartedBranch
+    key: AttemptKey, lease: Lease, deadline: float, started: pb.StartedBranch, now: float
 ) -> RunningBranch:
     """What runs from now on, as its sender has told it."""
+    commit = lease.received_commit
     return RunningBranch(
         key=key,
-        router=router,
+        router=lease.router,
         deadline=deadline,
         prompt_token_ids=tuple(commit.prompt_token_ids),
         sampling=commit.sampling,
         seed=started.branch.seed,
         token_ids=list(started.branch.generated_token_ids),
         first_index=commit.first_index,
+        times=Received(commit.reserve_wait_us, lease.committed_at, now),
         logprobs=list(started.logprobs),
     )
 

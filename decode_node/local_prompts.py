@@ -9,6 +9,7 @@ is here in one attempt at most, the newest. Blocks and slots are the scheduler's
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from connector.fence import FenceFloor
@@ -21,6 +22,7 @@ from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
 from node.pd_error import refusal
 from node.sampling import to_sampling_params
+from node.timing import Computed
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
@@ -47,6 +49,7 @@ class LocalPrompts:
         self._fence = fence
         self._running = running
         self._is_draining = False
+        self._not_begun: deque[tuple[AttemptKey, Computed]] = deque()  # in the order in which the scheduler has them
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn
 
     def drain(self, now: float) -> None:
@@ -80,6 +83,8 @@ class LocalPrompts:
         deadline = now + dispatch.ms_left / 1000
         for key in fresh:
             self._fence.begin(key, deadline)
+            times = Computed(now)
+            self._not_begun.append((key, times))
             branch = RunningBranch(
                 key=key,
                 router=router,
@@ -89,6 +94,7 @@ class LocalPrompts:
                 seed=seeds[key],
                 token_ids=[*generated],
                 first_index=len(generated),
+                times=times,
                 is_local=True,
             )
             self._running.begin(branch)
@@ -104,6 +110,11 @@ class LocalPrompts:
             self._scheduler.submit(spec)
             self.out.append(ev.Count("local_prefills"))
         return tuple(fresh)
+
+    def settle(self, now: float) -> None:
+        """At the end of a turn: note whose first chunk is planned by now, or who ended before."""
+        while self._not_begun and not self._scheduler.is_waiting(self._not_begun[0][0]):
+            self._not_begun.popleft()[1].begun_at = now
 
     def _is_fresh(self, key: AttemptKey) -> bool:
         return self._fence.admits(key) and not self._scheduler.knows(key)

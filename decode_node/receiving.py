@@ -180,7 +180,7 @@ class Receiving:
         if lease.state is ReceiverState.RESERVED:  # a write is missing
             lease.refusal, lease.outcome = pb.TRANSFER_FAILED, "TRANSFER_FAILED"
         if lease.state is not ReceiverState.COMMITTED:
-            lease.commit, lease.reply_to = commit, reply_to
+            lease.commit, lease.committed_at, lease.reply_to = commit, now, reply_to
             if lease.state in OPEN:
                 self._close_all_but({started.branch.choice for started in commit.branches}, lease, now)
         self._step(lease, ReceiverEvent.COMMIT, now)
@@ -245,7 +245,7 @@ class Receiving:
             self.leases.close(lease, key)
             self._scheduler.adopt(spec, blocks_of[position], lease.blocks.num_growth, num_published)
             num_published = len(lease.block_keys)
-            branch = started_branch(key, lease.router, deadline, commit, started)
+            branch = started_branch(key, lease, deadline, started, now)
             self._running.begin(branch)
             tokens = batches.add(lease.router, key, commit.first_index, branch.token_ids[commit.first_index :])
             tokens.logprobs.extend(started.logprobs)

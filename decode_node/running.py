@@ -75,7 +75,7 @@ class RunningBranches:
                 continue
             branch.prompt_logprobs += map(to_logprobs_message, item.prompt_logprobs)
             if item.token_id is not None:
-                self._say(branch, item.token_id, item, batches)
+                self._say(branch, item.token_id, item, batches, now)
                 if item.finish is not None:
                     self._mover.ended(branch.key, now)
                     self._forget(branch, "finished", now)
@@ -92,13 +92,17 @@ class RunningBranches:
                     self.give_up(branch, *ENDS_WITHOUT_TOKEN[finish], now)
         self._mover.look(now)
 
-    def _say(self, branch: RunningBranch, token_id: int, item: Progress, batches: TokenBatches) -> None:
+    def _say(self, branch: RunningBranch, token_id: int, item: Progress, batches: TokenBatches, now: float) -> None:
         index = len(branch.token_ids)
         tokens = batches.add(branch.router, branch.key, index, [token_id], item.finish, item.logprobs)
         branch.logprobs.extend(tokens.logprobs)
         tokens.prompt_logprobs.extend(branch.prompt_logprobs)
         branch.prompt_logprobs.clear()
         branch.token_ids.append(token_id)
+        if branch.times is not None:
+            timing, goes_on = branch.times.next_token(branch.key, now)
+            batches.time(branch.router, timing)
+            branch.times = branch.times if goes_on else None
 
     def give_up(self, branch: RunningBranch, code: pb.ErrorCode.ValueType, reason: str, now: float) -> None:
         """End a branch with a PD Error behind its last batch; if its Commit is under way the error says so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from node.events import RouterId
+from node.timing import Computed, Received
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
@@ -21,6 +22,7 @@ class RunningBranch:
     seed: int
     token_ids: list[int]  # of the whole completion, those of earlier attempts included
     first_index: int  # of the first token of this attempt
+    times: Computed | Received | None  # what is still to be told of how long it took; None: nothing
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of the tokens from there on, where asked for
     is_local: bool = False  # its prompt is computed here
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # not told yet

@@ -41,6 +41,7 @@ HANDED_ON: Final = (
     "max_model_len",
     "dtype",
     "kernels",
+    "weight_dtype",
     "reserve_policy",
     "decode_reserve",
     "local_prefill",

@@ -58,6 +58,7 @@ class UpConfig:
     max_model_len: int | None = _of_nodes("longest prompt + completion, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] | None = _of_nodes("what the node computes in", low=None)
     kernels: Literal["cpu", "numba", "torch", "triton"] | None = _of_nodes("which back end computes", low=None)
+    weight_dtype: Literal["auto", "int8"] | None = _of_nodes("how the linears' weights are kept", low=None)
     reserve_policy: Literal["full", "ratio", "fixed", "none"] | None = _of_nodes(
         "room that admission leaves to what runs", low=None
     )

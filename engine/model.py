@@ -24,7 +24,7 @@ from engine.rope import attention_factor, inverse_frequencies
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
-from kernels.choice import NoKernels, choose_kernels
+from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
 from kernels.interface import Kernels, LayerStack, Linear, StackLayer
 from kernels.upload import upload
 
@@ -131,19 +131,23 @@ class Model:
         return self.kernels.rms_norm(rows, weight, self.config.rms_norm_eps).view(heads.shape)
 
 
-def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: torch.device = CPU) -> Model:
+def load_model(
+    model_dir: Path,
+    dtype: str,
+    kernels_name: str = "cpu",
+    device: torch.device = CPU,
+    weight_dtype: WeightDtype = "auto",
+) -> Model:
     """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", a back end of kernels/choice.py, and a device.
 
+    weight_dtype "int8": all linears, the head included, keep their weights in 8 bits; activations and KV are of the dtype.
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
     """
     config = read_model_config(model_dir)
     dtype = config.resolve_dtype(dtype)
     torch_dtype = TORCH_DTYPES[dtype]
-    try:
-        kernels, shortfall = choose_kernels(kernels_name, torch_dtype, device.type)
-    except NoKernels as error:
-        raise ModelError(str(error)) from None
+    kernels, shortfall = _chosen_kernels(kernels_name, torch_dtype, device, weight_dtype)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
 
@@ -187,6 +191,13 @@ def load_model(model_dir: Path, dtype: str, kernels_name: str = "cpu", device: t
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
             stack=_stack(kernels, config, layers),
         )
+
+
+def _chosen_kernels(name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype) -> Choice:
+    try:
+        return choose_kernels(name, dtype, device.type, weight_dtype)
+    except NoKernels as error:
+        raise ModelError(str(error)) from None
 
 
 def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...]) -> LayerStack | None:

@@ -67,6 +67,19 @@ SIZES: Final = MappingProxyType(
         "qwen3-tiny": _tiny("Qwen3ForCausalLM", _QWEN_WINDOW | {"attention_bias": False}, head_dim=32),
         # Short, and no multiple of a block or an attention tile: every test's prompts reach past it.
         "mistral-tiny": _tiny("MistralForCausalLM", {"sliding_window": 100}),
+        # To compare with other engines: 100 million weights, a head size and groups that all of them have fast paths for.
+        "llama-125m": ModelSize(
+            hidden_size=768,
+            num_layers=12,
+            num_heads=12,
+            num_kv_heads=4,
+            head_dim=64,
+            intermediate_size=2048,
+            max_position_embeddings=4096,
+            ties_embeddings=True,
+            vocab_size=32000,
+            stored_dtype="bf16",
+        ),
         # huggingface.co/HuggingFaceTB/SmolLM2-135M
         "smollm2-135m": ModelSize(
             hidden_size=576,

@@ -6,7 +6,7 @@ Imports torch. Not here: what a user is told about it (the node says which, and 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels, can_compute
+
+WeightDtype = Literal["auto", "int8"]  # "auto": the dtype of everything else
 
 
 class Choice(NamedTuple):
@@ -28,12 +30,20 @@ class NoKernels(ValueError):
     """No back end here computes this; the message is one sentence."""
 
 
-def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> Choice:
+def choose_kernels(
+    name: str, dtype: torch.dtype, device_type: str = "cpu", weight_dtype: WeightDtype = "auto"
+) -> Choice:
     """Take "cpu" (compiled from C++), "numba" or "torch"; each falls back to the next where it is not there.
 
     On a CUDA device "torch" means torch there, and every other name Triton, which falls back to torch. Asked for by name on a
-    CPU, Triton computes in its interpreter, for tests, or not at all. Raises NoKernels where none computes the dtype.
+    CPU, Triton computes in its interpreter, for tests, or not at all. weight_dtype "int8": linears keep their weights in 8 bits.
+    Raises NoKernels where none computes this.
     """
+    is_int8 = weight_dtype == "int8"
+    if is_int8 and (name == "triton" or device_type != "cpu"):
+        raise NoKernels(
+            "--weight-dtype int8: only a CPU computes with it, and Triton does not: --device cpu, or leave it out"
+        )
     if name == "triton" or (device_type != "cpu" and name != "torch"):
         found, reason = _triton_kernels(device_type)
         if found is not None:
@@ -50,18 +60,18 @@ def choose_kernels(name: str, dtype: torch.dtype, device_type: str = "cpu") -> C
             if not path.exists():
                 continue
             try:
-                return Choice(CpuKernels(Library(path), bits_name(variant)), "")
+                return Choice(CpuKernels(Library(path), bits_name(variant), is_int8=is_int8), "")
             except OSError as error:
                 shortfall = f"{path.name} cannot be loaded: {error}"
         shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
-    if not can_compute(dtype):
+    if not (is_int8 or can_compute(dtype)):
         raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears; use fp32")
     if name != "torch":
-        found, reason = _numba_kernels()
+        found, reason = _numba_kernels(is_int8)
         if found is not None:
             return Choice(found, shortfall)
         shortfall = f"{shortfall}; {reason}" if shortfall else reason
-    return Choice(TorchKernels(), shortfall)
+    return Choice(TorchKernels(is_int8=is_int8), shortfall)
 
 
 def has_numba() -> bool:
@@ -87,7 +97,7 @@ def _triton_kernels(device_type: str) -> tuple[Kernels | None, str]:
         return None, f"Triton cannot be used: {error}"
 
 
-def _numba_kernels() -> tuple[Kernels | None, str]:
+def _numba_kernels(is_int8: bool) -> tuple[Kernels | None, str]:
     """Or why there are none."""
     if not has_numba():
         return None, "numba is not installed (pip install -c constraints.txt -e '.[numba]')"
@@ -95,6 +105,6 @@ def _numba_kernels() -> tuple[Kernels | None, str]:
         # Imported where it is needed: it takes a second, and is only there where somebody installed it.
         from kernels.numba_kernels import NumbaKernels
 
-        return NumbaKernels(), ""
+        return NumbaKernels(is_int8=is_int8), ""
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: no directory to keep machine code in
         return None, f"numba cannot be used: {error}"

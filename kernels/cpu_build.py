@@ -40,8 +40,8 @@ _V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 X86_VARIANTS: Final = (
     Variant(
         "avx512bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
-        _V4 | {"avx512_bf16"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"),
+        _V4 | {"avx512_bf16", "avx512vbmi"},
     ),
     Variant("avx512", ("-march=x86-64-v4", "-mprefer-vector-width=512"), _V4),
     Variant("avx2", ("-march=x86-64-v3",), _V3),

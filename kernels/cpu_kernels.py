@@ -33,8 +33,10 @@ from kernels.cpu_library import (
     Workspace,
     reference,
 )
+from kernels.int8_weights import INT8_SUFFIX, quantized
 from kernels.interface import AttentionBatch, Contenders, Linear, StackLayer, StepAttention
 from kernels.torch_reference import TorchBlockCopies
+from kernels.weight_memory import WeightMemory
 
 MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
 
@@ -42,18 +44,32 @@ MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
 class CpuLinear:
     """A weight in panels (kernels/cpu/product.h)."""
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        library: Library,
+        memory: WeightMemory,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        is_gated: bool = False,
+        is_int8: bool = False,
+    ) -> None:
         self._library = library
         self._dtype_code = DTYPE_CODES[weight.dtype]
         num_columns, in_features = weight.shape
         out_features = num_columns // 2 if is_gated else num_columns
-        self.c: Final = CLinear(None, None, in_features, out_features, int(is_gated))
+        self.c: Final = CLinear(None, None, None, in_features, out_features, int(is_gated))
+        self._bias = None if bias is None else _in_panels(bias.float(), is_gated)
+        self._scales: Tensor | None = None
+        if is_int8:
+            weight, scales = quantized(weight)
+            self._scales = _in_panels(scales, is_gated)
+            self.c.scales = self._scales.data_ptr()
         size = library.call.baton_packed_size(reference(self.c), self._dtype_code)
-        self._packed = torch.empty(size, dtype=weight.dtype)
+        self._packed = memory.take(size, weight.dtype)
         weight = weight.contiguous()
         library.call.baton_pack(reference(self.c), weight.data_ptr(), self._packed.data_ptr(), self._dtype_code)
         self.c.weight = self._packed.data_ptr()
-        self._bias = None if bias is None else _bias_of_panels(bias.float(), is_gated)
         if self._bias is not None:
             self.c.bias = self._bias.data_ptr()
 
@@ -67,12 +83,12 @@ class CpuLinear:
         return out
 
 
-def _bias_of_panels(bias: Tensor, is_gated: bool) -> Tensor:
-    """fp32, in the order and with the padding of the weight's panels."""
+def _in_panels(numbers: Tensor, is_gated: bool) -> Tensor:
+    """A number per column, fp32, in the order and with the padding of the weight's panels."""
     if is_gated:
-        halves = torch.nn.functional.pad(bias.view(2, -1), (0, -bias.numel() // 2 % 16))
+        halves = torch.nn.functional.pad(numbers.view(2, -1), (0, -numbers.numel() // 2 % 16))
         return halves.view(2, -1, 16).transpose(0, 1).contiguous().view(-1)
-    return torch.nn.functional.pad(bias, (0, -bias.numel() % 32))
+    return torch.nn.functional.pad(numbers, (0, -numbers.numel() % 32))
 
 
 class _CStep:
@@ -185,9 +201,12 @@ def _c_layer(layer: StackLayer) -> CLayer:
 class CpuKernels(TorchBlockCopies):
     """kernels.interface.Kernels on one variant of the library."""
 
-    def __init__(self, library: Library, variant: str) -> None:
+    def __init__(self, library: Library, variant: str, *, is_int8: bool = False) -> None:
+        """`is_int8`: whether linears keep their weights in 8 bits."""
         self._library = library
-        self.name: Final = f"cpu-{variant}"
+        self._memory = WeightMemory()
+        self._is_int8 = is_int8
+        self.name: Final = f"cpu-{variant}{INT8_SUFFIX if is_int8 else ''}"
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
         """By construction."""
@@ -195,11 +214,11 @@ class CpuKernels(TorchBlockCopies):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay [out_features, in_features] out as panels."""
-        return CpuLinear(self._library, weight, bias)
+        return CpuLinear(self._library, self._memory, weight, bias, is_int8=self._is_int8)
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay gate and up out side by side, so that their product is taken in registers."""
-        return CpuLinear(self._library, weight, bias, is_gated=True)
+        return CpuLinear(self._library, self._memory, weight, bias, is_gated=True, is_int8=self._is_int8)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalise in fp32 and round before the weight."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 1
+INTERFACE: Final = 2
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 7
@@ -28,6 +28,7 @@ class CLinear(Structure):
     _fields_: ClassVar[_Fields] = [
         ("weight", c_void_p),
         ("bias", c_void_p),
+        ("scales", c_void_p),
         ("in_features", c_int32),
         ("out_features", c_int32),
         ("gated", c_int32),

@@ -19,6 +19,7 @@ from llvmlite import binding
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.int8_weights import INT8_SUFFIX
 from kernels.interface import AttentionBatch, StepAttention
 from kernels.numba_functions import PARTS, attend
 from kernels.torch_attention import TiledAttention
@@ -61,9 +62,10 @@ class NumbaAttention(TiledAttention):
 class NumbaKernels(TorchKernels):
     """kernels.interface.Kernels: torch's, but for attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = f"numba-{binding.get_host_cpu_name()}"
+    def __init__(self, *, is_int8: bool = False) -> None:
+        """`is_int8`: as TorchKernels."""
+        super().__init__(is_int8=is_int8)
+        self.name = f"numba-{binding.get_host_cpu_name()}{INT8_SUFFIX if is_int8 else ''}"
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare one step."""

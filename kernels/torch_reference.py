@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.int8_weights import INT8_SUFFIX, quantized
 from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
 
@@ -53,6 +54,20 @@ class PlainLinear:
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
 
+class Int8Linear:
+    """A weight in 8 bits (kernels/int8_weights.py), computed in fp32: right, and neither small nor fast."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        numbers, self._scales = quantized(weight)
+        self._linear = PackedLinear(numbers.float())
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]; rounded once, behind scale and bias."""
+        product = self._linear(x.float()).mul_(self._scales)
+        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+
+
 class GatedLinear:
     """A linear whose two halves are a gate and what it lets through."""
 
@@ -80,16 +95,20 @@ class TorchBlockCopies:
 class TorchKernels(TorchBlockCopies):
     """kernels.interface.Kernels in plain torch, on a CPU or on a device that torch knows."""
 
-    def __init__(self, device_type: str = "cpu") -> None:
+    def __init__(self, device_type: str = "cpu", *, is_int8: bool = False) -> None:
+        """`is_int8`: whether linears round their weights to 8 bits; on a CPU only."""
         self._is_on_cpu = device_type == "cpu"
-        self.name = "torch" if self._is_on_cpu else f"torch-{device_type}"
+        self._is_int8 = is_int8
+        self.name = ("torch" if self._is_on_cpu else f"torch-{device_type}") + (INT8_SUFFIX if is_int8 else "")
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
         """As measured, wherever oneDNN packs; other devices' libraries choose their products by the number of rows."""
-        return self._is_on_cpu and can_pack(dtype)
+        return self._is_on_cpu and (self._is_int8 or can_pack(dtype))
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack [out_features, in_features] for oneDNN; fp16, which few CPUs pack, stays plain where it must."""
+        if self._is_int8:
+            return Int8Linear(weight, bias)
         if not self._is_on_cpu or (weight.dtype is torch.float16 and not can_pack(torch.float16)):
             return PlainLinear(weight, bias)
         return PackedLinear(weight, bias)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch
 from kernels.triton_attention import attend_split, attend_whole, merge_parts
-from kernels.triton_launch import EXACT
+from kernels.triton_launch import EXACT, LANES
 from kernels.triton_rows import rotate_and_write
 from kernels.triton_tuning import AttentionTuning, next_power_of_two
 from kernels.upload import upload
@@ -120,19 +120,21 @@ class TritonAttention:
         """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim]."""
         half = self._head_dim // 2
         queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
-        rotate_and_write[(len(qkv),)](
+        num_lanes = len(qkv) * (self._num_heads + 2 * self._num_kv_heads)
+        rotate_and_write[(-(-num_lanes // LANES),)](
             qkv,
             cos,
             sin,
             self._batch.write_positions,
             queries,
             self._kv[:, layer],
+            num_lanes,
             *self._strides[:2],
             NUM_HEADS=self._num_heads,
             NUM_KV_HEADS=self._num_kv_heads,
             HALF=half,
             COLUMNS=next_power_of_two(half),
-            HEADS=next_power_of_two(self._num_heads + 2 * self._num_kv_heads),
+            LANES=LANES,
             BLOCK_SIZE=self._block_size,
             **EXACT,
         )

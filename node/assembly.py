@@ -75,7 +75,7 @@ def build_engine(
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
         raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
-    model = load_model(config.model, dtype, config.kernels, device)
+    model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
     fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
     memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
     key_seed = seed_key(fields.to_bytes())

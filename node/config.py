@@ -16,6 +16,7 @@ from engine.reserve import ReservePolicy
 from runtime.config import knob
 from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+from runtime.tracing import endpoint_problem
 
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}")
 _NODE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -66,6 +67,11 @@ class NodeConfig:
         "cpu",
         "what computes; cpu: compiled from C++ by make setup; where it is not there numba, and where that is not, torch; "
         "on a CUDA device Triton, or torch where that is asked for or Triton is not there; equal on all nodes of a cluster",
+    )
+    weight_dtype: Literal["auto", "int8"] = knob(
+        "auto",
+        "of the linears' weights; int8: 8 bits and a scale per output channel, half of bf16's memory and nearly half of its time "
+        "where weights are what a step reads, at a small loss (docs/engine.md); equal on all nodes of a cluster; CPUs only",
     )
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto",
@@ -195,10 +201,18 @@ class NodeConfig:
         high=86_400,
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+    log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
+    otlp_endpoint: str | None = knob(
+        None,
+        "OpenTelemetry collector that is told spans, over OTLP/HTTP: http://HOST:4318; none: nobody",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         """Check what a bound cannot say."""
         if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if problem := endpoint_problem(self.otlp_endpoint):
             raise ValueError(problem)
         if self.registry != EMBEDDED and self.router:
             raise ValueError(f"--router {self.router[0]}: routers look into Redis, since --registry says so")

@@ -9,7 +9,6 @@ from connector.file_store import FileStore
 from connector.kv_record import KvRecords
 from connector.kv_store import Count, KvStore, KvStoreError, KvStoreLimits
 from connector.memory_store import MemoryStore
-from connector.redis_kv_store import RedisKvStore
 from node.config import NodeConfig
 from runtime.kv_pool_address import FilePool, MemoryPool, RedisPool, read_kv_pool_address, shown
 
@@ -50,6 +49,8 @@ def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) ->
             except KvStoreError as error:
                 raise ValueError(f"--kv-pool {shown(config.kv_pool)}: {error}") from None
         case RedisPool(url):
+            from connector.redis_kv_store import RedisKvStore  # heavy: only who uses Redis pays for its client
+
             return RedisKvStore(url, records, limits, count)
 
 

@@ -27,6 +27,7 @@ from node.handoff_client import HandoffClient
 from node.inbox import Inbox
 from node.measures import Measures
 from node.metrics import Counters
+from node.spans import AttemptSpans
 from node.watch import Watch
 from proto import baton_pb2 as pb
 from runtime.alarm import Alarm
@@ -113,6 +114,7 @@ class Outlets:
     counters: Counters
     measures: Measures
     drained: asyncio.Event  # set once the core has said that it is
+    spans: AttemptSpans | None = None  # where a collector is told of attempts
 
 
 class NodeLoop:
@@ -140,6 +142,7 @@ class NodeLoop:
 
     def _feed_all(self) -> None:
         """Take what is there, a bounded lot of it. Ticks also when nothing is there: a timer may have fired."""
+        spans = self._out.spans
         for _ in range(MAX_EVENTS_AT_ONCE):
             now = self._loop.time()
             self._perform(self._core.tick(now), now)
@@ -147,6 +150,8 @@ class NodeLoop:
             if event is None:
                 return
             self._watch.received(event, now)
+            if spans is not None:
+                spans.received(event)
             self._perform(self._core.receive(event, now), now)
         self._inbox.wake()
 
@@ -154,6 +159,8 @@ class NodeLoop:
         out = self._out
         for action in actions:
             self._watch.performed(action, now)
+            if out.spans is not None:
+                out.spans.performed(action)
             match action:
                 case ev.ToRouter():
                     out.routers.send(action.router, action.message)

@@ -51,6 +51,7 @@ from node.metrics import Counters
 from node.routers import Routers
 from node.runner_thread import RunnerThread
 from node.service import NodeService, PendingCalls
+from node.spans import AttemptSpans
 from node.validate import Bounds
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
@@ -63,6 +64,7 @@ from runtime.registry_choice import choose_registries
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
+from runtime.tracing import Tracing, open_tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     """Run a node until it is to end; 0 then. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
-    set_up_logging(config.log_level, name)
+    set_up_logging(config.log_level, name, config.log_format)
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     measures = Measures()
     try:
@@ -93,6 +95,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         engine = build_engine(
             config, identity, resumes_preempted=role == "mixed", max_prompt_tokens_beside_decodes=beside_decodes
         )
+        tracing = open_tracing(config.otlp_endpoint, role, name)
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
         fatal(f"baton {role}: {error}")
@@ -105,7 +108,7 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         risk = "whoever can reach it can use it, and read and change what goes over the wire"
         warn_if_exposed(config.host, name, {"--tls-dir": risk})
     core = TellingCore(make_core(engine.parts), engine.parts.pool)
-    process = partial(_NodeProcess, role, config, credentials, engine, core, measures, store)
+    process = partial(_NodeProcess, role, config, credentials, engine, core, measures, _Outside(store, tracing))
     try:
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
@@ -137,6 +140,14 @@ class _Listeners:
     transport: ChoosingTransport
 
 
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What there is beside the cluster, where it is asked for."""
+
+    store: KvStore | None  # of the KV pool
+    tracing: Tracing | None  # tells a collector
+
+
 class _NodeProcess:
     """One run of the loop, in which it is made."""
 
@@ -148,7 +159,7 @@ class _NodeProcess:
         engine: NodeEngine,
         core: NodeCore,
         measures: Measures,
-        store: KvStore | None,
+        outside: _Outside,
     ) -> None:
         self._role = role
         self._config = config
@@ -159,7 +170,7 @@ class _NodeProcess:
         self._started_ms = time.time_ns() // 1_000_000
         self._counters = Counters()
         self._measures = measures
-        self._store = store
+        self._store, self._tracing = outside.store, outside.tracing
         self._calls = PendingCalls()
         self._ending = Ending(core, config.drain_timeout_s)
         self._refusal: str | None = None
@@ -242,7 +253,10 @@ class _NodeProcess:
         routers = Routers(self._identity, bounds, self._counters, inbox.post, self._core.load, timing)
         transport, counters, measures = listeners.transport, self._counters, self._measures
         has_drained = self._ending.has_drained
-        outlets = Outlets(runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained)
+        spans = self._open_spans(started)
+        outlets = Outlets(
+            runner, transport, routers, self._calls, peers, kv_pool, counters, measures, has_drained, spans
+        )
         loop = tasks.create_task(NodeLoop(self._identity.name, self._core, inbox, outlets).run())
         started.callback(loop.cancel)
         started.push_async_callback(routers.sessions.close)
@@ -286,6 +300,13 @@ class _NodeProcess:
         for end in pool.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
         return pool
+
+    def _open_spans(self, started: AsyncExitStack) -> AttemptSpans | None:
+        """Where a collector is to be told of attempts, what tells it."""
+        if self._tracing is None:
+            return None
+        started.push_async_callback(self._tracing.close)
+        return AttemptSpans(self._tracing, self._identity.name)
 
     def _on_signal(self, first: asyncio.Future[signal.Signals]) -> None:
         number = first.result()

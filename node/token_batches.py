@@ -41,6 +41,10 @@ class TokenBatches:
             logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
         )
 
+    def time(self, router: RouterId, timing: pb.Timing) -> None:
+        """Tell, with a token that was added, how long it took."""
+        self._batches[router].timings.append(timing)
+
     def to_actions(self) -> list[ToRouter]:
         """One message per router that gets any."""
         return [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in self._batches.items()]

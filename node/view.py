@@ -24,6 +24,7 @@ from node.measures import Measures
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
+from runtime.version import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class NodeView(Collector):
             "role": facts.role,
             "incarnation": f"{facts.identity.incarnation:016x}",  # as text: 64 bits are more than a JSON reader must keep
             "pid": os.getpid(),
+            "versions": versions(),
             "stage": sources.ending.stage.value,
             "threads": facts.threads,
             "bit_exact": facts.is_bit_exact,

@@ -31,6 +31,7 @@ from node.pd_error import ENDS_WITHOUT_TOKEN, refusal
 from node.sampling import to_logprobs_message
 from node.steps import plan_ahead, saves_of
 from node.timers import Timers
+from node.timing import Computed
 from node.token_batches import TokenBatches
 from prefill_node import messages
 from prefill_node.fetching import Fetching
@@ -181,7 +182,7 @@ class PrefillCore:
             self._tasks.fence.begin(key, work.deadline)
             self._end_below(key, now)
         offer = messages.offer_of(work, self._limits.reserve_wait_s)
-        self._tasks.add(PrefillTask(work, Handover(offer)))
+        self._tasks.add(PrefillTask(work, Handover(offer), Computed(now)))
         self._timers.set(work.key, work.deadline)
         matchable, goes_on = work.matchable_keys(self._pool.block_size), bool(work.generated_token_ids)
         if not self._fetching.hold(work.key, matchable, now, goes_on=goes_on):
@@ -229,7 +230,7 @@ class PrefillCore:
             if item.token_id is not None:
                 own = BranchToken(item.token_id, item.logprobs)
                 task.first_tokens = dict(zip(task.work.keys, (own, *item.branch_tokens), strict=True))
-                self._say_first_tokens(task, batches)
+                self._say_first_tokens(task, batches, now)
             advanced.append(task)
         self._out += batches.to_actions()
         for task in advanced:
@@ -238,7 +239,7 @@ class PrefillCore:
             else:
                 self._step(task, SenderEvent.WITHDRAW, now)
 
-    def _say_first_tokens(self, task: PrefillTask, batches: TokenBatches) -> None:
+    def _say_first_tokens(self, task: PrefillTask, batches: TokenBatches, now: float) -> None:
         """Of every branch that is open; one that ends with it is closed."""
         work = task.work
         for key in list(task.open):
@@ -247,6 +248,7 @@ class PrefillCore:
             first_index = len(work.generated_token_ids)
             tokens = batches.add(work.router, key, first_index, [token_id], finish, logprobs)
             tokens.prompt_logprobs.extend(task.prompt_logprobs)
+            batches.time(work.router, task.times.first_token(key, now))
             if finish is not None:
                 self._tasks.close(task, key, "finished")
 
@@ -272,6 +274,7 @@ class PrefillCore:
         """Ask for leases for what the plans begin, hand out the turn's actions; see PartOfCore."""
         while (key := next(iter(self._not_started), None)) is not None and self._scheduler.block_ids(key):
             del self._not_started[key]
+            self._tasks[key].times.begun_at = now
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
         self._fetching.cost.turned(self._scheduler.steps_in_flight > 0, now)

@@ -33,6 +33,7 @@ def commit(task: PrefillTask, now: float) -> pb.Commit:
         first_index=len(work.generated_token_ids),
         sampling=work.sampling,
         ms_left=ms_left(work.deadline, now),
+        reserve_wait_us=task.times.reserve_wait_us(now),
     )
 
 

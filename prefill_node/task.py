@@ -14,6 +14,7 @@ from engine.sequence import SequenceSpec
 from node.events import RouterId
 from node.handing_over import Handover
 from node.sampling import to_sampling_params
+from node.timing import Computed
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
@@ -106,6 +107,7 @@ class PrefillTask:
 
     work: Work
     handover: Handover
+    times: Computed
     num_computed: int = 0  # leading tokens whose KV is final
     first_tokens: dict[AttemptKey, BranchToken] = field(default_factory=dict)  # of every branch; empty until computed
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of the prompt so far, where asked for

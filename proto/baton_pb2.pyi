@@ -848,9 +848,12 @@ class Dispatch(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     ms_left: _builtins.int
+    traceparent: _builtins.str
+    """W3C Trace Context of the attempt, where the router tells a collector; else empty"""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]: ...
     @_builtins.property
@@ -869,10 +872,11 @@ class Dispatch(_message.Message):
         sampling: Global___Sampling | None = ...,
         target: Global___Target | None = ...,
         ms_left: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branches", b"branches", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branches", b"branches", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "target", b"target", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1079,23 +1083,71 @@ class TokenBatch(_message.Message):
 
     BRANCHES_FIELD_NUMBER: _builtins.int
     FROM_RECEIVER_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     from_receiver: _builtins.bool
     """sent by the node that the KV was handed to"""
     @_builtins.property
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BranchTokens]: ...
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timing]:
+        """of attempts whose first or second token here is among these"""
+
     def __init__(
         self,
         *,
         branches: _abc.Iterable[Global___BranchTokens] | None = ...,
         from_receiver: _builtins.bool = ...,
+        timings: _abc.Iterable[Global___Timing] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "from_receiver", b"from_receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "from_receiver", b"from_receiver", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
+
+@_typing.final
+class Timing(_message.Message):
+    """What an attempt's client waits for on one node: durations by that node's clock, in microseconds. What has not happened there is 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
+    ADMIT_US_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_US_FIELD_NUMBER: _builtins.int
+    queue_us: _builtins.int
+    """from Dispatch to the plan of its first chunk, what is fetched from the KV pool included"""
+    prefill_us: _builtins.int
+    """from then to its first token"""
+    reserve_wait_us: _builtins.int
+    """of Commit: its sender had the token and no lease yet"""
+    admit_us: _builtins.int
+    """from Commit's arrival until it runs"""
+    first_step_us: _builtins.int
+    """from then, or from the first token where nothing is handed over, to its next token"""
+    @_builtins.property
+    def key(self) -> Global___AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AttemptKey | None = ...,
+        queue_us: _builtins.int = ...,
+        prefill_us: _builtins.int = ...,
+        reserve_wait_us: _builtins.int = ...,
+        admit_us: _builtins.int = ...,
+        first_step_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
@@ -1344,6 +1396,7 @@ class ReserveRequest(_message.Message):
     MS_LEFT_FIELD_NUMBER: _builtins.int
     MORE_CHOICES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
     """prompt + generated: their KV will be written; of a sequence that moves, and decodes on meanwhile, the most"""
@@ -1352,6 +1405,8 @@ class ReserveRequest(_message.Message):
     ms_left: _builtins.int
     wait_ms: _builtins.int
     """how long the answer may wait for room; 0: answer at once"""
+    traceparent: _builtins.str
+    """of what the sender does, as in Dispatch"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -1384,10 +1439,11 @@ class ReserveRequest(_message.Message):
         ms_left: _builtins.int = ...,
         more_choices: _abc.Iterable[_builtins.int] | None = ...,
         wait_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1703,11 +1759,14 @@ class Commit(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MS_LEFT_FIELD_NUMBER: _builtins.int
+    RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     secret: _builtins.bytes
     first_index: _builtins.int
     """index of the attempt's first token in the completion; of a Move that of the holder's own attempt"""
     ms_left: _builtins.int
+    reserve_wait_us: _builtins.int
+    """that the sender waited for the lease once it had the attempt's first token"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -1729,10 +1788,11 @@ class Commit(_message.Message):
         first_index: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         ms_left: _builtins.int = ...,
+        reserve_wait_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "first_index", b"first_index", "key", b"key", "lease_id", b"lease_id", "ms_left", b"ms_left", "prompt_token_ids", b"prompt_token_ids", "reserve_wait_us", b"reserve_wait_us", "sampling", b"sampling", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,8 +26,9 @@ class ClientGone:
 class Arrival:
     """What only the log and the metrics want to know of a request."""
 
-    at: float  # an instant of the loop's clock, in seconds
+    at: float  # an instant of the monotonic clock, in seconds: a loop's own may count milliseconds
     client_request_id: str | None  # the client's own name for it
+    traceparent: str = ""  # the client's own span, if it sent one
     client: str | None = None  # whose key it showed
 
 
@@ -157,6 +158,7 @@ class Answer:
         self.choices = choices
         self.fail = fail
         self.first_token_at: float | None = None
+        self.untold = set(range(len(choices)))  # those whose timelines lack their first or second token
 
     @property
     def is_complete(self) -> bool:
@@ -181,7 +183,9 @@ class Delivery:
         self._choices: list[Choice] = []
         self._news: dict[int, None] = {}  # indices of choices with something new, in order
         self._waiter: asyncio.Future[None] | None = None
+        self.origins: list[tuple[str, int]] = []  # of each choice, its request and its number there
         for each in asked:
+            self.origins += [(each.request.request_id, choice) for choice in range(len(each.texts))]
             choices = [Choice(each, text, self._notifier(i)) for i, text in enumerate(each.texts, len(self._choices))]
             self._choices += choices
             self.answers.append(Answer(each, arrival, choices, self._fail))

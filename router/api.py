@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.answer import Arrival, Delivery
+from router.canary import AlreadyLooking, DeepLook
 from router.gate import account_of
 from router.intake import Intake, IntakeLimits, off_loop
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
@@ -34,12 +35,15 @@ from router.openai_types import (
     CompletionBody,
     bad_request,
     parse_body,
+    shown,
     unknown_model,
 )
 from router.refusals import REQUEST_ID, id_header, is_request_id, refusal
 from router.shell import RouterShell
+from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -65,6 +69,8 @@ class Api:
         self._settings = settings
         limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
         self._intake = Intake(shell, text, settings.model_name, limits)
+        self._sight = Sight(shell)
+        self._deep = DeepLook(shell, text)
         self._started = unix_seconds()
 
     def app(self) -> FastAPI:
@@ -83,6 +89,9 @@ class Api:
             ("/health", self.health),
             ("/ready", self.ready),
             ("/metrics", self.metrics),
+            ("/state", self.state),
+            ("/v1/requests", self.requests),
+            ("/v1/requests/{name}/timeline", self.timeline),
         ):
             app.add_api_route(path, answer, methods=["GET"])
             app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
@@ -110,16 +119,49 @@ class Api:
         """The process is alive."""
         return json_answer({"status": "ok"})
 
-    async def ready(self) -> Response:
-        """A request can be served, and what it would be served without; otherwise 503 says what is missing."""
+    async def ready(self, request: Request) -> Response:
+        """A request can be served, and what it would be served without; otherwise 503 says what is missing.
+
+        With `deep=1` also whether KV crosses between every two nodes (canary.py): seconds, and one look at a time.
+        """
         missing, degraded = self._shell.missing(), self._shell.degraded()
-        return json_answer({"ready": not missing, "missing": missing, "degraded": degraded}, 503 if missing else 200)
+        content: dict[str, Any] = {"ready": not missing, "missing": missing, "degraded": degraded}
+        if request.query_params.get("deep") == "1" and request.method == "GET":
+            try:
+                pairs = await self._deep.look()
+            except AlreadyLooking:
+                error = ApiError(429, "A deep look is under way.", code="ALREADY_LOOKING", retry_after_s=1.0)
+                return refusal(error, id_header(request))
+            is_ready = not missing and all(pair.problem is None for pair in pairs)
+            content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs]}
+        return json_answer(content, 200 if content["ready"] else 503)
 
     async def metrics(self) -> Response:
         """Prometheus text."""
         own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
         text = own if of_all is None else await of_all(own)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def state(self) -> Response:
+        """The nodes, as they are."""
+        return json_answer(self._sight.state())
+
+    async def requests(self, request: Request) -> Response:
+        """The newest requests, `limit` of them."""
+        limit = request.query_params.get("limit", str(USUALLY_LISTED))
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
+            return refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), id_header(request))
+        return json_answer(self._sight.requests(int(limit)))
+
+    async def timeline(self, name: str, request: Request) -> Response:
+        """Where one request's time went, and what happened to it."""
+        found = self._sight.timeline(name)
+        if found is None:
+            error = ApiError(
+                404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"
+            )
+            return refusal(error, id_header(request))
+        return json_answer(found)
 
     # ---------------------------------------------------------------- generation
 
@@ -133,7 +175,7 @@ class Api:
 
     async def _answer(self, request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> Response:
         """Check the request; the response then runs it. Whatever is wrong with it is answered here."""
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at, seen_at = asyncio.get_running_loop().time(), self._shell.now()
         client_id = request.headers.get(REQUEST_ID)
         account = account_of(request)
         headers: dict[str, str] = {}
@@ -166,7 +208,8 @@ class Api:
         name = self._settings.model_name
         options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
         writer = AnswerWriter(asked, form, options, self._text.spelling)
-        delivery = Delivery(asked, Arrival(arrived_at, client_id, None if account is None else account.client.name))
+        told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
+        delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
         on_end = None if account is None else account.owe
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
 
@@ -189,7 +232,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    message = printable(f"{request.method} {request.url.path[:200]}: {error.detail}.")
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **id_header(request)})
 

@@ -67,6 +67,7 @@ class AttemptEnds:
                 self._moves.holder_unsure(branch, pair, branch.phase.target, error, now)
             else:
                 self._live.leave_prefill(branch, now)
+                self._live.note(branch, "commit_unanswered", branch.attempt, pair.nodes)
                 self._live.enter(branch, CommitUnknown(pair, now + self._config.commit_unknown_grace_s, error), now)
         elif branch.is_complete:  # its last token was on the way in the error
             self._live.cancel(branch, now)
@@ -118,6 +119,7 @@ class AttemptEnds:
         if again.held_s is not None:
             branch.held_off[blamed] = now + again.held_s
         branch.rests_until = now + again.rest_s
+        self._live.note(branch, "failed", branch.attempt, (blamed,), pb.ErrorCode.Name(error.code))
         self._live.cancel(branch, now)
         self._live.leave_nodes(branch, now)
         branch.phase = Waiting()
@@ -125,6 +127,7 @@ class AttemptEnds:
         self._live.enqueue(branch, now)
 
     def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float) -> None:
+        self._live.note(branch, "given_up", branch.attempt, (), pb.ErrorCode.Name(error.code))
         if why is Over.FINAL:
             self._live.fail(branch, error.code, error.message, now)
         elif (branch.log or self._live.has_told(branch.key.request_id)) and not branch.awaits_prompt_logprobs:

@@ -19,6 +19,7 @@ another process.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,8 +42,8 @@ class Run(NamedTuple):
 class CacheIndex:
     """Keys and their holders, within a bound."""
 
-    def __init__(self, max_bytes: int, seed: int = 0) -> None:
-        """An eighth of `max_bytes` is for sets; `seed`: see KeyTable."""
+    def __init__(self, max_bytes: int, seed: int = 0, sample: int = 1) -> None:
+        """An eighth of `max_bytes` is for sets; `seed`: see KeyTable; one key of `sample`, a power of two, is taken up at most."""
         self._table = KeyTable(max_bytes - max_bytes // 8, seed)
         self._max_set_bytes = max_bytes // 8
         self._set_bytes = 0
@@ -56,7 +57,7 @@ class CacheIndex:
         self._leaving = 0  # those of them that the sweep under way has been after from its beginning
         self._swept = 0  # buckets
         self._is_sweeping = False
-        self._mask = 0  # keys with any of these bits are left out
+        self._mask = sample - 1  # keys with any of these bits are left out
         self.num_dropped = 0  # keys that were not taken up, or lost holders, for want of room
 
     # ---------------------------------------------------------------- holders
@@ -86,15 +87,12 @@ class CacheIndex:
             return
         cells = self._table.taken_cells(self._swept, num_buckets)
         unwanted = (self._table.keys_at(cells) & np.uint64(self._mask)) != 0
-        numbers = np.unique(self._table.values_at(cells[unwanted]), return_counts=True)
-        self._table.set_at(cells[unwanted], 0)
-        for value, num_keys in zip(*(each.tolist() for each in numbers), strict=True):
-            self._use(value, -num_keys)
-        cells = cells[~unwanted]
-        values = self._table.values_at(cells)
-        for value in np.unique(values).tolist():  # as many as there are nodes, and most of them as they should be
+        for value, of_value in self._by_value(cells[unwanted]):
+            self._table.set_at(of_value, 0)
+            self._use(value, -len(of_value))
+        for value, of_value in self._by_value(cells[~unwanted]):  # as many as there are nodes, most as they should be
             if self._bits(value) & self._closed:
-                self._set(cells[values == value], value, self._live(value))
+                self._set(of_value, value, self._live(value))
         self._swept += num_buckets
         if self._swept >= self._table.num_buckets:
             self._end_sweep()
@@ -184,14 +182,26 @@ class CacheIndex:
     # ---------------------------------------------------------------- inside
 
     def _wanted(self, keys: Keys) -> Keys:
-        """Those that are taken up, each once."""
-        return np.unique(keys[(keys & np.uint64(self._mask)) == 0])
+        """Those that are taken up, each once; 0 is none."""
+        keys = np.sort(keys if not self._mask else keys[(keys & np.uint64(self._mask)) == 0])
+        is_new = np.empty(len(keys), dtype=np.bool_)
+        is_new[:1] = keys[:1] != 0
+        np.not_equal(keys[1:], keys[:-1], out=is_new[1:])
+        return keys if is_new.all() else keys[is_new & (keys != 0)]
 
     def _by_value(self, cells: Cells) -> Iterator[tuple[int, Cells]]:
         """Cells by the value that they have, each value once."""
+        if not len(cells):
+            return
         values = self._table.values_at(cells)
-        for value in np.unique(values).tolist():
-            yield value, cells[values == value]
+        if values[0] == values[-1] and (values == values[0]).all():
+            yield int(values[0]), cells
+            return
+        order = np.argsort(values)
+        values, cells = values[order], cells[order]
+        bounds = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+        for start, end in pairwise(bounds):
+            yield int(values[start]), cells[start:end]
 
     def _bits(self, value: int) -> int:
         """The holders that a value stands for, closed ones included."""

@@ -43,7 +43,7 @@ class Pace:
 
     rest_s: float = 0.02  # from a node's answer to the next question to it
     gap_s: float = 0.002  # between any two questions: some five times what hearing an answer costs
-    key_s: float = 0.000_002_5  # more of it for each key of the last answer: as many times what taking one up costs
+    key_s: float = 0.000_001  # more of it for each key of the last answer: as many times what taking one up costs
 
 
 class Source(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Literal
 from router.limits import MAX_CHOICES_PER_PROMPT
 from runtime.config import knob
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+from runtime.tracing import endpoint_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,9 @@ class RouterConfig:
     max_body_mib: int = knob(
         8, "MiB of a request's body; a larger one is answered 413 while it is read", low=1, high=1024
     )
+    timelines: int = knob(
+        1000, "requests whose timelines are kept, the newest ones (GET /v1/requests); 0: none", low=0, high=1 << 20
+    )
     max_prompt_tokens: int | None = knob(
         None, "tokens of one prompt; a longer one is answered 400; none: what nodes can hold", low=1, high=1 << 24
     )
@@ -166,6 +170,12 @@ class RouterConfig:
         high=86_400,
     )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
+    log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
+    otlp_endpoint: str | None = knob(
+        None,
+        "OpenTelemetry collector that is told spans, over OTLP/HTTP: http://HOST:4318; none: nobody",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
@@ -174,5 +184,7 @@ class RouterConfig:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
             )
+        if problem := endpoint_problem(self.otlp_endpoint):
+            raise ValueError(problem)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ValueError("--served-model-name: must not be empty")

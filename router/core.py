@@ -12,8 +12,9 @@ Not here: text, HTTP, sockets (shell.py); what lives and how it ends (live.py); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -23,6 +24,7 @@ from router.breaker import Breakers, BreakerTiming
 from router.entrance import Entrance, RouterCoreConfig
 from router.live import LiveRequests
 from router.moves import Moves
+from router.node_state import Node
 from router.nodes import NodeEvent, NodeTable
 from router.ownership import Owner, Side, Verdict, Word, judge, word_of_error, word_of_loss, word_of_tokens
 from router.phases import (
@@ -43,6 +45,8 @@ from router.waiting import WaitingBranches
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
+
+MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
 
 
 class RouterCore:
@@ -123,6 +127,10 @@ class RouterCore:
             "caches": {} if self._caches is None else self._caches.snapshot(),
         }
 
+    def nodes(self) -> Iterator[tuple[Node, str]]:
+        """Every node process that is known, with the state of its circuit; for people."""
+        return ((node, self._breakers.state(node.ref.name)) for node in self._nodes)
+
     # ---------------------------------------------------------------- what the API asks
 
     @property
@@ -153,9 +161,9 @@ class RouterCore:
             self._live.actions.append(refusal)
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices
+        config = self._config if request.pinned is None else replace(self._config, preempt_retry_count=0)
         branches = [
-            LiveBranch(request, choice, first + choice, Tries(self._config), now)
-            for choice in range(request.num_choices)
+            LiveBranch(request, choice, first + choice, Tries(config), now) for choice in range(request.num_choices)
         ]
         self._live.add(branches, now)
 
@@ -202,6 +210,10 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
+                if len(batch.branches) > MAX_BRANCHES:  # each would be answered with a Cancel: gigabytes of them
+                    self._live.count("stale_messages", "oversized")
+                    return
+                self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
             case "error":
@@ -260,6 +272,8 @@ class RouterCore:
                 self._succeeded(branch, target.node)
                 self._moves.arrived(branch, pair, target, now)
             case Prefilling() | CommitUnknown() if side is Side.RECEIVER:
+                if pair.prefill != pair.decode:
+                    self._live.note(branch, "handed_over", branch.attempt, (pair.decode,))
                 self._succeeded(branch, *pair.nodes)
                 self._live.leave_prefill(branch, now)
                 self._live.enter(branch, Decoding(pair), now)
@@ -324,6 +338,7 @@ class RouterCore:
             branch.last_pair = pair
             self._live.enter(branch, Prefilling(pair), now)
             self._live.actions.append(ev.Observe("queue", now - branch.waits_since))
+            self._live.note(branch, "dispatched", attempt, (pair.prefill, pair.decode), kind)
         for ref in pair.nodes:
             self._breakers.placed(ref.name, group[0].key, now)
         self._live.send(pair.prefill, pb.RouterMessage(dispatch=dispatch_message(group, target, now)))

@@ -52,6 +52,7 @@ class GenerationRequest:
     deadline: float  # the instant, on the router's monotonic clock
     num_choices: int = 1
     generated_token_ids: tuple[int, ...] = ()  # a resubmission: what choice 0 starts with
+    pinned: tuple[str, str] | None = None  # names of the nodes that it goes to or to nobody, once: a canary (canary.py)
 
 
 # ---------------------------------------------------------------- events
@@ -249,4 +250,27 @@ class Observe:
     seconds: float
 
 
-Action = Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Something has happened to a choice that its timeline is to show (router/timelines.py); nothing is decided by it."""
+
+    request_id: str
+    choice: int
+    what: (
+        str  # "dispatched", "handed_over", "commit_unanswered", "failed", "given_up", "move_begun", "moved", "move_off"
+    )
+    attempt: int
+    nodes: tuple[str, ...] = ()  # names
+    code: str = ""  # how the prompt is computed, or a PD Error code's name
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A node has told parts of an attempt's time, be it one that counts or not."""
+
+    timing: pb.Timing
+
+
+Action = (
+    Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe | Noted | Timed
+)

@@ -219,6 +219,13 @@ class LiveRequests:
         if node is not None and node.session is not Session.LOST:
             self.actions.append(ev.ToNode(ref, message))
 
+    def note(
+        self, branch: LiveBranch, what: str, attempt: int, nodes: Iterable[ev.NodeRef] = (), code: str = ""
+    ) -> None:
+        """Tell the branch's timeline."""
+        names = tuple(node.name for node in nodes)
+        self.actions.append(ev.Noted(*branch.key, what, attempt, names, code))
+
     def count(self, name: str, label: str = "") -> None:
         """Raise a counter."""
         self.actions.append(ev.Count(name, label))

@@ -51,6 +51,7 @@ REGISTRY_COUNTERS: Final[Mapping[str, str]] = {
     "skipped_values": "values found in Redis that no node has written, at each look",
 }
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SECONDS_OF_PARTS: Final = (0.0005, 0.001, 0.0025, *_SECONDS)
 _SECONDS_PER_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
 # Histograms: name -> (name to the world, help, upper bounds in seconds).
@@ -66,6 +67,19 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str, tuple[float, ...]]]] = {
         "queue_seconds",
         "from when a choice began to wait for room to its dispatch, once for each choice and attempt",
         _SECONDS,
+    ),
+}
+
+
+# Histograms by part, in seconds: name -> help. One duration for each part of each request that has come so far.
+PARTS: Final[Mapping[str, str]] = {
+    "time_to_first_token_part_seconds": (
+        "what a request's time to first token is made of, by part: route (until it is queued), queue (for room, then at the "
+        "node), retry (attempts in vain), prefill, return (the way to the node and back)"
+    ),
+    "second_token_part_seconds": (
+        "what the time from there to the second token is made of, by part: reserve_wait (for a lease, the token being there), "
+        "transfer (the way from node to node), admit, first_step; others where a retry lies between"
     ),
 }
 
@@ -120,6 +134,10 @@ class RouterMetrics:
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
         }
+        self._parts = {
+            name: Histogram(f"baton_router_{name}", text, ["part"], buckets=_SECONDS_OF_PARTS, registry=registry)
+            for name, text in PARTS.items()
+        }
         registry.register(_CoreGauges(snapshot))
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
@@ -147,6 +165,12 @@ class RouterMetrics:
         self.observe("request", seconds)
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("completion").inc(completion_tokens)
+
+    def request_parted(self, to_first: Mapping[str, float], to_second: Mapping[str, float]) -> None:
+        """Where a request's time went, in seconds by part, to its first token and from there to its second."""
+        for name, parts in zip(PARTS, (to_first, to_second), strict=True):
+            for part, seconds in parts.items():
+                self._parts[name].labels(part).observe(seconds)
 
     def turned_away(self, reason: str) -> None:
         """Somebody was refused before any node heard of it."""

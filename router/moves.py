@@ -55,6 +55,7 @@ class Moves:
             answer.next_attempt = branch.newest_attempt
             answer.target.CopyFrom(self._nodes.occupy_decode(branch.key, target))
             self._breakers.placed(target.name, branch.key, now)
+            self._live.note(branch, "move_begun", branch.newest_attempt, (pair.decode, target))
             self._live.enter(branch, Moving(pair, Post(target, branch.newest_attempt)), now)
         self._live.count("moves", "no_room" if target is None else "begun")
         self._live.send(pair.decode, pb.RouterMessage(move=answer))
@@ -79,6 +80,7 @@ class Moves:
         branch.attempt = target.attempt
         branch.last_pair = moved = Pair(pair.prefill, target.node)
         self._live.enter(branch, Decoding(moved), now)
+        self._live.note(branch, "moved", target.attempt, (target.node,))
         self._live.count("moves", "done")
 
     def call_off(self, branch: LiveBranch, now: float) -> None:
@@ -87,11 +89,13 @@ class Moves:
             target = branch.phase.target.node
             self._live.cancel_at(target, branch, now)
             self._leave(branch, target, now)
+            self._live.note(branch, "move_off", branch.attempt, (target,))
             self._live.count("moves", "off")
 
     def target_lost(self, branch: LiveBranch, pair: Pair, target: NodeRef, now: float) -> None:
         """The holder goes on, if it has not handed over yet."""
         self._leave(branch, target, now)
+        self._live.note(branch, "move_off", branch.attempt, (target,))
         self._live.count("moves", "off")
         self.doubt(branch, pair, target, now)
 

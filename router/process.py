@@ -39,6 +39,7 @@ from router.gate import Gate
 from router.key_file import KeyFile
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
+from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
 from runtime.credentials import Credentials, CredentialsError
 from runtime.http_protocol import HttpBounds
@@ -56,6 +57,7 @@ from runtime.process import (
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
 from runtime.session import Peer, SessionTiming
+from runtime.tracing import NoTracing, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
@@ -77,18 +79,21 @@ def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
     `worker`: what it has from its parent, if it is one of several processes (workers.py).
     """
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}")
+    set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         if worker is None:
             warn_of_what_is_missing(config)
-        uvloop.run(_serve(config, ModelText(config.model), credentials, worker))
-    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError) as error:
+        tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
+        uvloop.run(_serve(config, ModelText(config.model), credentials, tracing, worker))
+    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials, worker: WorkerEnd | None) -> None:
+async def _serve(
+    config: RouterConfig, text: ModelText, credentials: Credentials, tracing: Tracing | None, worker: WorkerEnd | None
+) -> None:
     """Serve until a signal; raises CannotListen, KeyFileError, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,7 +101,9 @@ async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials
     async with AsyncExitStack() as started:
         listener = listen(config, "--port", config.port) if worker is None else worker.listener
         started.enter_context(listener)
-        shell = _make_shell(config, credentials)
+        if tracing is not None:
+            started.push_async_callback(tracing.close)
+        shell = _make_shell(config, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
         registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
@@ -213,7 +220,7 @@ def _http_server(
 
 
 def warn_of_what_is_missing(config: RouterConfig) -> None:
-    """Say in the log what whoever reaches a port can do without being asked."""
+    """Log what a router that others reach does without."""
     missing = {}
     if config.api_keys is None:
         missing["--api-keys"] = "whoever can reach it can use it"
@@ -224,7 +231,7 @@ def warn_of_what_is_missing(config: RouterConfig) -> None:
     warn_if_exposed(config.host, "router", missing)
 
 
-def _make_shell(config: RouterConfig, credentials: Credentials) -> RouterShell:
+def _make_shell(config: RouterConfig, credentials: Credentials, spans: RequestSpans | None) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
@@ -245,7 +252,8 @@ def _make_shell(config: RouterConfig, credentials: Credentials) -> RouterShell:
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials)
+    timing = SessionTiming(grace_s=config.session_grace_s)
+    return RouterShell(core, me, timing, credentials, config.timelines, spans)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:

@@ -19,6 +19,7 @@ from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 REQUEST_ID: Final = "X-Request-Id"
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 
 def is_request_id(name: str) -> bool:
@@ -35,5 +36,8 @@ def id_header(request: HTTPConnection) -> dict[str, str]:
 def refusal(error: ApiError, headers: dict[str, str]) -> Response:
     """The answer, logged; `headers` gets a request id if it has none."""
     request_id = headers.setdefault(REQUEST_ID, secrets.token_hex(12))
-    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, error=error.message)
+    # A sentence about a bad request repeats what the client wrote: that is for the client alone, who has it in the answer.
+    field = error.param if error.param is not None and _PLAIN.fullmatch(error.param) else None
+    what = {"error": error.message} if error.status >= 500 else {} if field is None else {"field": field}
+    log_event(_LOG, logging.INFO, "request_refused", request=request_id, status=error.status, code=error.code, **what)
     return error_answer(error, headers)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from proto import baton_pb2 as pb
@@ -33,6 +34,7 @@ from router.events import (
     NodeMissed,
     NodeRef,
     NodeUnlisted,
+    Noted,
     Observe,
     PromptScored,
     SessionBroken,
@@ -40,9 +42,14 @@ from router.events import (
     SessionUp,
     Stopped,
     Submitted,
+    Timed,
     ToNode,
 )
 from router.metrics import RouterMetrics
+from router.node_state import Node
+from router.spans import RequestSpans
+from router.timeline import Record
+from router.timelines import Timelines
 from runtime.alarm import Alarm
 from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
@@ -57,9 +64,19 @@ class RouterShell:
     """Owns the core and the sessions; the registry server and the HTTP handlers call it. Make and use it on the loop."""
 
     def __init__(
-        self, core: RouterCore, me: Peer, timing: SessionTiming, credentials: Credentials = NO_CREDENTIALS
+        self,
+        core: RouterCore,
+        me: Peer,
+        timing: SessionTiming,
+        credentials: Credentials = NO_CREDENTIALS,
+        max_timelines: int = 1000,
+        spans: RequestSpans | None = None,
     ) -> None:
+        """`max_timelines`: requests whose timelines are kept; `spans`: where a collector is told of requests."""
+        self._spans = spans
         self._core = core
+        self.name = me.name
+        self.timelines = Timelines(max_timelines)
         self._loop = asyncio.get_running_loop()
         self._dialer = SessionDialer(me, self, timing, credentials)
         self.is_draining = False
@@ -75,6 +92,19 @@ class RouterShell:
         """Start a request; the handle gets its tokens and its ends."""
         request = answer.request
         self._answers[request.request_id] = answer
+        arrival, num_tokens = answer.arrival, len(request.prompt_token_ids)
+        self.timelines.begin(
+            Record(
+                request.request_id,
+                arrival.client_request_id,
+                num_tokens,
+                request.num_choices,
+                arrival.at,
+                self.now(),
+            )
+        )
+        if self._spans is not None:
+            self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices)
         if answer.known_end is None:
             self._feed(Submitted(request))
         else:
@@ -86,6 +116,10 @@ class RouterShell:
         if request_id in self._answers:
             self._end(request_id, ClientGone())
             self._feed(Aborted(request_id))
+
+    def note_written(self, request_id: str, choice: int, num_tokens: int) -> None:
+        """The first so many tokens of a choice, one or two, were handed to its client's connection."""
+        self.timelines.written(request_id, choice, num_tokens, self.now())
 
     @property
     def max_total_tokens(self) -> int | None:
@@ -111,6 +145,14 @@ class RouterShell:
     def snapshot(self) -> Mapping[str, object]:
         """The core's state."""
         return self._core.snapshot()
+
+    def nodes(self) -> Iterator[tuple[Node, str]]:
+        """The core's nodes, each with the state of its circuit."""
+        return self._core.nodes()
+
+    def now(self) -> float:
+        """The clock that timelines and durations go by: finer than the loop's, by which the core goes."""
+        return time.monotonic()
 
     async def close(self) -> None:
         """End every request with an error, then every session, once the nodes have heard that they may stop."""
@@ -179,6 +221,8 @@ class RouterShell:
                 case Emitted():
                     self._emit(action, now)
                 case ToNode(node, message):
+                    if self._spans is not None and message.WhichOneof("kind") == "dispatch":
+                        self._spans.dispatch(node.name, message.dispatch)
                     self._dialer.send(node.name, node.incarnation, message)
                 case Count(name, label, amount):
                     self.metrics.count(name, label, amount)
@@ -187,6 +231,12 @@ class RouterShell:
                 case PromptScored(request_id, choice, logprobs):
                     if (answer := self._answers.get(request_id)) is not None:
                         answer.choices[choice].put_prompt_logprobs(logprobs)
+                case Noted():
+                    self.timelines.noted(action, self.now())
+                    if self._spans is not None:
+                        self._spans.noted(action)
+                case Timed(timing):
+                    self.timelines.timed(timing)
                 case Finished():
                     self._finish(action)
                 case Failed(request_id):
@@ -204,9 +254,13 @@ class RouterShell:
         answer = self._answers.get(emitted.request_id)
         if answer is None:
             return
-        if answer.first_token_at is None:
-            answer.first_token_at = now
-            self.metrics.observe("first_token", now - answer.arrival.at)
+        if answer.untold:
+            at = self.now()
+            if answer.first_token_at is None:
+                answer.first_token_at = at
+                self.metrics.observe("first_token", at - answer.arrival.at)
+            if self.timelines.emitted(emitted.request_id, emitted.choice, len(emitted.token_ids), at):
+                answer.untold.discard(emitted.choice)
         num_tokens = answer.choices[emitted.choice].put(emitted.token_ids, emitted.logprobs, now)
         if num_tokens is not None:
             self._events.append(Stopped(emitted.request_id, emitted.choice, num_tokens))
@@ -217,7 +271,11 @@ class RouterShell:
             return
         choice = answer.choices[finished.choice]
         choice.finish(finished.finish_reason, finished.token_ids)
-        self.metrics.choice_finished(choice.finish_reason or "", choice.seconds_per_token)
+        reason = choice.finish_reason or ""
+        self.metrics.choice_finished(reason, choice.seconds_per_token)
+        self.timelines.finished(finished.request_id, finished.choice, reason, self.now())
+        if self._spans is not None:
+            self._spans.finished(finished.request_id, finished.choice)
         if answer.is_complete:
             self._end(finished.request_id, None)
 
@@ -235,9 +293,14 @@ class RouterShell:
             outcome, end = "aborted", ClientGone()
         if end is not None:
             answer.fail(end)
-        seconds = self._loop.time() - answer.arrival.at
+        seconds = (now := self.now()) - answer.arrival.at
+        record = self.timelines.ended(request_id, outcome, answer.num_tokens, now)
+        if record is not None:
+            self.metrics.request_parted(*record.parts())
         num_prompt_tokens = len(answer.request.prompt_token_ids)
         self.metrics.request_ended(outcome, seconds, num_prompt_tokens, answer.num_tokens)
+        if self._spans is not None:
+            self._spans.ended(request_id, outcome, answer.num_tokens, None if end is None else outcome)
         client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None
         log_event(
             _LOG,

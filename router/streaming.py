@@ -63,6 +63,7 @@ class GenerationResponse(Response):
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
+        self._num_written = dict.fromkeys(range(len(delivery.origins)), 0)  # tokens, of choices with fewer than two
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,10 +140,25 @@ class GenerationResponse(Response):
                     await self._begin(
                         send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                     )
+                if self._num_written:
+                    self._note_written(pieces)
+                    pieces = []
                 is_end = is_over and is_last
                 if block or is_end:
                     await send({"type": "http.response.body", "body": block, "more_body": not is_end})
         return None
+
+    def _note_written(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """What the client is about to have of a choice whose first two tokens it did not have yet."""
+        for index, piece in pieces:
+            before = self._num_written.get(index, 2)
+            after = min(before + len(piece.token_ids), 2)
+            for number in range(before + 1, after + 1):
+                self._shell.note_written(*self._delivery.origins[index], number)
+            if after < 2:
+                self._num_written[index] = after
+            else:
+                self._num_written.pop(index, None)
 
     def _events(self, pieces: Sequence[tuple[int, Piece]], failed: Failed | None, is_over: bool) -> Iterator[bytes]:
         """What a stream says next, in parts."""

@@ -117,7 +117,10 @@ class WaitingBranches:
                 placed = self._placed(branch, *found)
             else:
                 claimants.append(branch)
-                claimed |= self._nodes.decoding(branch.total_tokens)
+                if (
+                    branch.request.pinned is None
+                ):  # who may go to one pair only would claim all that could do without it
+                    claimed |= self._nodes.decoding(branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
                     break
         for branch in claimants:
@@ -154,6 +157,10 @@ class WaitingBranches:
         excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
 
+        if (pinned := branch.request.pinned) is not None:
+            pair = self._pinned_pair(pinned, branch, excluded)
+            return None if pair is None else (pair, "handoff", 0, 0)
+
         def alone(decodes: Sequence[Candidate]) -> Pair | None:
             return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
 
@@ -174,6 +181,19 @@ class WaitingBranches:
             return pair, kind, prompt.cached.get(pair.prefill, 0), _num_pooled(prefills, pair.prefill, prompt)
         pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
         return None if pair is None else (pair, "local_absent", 0, 0)
+
+    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, excluded: Set[NodeRef]) -> Pair | None:
+        """These two nodes, if both have room."""
+        prefills = self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills)
+        decodes = self._nodes.decode_candidates(branch.total_tokens)
+        return self._placement.choose(
+            [each for each in prefills if each.node.name == names[0]],
+            [each for each in decodes if each.node.name == names[1]],
+            prompt=Prompt(branch.num_tokens, {}),
+            kept=None,
+            excluded=excluded,
+            avoided=branch.held_off,
+        )
 
     def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
         """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""

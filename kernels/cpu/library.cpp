@@ -26,7 +26,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 1; }
+int baton_interface() { return 2; }
 
 Workspace *baton_workspace_new() { return new Workspace; }
 
@@ -42,10 +42,7 @@ size_t baton_packed_size(const Linear *linear, int dtype) {
 }
 
 void baton_pack(const Linear *linear, const void *weight, void *packed, int dtype) {
-    in_dtype(dtype, [&](auto t) {
-        using T = decltype(t);
-        pack_linear(*linear, static_cast<const T *>(weight), static_cast<T *>(packed));
-    });
+    in_dtype(dtype, [&](auto t) { pack_linear<decltype(t)>(*linear, weight, packed); });
 }
 
 void baton_linear(const Linear *linear, const void *x, int num_rows, void *to, int num_threads, int dtype) {

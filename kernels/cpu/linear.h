@@ -2,14 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "product.h"
+#include "workspace.h"
 
 namespace baton {
 
 struct Linear {
     const void *weight;  // panels; where gated, each has 16 columns of the gate and the 16 of `up` that belong to them
     const void *bias;    // fp32 [panels * PANEL] in the panels' order, or null
+    const float *scales;  // the same, where the weight is Int8: what a column's numbers are multiples of; else null
     int32_t in, out;     // out: columns of the result
     int32_t gated;
 };
@@ -28,24 +31,38 @@ template <class T> struct Output {
     int stride;
 };
 
-template <class T, int M, int PANELS>
-void linear_block(const Linear &linear, const T *const *x, int row, int panel, const Output<T> &output, Ahead ahead) {
+// Some rows times one or two panels.
+template <class T> struct Pass {
+    const Linear &linear;
+    const Output<T> &output;
+    const T *const *x;
+    int num_rows, row, panel;  // the first row and panel
+    Ahead ahead;
+};
+
+template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &pass, const C *columns) {
+    const Linear &linear = pass.linear;
+    const Output<T> &output = pass.output;
+    const int panel = pass.panel;
     Floats sums[M][2 * PANELS];
-    const size_t size = panel_size<T>(linear.in);
-    multiply<T, M, PANELS>(x, static_cast<const T *>(linear.weight) + panel * size, size, steps_of<T>(linear.in), sums, ahead);
-    if (linear.bias)
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2 * PANELS; v++)
-                sums[m][v] += load(static_cast<const float *>(linear.bias) + panel * PANEL + v * LANES);
+    multiply<T, M, PANELS>(pass.x, columns, panel_size<T>(linear.in), steps_of<T>(linear.in), sums, pass.ahead);
+    auto for_columns = [&](const void *numbers, auto &&change) {
+        for (int v = 0; v < 2 * PANELS; v++) {
+            const Floats number = load(static_cast<const float *>(numbers) + panel * PANEL + v * LANES);
+            for (int m = 0; m < M; m++) change(sums[m][v], number);
+        }
+    };
+    if (linear.scales) for_columns(linear.scales, [](Floats &sum, Floats scale) { sum = sum * scale; });
+    if (linear.bias) for_columns(linear.bias, [](Floats &sum, Floats bias) { sum = sum + bias; });
     for (int m = 0; m < M; m++) {
-        T *to = output.to + size_t(row + m) * output.stride;
+        T *to = output.to + size_t(pass.row + m) * output.stride;
         if (linear.gated) {
             for (int p = 0; p < PANELS; p++)
                 if (const int column = (panel + p) * LANES; column < linear.out)
                     store_some(to + column, gated<T>(sums[m][2 * p], sums[m][2 * p + 1]), linear.out - column);
             continue;
         }
-        const T *residual = output.residual ? output.residual + size_t(row + m) * output.stride : nullptr;
+        const T *residual = output.residual ? output.residual + size_t(pass.row + m) * output.stride : nullptr;
         for (int v = 0; v < 2 * PANELS; v++) {
             const int column = panel * PANEL + v * LANES, left = linear.out - column;
             if (left <= 0) break;
@@ -56,67 +73,109 @@ void linear_block(const Linear &linear, const T *const *x, int row, int panel, c
     }
 }
 
+// Rows of one pass over one panel, or over two, of columns stored as C.
+template <class C> constexpr int max_rows(int panels) {
+    if (panels == 1) return MAX_ROWS;
+    return std::is_same_v<C, Int8> ? std::min(MAX_ROWS_OF_PAIR, 4) : MAX_ROWS_OF_PAIR;  // tables take registers, too
+}
+
 // Pick the block that is compiled for this number of rows.
-template <class T, int PANELS, int M = PANELS == 2 ? MAX_ROWS_OF_PAIR : MAX_ROWS>
-void linear_rows(const Linear &linear, const T *const *x, int num_rows, int row, int panel, const Output<T> &output, Ahead ahead) {
+template <class T, int PANELS, class C, int M = max_rows<C>(PANELS)> void linear_rows(const Pass<T> &pass, const C *columns) {
     if constexpr (M > 1)
-        if (num_rows < M) return linear_rows<T, PANELS, M - 1>(linear, x, num_rows, row, panel, output, ahead);
-    linear_block<T, M, PANELS>(linear, x, row, panel, output, ahead);
+        if (pass.num_rows < M) return linear_rows<T, PANELS, C, M - 1>(pass, columns);
+    linear_block<T, M, PANELS>(pass, columns);
 }
 
 constexpr size_t NEAR = 4096;     // bytes
 constexpr int LARGE_BATCH = 24;   // rows; from here on two panels a pass save more loads than a third pass costs
 
+// Columns as rows have them. Where many rows want the same panels they are widened once, into memory of the thread.
+template <class T> const T *widened_panels(const T *columns, size_t) { return columns; }
+template <class T> const T *widened_panels(const Int8 *columns, size_t numbers) {
+    static thread_local Buffer buffer;
+    T *to = reinterpret_cast<T *>(buffer.at_least(numbers * sizeof(T)));
+    constexpr int W = Step<T>::WIDTH;
+    for (size_t at = 0; at < numbers; at += W * PANEL) {
+        Floats first, second;
+        PanelStep<T, Int8>::load_both(columns + at, first, second);
+        Step<T>::put(to + at, first), Step<T>::put(to + at + W * LANES, second);
+    }
+    return to;
+}
+
 // One thread's share: whole panels, so that each weight is read by one thread. The shape of the passes was measured.
-template <class T>
-void linear_share(const Linear &linear, const T *x, int x_stride, int num_rows, const Output<T> &output, int share, int shares) {
+template <class T, class C>
+void linear_share_of(const Linear &linear, const T *x, int x_stride, int num_rows, const Output<T> &output, int share, int shares) {
     const int panels = num_panels(linear), steps = steps_of<T>(linear.in);
     const int first = int64_t(panels) * share / shares, last = int64_t(panels) * (share + 1) / shares;
-    const bool pairs = num_rows <= MAX_ROWS_OF_PAIR || (num_rows >= LARGE_BATCH && MAX_ROWS_OF_PAIR > 1);
-    const int passes = ceil_div(num_rows, pairs ? MAX_ROWS_OF_PAIR : MAX_ROWS), passes_ahead = std::min(passes, 4);
-    const size_t bytes = panel_size<T>(linear.in) * sizeof(T);
+    const bool is_direct = std::is_same_v<T, C> || num_rows <= MAX_ROWS;
+    const int rows_of_pair = is_direct ? max_rows<C>(2) : MAX_ROWS_OF_PAIR;
+    const bool pairs = num_rows <= rows_of_pair || (num_rows >= LARGE_BATCH && rows_of_pair > 1);
+    const int passes = ceil_div(num_rows, pairs ? rows_of_pair : MAX_ROWS), passes_ahead = std::min(passes, 4);
+    const size_t size = panel_size<T>(linear.in), bytes = size * sizeof(C);
     for (int panel = first; panel < last;) {
         const int width = pairs ? std::min(2, last - panel) : 1, next = panel + width;
         const size_t bytes_next = std::min(pairs ? 2 : 1, last - next) * bytes;
         const size_t bytes_a_step = (bytes_next / passes_ahead / steps + 63) / 64 * 64;
-        const char *at = static_cast<const char *>(linear.weight) + next * bytes;
-        for (int pass = 0; pass < passes; pass++) {
-            const int begin = int64_t(num_rows) * pass / passes, end = int64_t(num_rows) * (pass + 1) / passes;
+        const C *columns = static_cast<const C *>(linear.weight) + panel * size;
+        const char *at = reinterpret_cast<const char *>(columns + width * size);
+        const T *wide = is_direct ? nullptr : widened_panels<T>(columns, width * size);
+        for (int number = 0; number < passes; number++) {
+            const int begin = int64_t(num_rows) * number / passes, end = int64_t(num_rows) * (number + 1) / passes;
             const T *rows[MAX_ROWS];
             for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * x_stride;
-            Ahead ahead;
-            if (passes == 1) ahead.distance = NEAR;
-            else if (bytes_next && pass < passes_ahead) ahead = {0, at + pass * bytes_a_step * steps, bytes_a_step};
-            if (width == 2) linear_rows<T, 2>(linear, rows, end - begin, begin, panel, output, ahead);
-            else linear_rows<T, 1>(linear, rows, end - begin, begin, panel, output, ahead);
+            Pass<T> pass{linear, output, rows, end - begin, begin, panel, {}};
+            if (passes == 1) pass.ahead.distance = NEAR;
+            else if (bytes_next && number < passes_ahead) pass.ahead = {0, at + number * bytes_a_step * steps, bytes_a_step};
+            if (!is_direct) width == 2 ? linear_rows<T, 2>(pass, wide) : linear_rows<T, 1>(pass, wide);
+            else width == 2 ? linear_rows<T, 2>(pass, columns) : linear_rows<T, 1>(pass, columns);
         }
         panel = next;
     }
 }
 
-// Lay weight [out, in] (gated: [2 * out, in], gate first) out as panels; what fills up the last one is zero.
-template <class T> void pack_linear(const Linear &linear, const T *weight, T *packed) {
+template <class T>
+void linear_share(const Linear &linear, const T *x, int x_stride, int num_rows, const Output<T> &output, int share, int shares) {
+    if (linear.scales) linear_share_of<T, Int8>(linear, x, x_stride, num_rows, output, share, shares);
+    else linear_share_of<T, T>(linear, x, x_stride, num_rows, output, share, shares);
+}
+
+// Which row of weight [out, in] (gated: [2 * out, in], gate first) is this column of the panels; -1: it only fills up the last.
+inline int source_of(const Linear &linear, int panel, int column) {
+    const int whole = panel * PANEL + column, within = panel * LANES + column % LANES;
+    if (!linear.gated) return whole < linear.out ? whole : -1;
+    return within < linear.out ? within + (column < LANES ? 0 : linear.out) : -1;
+}
+
+// Lay a weight out as panels; what fills them up is zero. put(to, column, w, number or null): store a number of the step at `to`.
+template <class T, class C, class From, class F> void pack_panels(const Linear &linear, const From *weight, C *packed, F &&put) {
     constexpr int W = Step<T>::WIDTH;
     const int panels = num_panels(linear), steps = steps_of<T>(linear.in);
 #pragma omp parallel for
     for (int panel = 0; panel < panels; panel++) {
-        T *to = packed + panel * panel_size<T>(linear.in);
+        C *to = packed + panel * panel_size<T>(linear.in);
         for (int column = 0; column < PANEL; column++) {
-            int source = panel * PANEL + column;
-            bool exists = source < linear.out;
-            if (linear.gated) {
-                const int within = panel * LANES + column % LANES;
-                exists = within < linear.out;
-                source = within + (column < LANES ? 0 : linear.out);
-            }
+            const int source = source_of(linear, panel, column);
+            const From *from = weight + size_t(std::max(source, 0)) * linear.in;
             for (int step = 0; step < steps; step++)
                 for (int w = 0; w < W; w++) {
                     const int k = step * W + w;
-                    T &number = to[(size_t(step) * PANEL + column) * W + w];
-                    number = exists && k < linear.in ? weight[size_t(source) * linear.in + k] : T{};
+                    put(to + size_t(step) * PANEL * W, column, w, source >= 0 && k < linear.in ? from[k] : From{});
                 }
         }
     }
+}
+
+// The weight in T, or int8_t where the linear has scales.
+template <class T> void pack_linear(const Linear &linear, const void *weight, void *packed) {
+    constexpr int W = Step<T>::WIDTH;
+    if (linear.scales)
+        return pack_panels<T>(linear, static_cast<const int8_t *>(weight), static_cast<Int8 *>(packed),
+                              [](Int8 *to, int column, int w, int8_t number) {
+                                  to[PanelStep<T, Int8>::place(column, w)].bits = PanelStep<T, Int8>::code(number);
+                              });
+    pack_panels<T>(linear, static_cast<const T *>(weight), static_cast<T *>(packed),
+                   [](T *to, int column, int w, T number) { to[column * W + w] = number; });
 }
 
 }  // namespace baton

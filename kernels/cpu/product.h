@@ -5,6 +5,8 @@
 //
 //     panel p:   step 0: column 0 .. 31   step 1: column 0 .. 31   …
 //
+// Columns may be stored in fewer bits than rows have (Int8); they are widened, exactly, on their way into registers.
+//
 // Each sum is one chain over the steps in order, in one lane of one register, however many rows and panels share the loop:
 // that is why a row's bits cannot depend on its neighbours.
 #pragma once
@@ -22,10 +24,11 @@ constexpr int MAX_ROWS_OF_PAIR = 1;
 constexpr int MAX_ROWS = 3;
 #endif
 
-// How one step is stored and added up.
+// How one step is stored (`put`: as `columns` finds it) and added up.
 template <class T> struct Step {
     static constexpr int WIDTH = 1;
     static BATON_INLINE Floats columns(const T *from) { return load(from); }
+    static BATON_INLINE void put(T *to, Floats columns) { store(to, columns); }
     static BATON_INLINE Floats spread(const T *from) { return all(*from); }
     static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
 };
@@ -33,6 +36,7 @@ template <class T> struct Step {
 template <> struct Step<Fp16> {
     static constexpr int WIDTH = 1;
     static BATON_INLINE Floats columns(const Fp16 *from) { return load(from); }
+    static BATON_INLINE void put(Fp16 *to, Floats columns) { store(to, columns); }
     static BATON_INLINE Floats spread(const Fp16 *from) { return all(_cvtsh_ss(from->bits)); }
     static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
 };
@@ -41,6 +45,7 @@ template <> struct Step<Bf16> {
 #if defined(__AVX512BF16__)
     static constexpr int WIDTH = 2;
     static BATON_INLINE Floats columns(const Bf16 *from) { return (Floats)_mm512_loadu_si512(from); }
+    static BATON_INLINE void put(Bf16 *to, Floats columns) { _mm512_storeu_si512(to, (__m512i)columns); }
     static BATON_INLINE Floats spread(const Bf16 *from) {
         int32_t pair;
         std::memcpy(&pair, from, sizeof pair);
@@ -52,6 +57,7 @@ template <> struct Step<Bf16> {
 #else
     static constexpr int WIDTH = 1;
     static BATON_INLINE Floats columns(const Bf16 *from) { return load(from); }
+    static BATON_INLINE void put(Bf16 *to, Floats columns) { store(to, columns); }
     static BATON_INLINE Floats spread(const Bf16 *from) {
         uint32_t bits = uint32_t(from->bits) << 16;
         float x;
@@ -61,6 +67,67 @@ template <> struct Step<Bf16> {
     static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
 #endif
 };
+
+// A weight of 8 bits, a whole number of -127 .. 127, which each dtype of rows holds exactly: products and their order are those
+// of weights that are stored wide.
+struct Int8 {
+    uint8_t bits;
+};
+
+// How a panel's step comes into registers: 32 columns of C, to be multiplied by rows of T.
+template <class T, class C> struct PanelStep {
+    static BATON_INLINE void load_both(const C *from, Floats &first, Floats &second) {
+        first = Step<T>::columns(from), second = Step<T>::columns(from + Step<T>::WIDTH * LANES);
+    }
+};
+
+template <class T> struct PanelStep<T, Int8> {
+    static_assert(Step<T>::WIDTH == 1);
+    static int place(int column, int) { return column; }
+    static uint8_t code(int8_t number) { return uint8_t(number); }
+    static BATON_INLINE Floats widened(const Int8 *from) {
+        int8_t __attribute__((vector_size(LANES))) numbers;
+        std::memcpy(&numbers, from, sizeof numbers);
+        return __builtin_convertvector(numbers, Floats);
+    }
+    static BATON_INLINE void load_both(const Int8 *from, Floats &first, Floats &second) {
+        first = widened(from), second = widened(from + LANES);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// The bf16 of 0 .. 127, byte by byte.
+struct Bf16Bytes {
+    uint8_t low[128], high[128];
+    constexpr Bf16Bytes() : low(), high() {
+        for (int number = 1; number < 128; number++) {
+            int exponent = 0;
+            while (number >> (exponent + 1)) exponent++;
+            const int bits = (exponent + 127) << 7 | ((number << (7 - exponent)) & 0x7F);
+            low[number] = uint8_t(bits & 0xFF), high[number] = uint8_t(bits >> 8);
+        }
+    }
+};
+alignas(64) inline constexpr Bf16Bytes BF16_BYTES;
+
+// Pairs of bf16 from sign and magnitude: two look-ups by the magnitude's 7 bits give the bytes of 64 numbers. Bytes lie so
+// that unpacking them, which works within quarters of a register, leaves the first 16 columns in one and the others in another.
+template <> struct PanelStep<Bf16, Int8> {
+    static int place(int column, int w) {
+        const int within = (column % LANES) * 2 + w;
+        return within / 8 * 16 + column / LANES * 8 + within % 8;
+    }
+    static uint8_t code(int8_t number) { return uint8_t(number < 0 ? 0x80 | -number : number); }
+    static BATON_INLINE void load_both(const Int8 *from, Floats &first, Floats &second) {
+        const __m512i codes = _mm512_loadu_si512(from), *low_bytes = reinterpret_cast<const __m512i *>(BF16_BYTES.low),
+                      *high_bytes = reinterpret_cast<const __m512i *>(BF16_BYTES.high);
+        const __m512i low = _mm512_permutex2var_epi8(low_bytes[0], codes, low_bytes[1]);
+        __m512i high = _mm512_permutex2var_epi8(high_bytes[0], codes, high_bytes[1]);
+        high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8(char(0x80)), 0xF8);  // high | (codes & 0x80)
+        first = (Floats)_mm512_unpacklo_epi8(low, high), second = (Floats)_mm512_unpackhi_epi8(low, high);
+    }
+};
+#endif
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -91,11 +158,11 @@ template <int M, int VECTORS> BATON_INLINE void clear(Floats (&sums)[M][VECTORS]
 }
 
 // Add one step to the sums. `at`: the step's columns in the first panel; `offset`: where the step is in a row.
-template <class T, int M, int VECTORS>
-BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const T *at, size_t panel, Floats (&sums)[M][VECTORS]) {
+template <class T, class C, int M, int VECTORS>
+BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C *at, size_t panel, Floats (&sums)[M][VECTORS]) {
     Floats column[VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) column[v] = Step<T>::columns(at + (v / 2) * panel + (v % 2) * (Step<T>::WIDTH * LANES));
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v += 2) PanelStep<T, C>::load_both(at + (v / 2) * panel, column[v], column[v + 1]);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
         Floats spread = Step<T>::spread(row[m] + offset);
@@ -105,8 +172,8 @@ BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const T
 }
 
 // sums[m][v] = row m times 16 columns of PANELS adjacent panels.
-template <class T, int M, int PANELS>
-BATON_INLINE void multiply(const T *const *rows, const T *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
+template <class T, int M, int PANELS, class C>
+BATON_INLINE void multiply(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
                            Ahead ahead = {}) {
     constexpr int W = Step<T>::WIDTH;
     clear(sums);
@@ -114,12 +181,12 @@ BATON_INLINE void multiply(const T *const *rows, const T *columns, size_t panel,
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) row[m] = rows[m];
     for (size_t step = 0; step < size_t(steps); step++) {
-        const T *at = columns + step * (W * PANEL);
+        const C *at = columns + step * (W * PANEL);
         if (ahead.distance) {
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
-                for (size_t byte = 0; byte < W * PANEL * sizeof(T); byte += 64)
+                for (size_t byte = 0; byte < W * PANEL * sizeof(C); byte += 64)
                     __builtin_prefetch(reinterpret_cast<const char *>(at + p * panel) + ahead.distance + byte, 0, 2);
         } else if (ahead.next) {
             for (size_t byte = 0; byte < ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);

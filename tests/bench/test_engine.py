@@ -65,6 +65,8 @@ def test_the_work_of_a_step_is_counted_once(tiny_model: Path) -> None:
     layer = 128 * (128 + 2 * 32 + 128 + 3 * 256)
     decode = work_of(Case(2, 10), config, itemsize=4)
     assert decode.num_bytes == 4 * (4 * layer + 260 * 128 + 4 * 2 * 10 * 2 * 32)
+    in_8_bits = work_of(Case(2, 10), config, itemsize=4, weight_itemsize=1)
+    assert decode.num_bytes - in_8_bits.num_bytes == 3 * (4 * layer + 260 * 128)
     assert decode.num_operations == 2 * 2 * (4 * layer + 260 * 128) + 4 * 4 * 2 * 10 * 128
     chunk = work_of(Case(0, 10, 3), config, itemsize=4)
     assert chunk.num_bytes == 4 * (4 * layer + 260 * 128 + 4 * 2 * 13 * 32)

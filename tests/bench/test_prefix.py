@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.block_index import CacheIndexConfig, measure
+from bench.block_index import CacheIndexConfig, Case, measure
 from bench.prefix import PrefixConfig
 from bench.prefix_load import Ask, Chats, chat_asks, fresh_tokens, trace_asks
 
@@ -53,8 +53,12 @@ def test_what_nobody_has_computed_is_counted_by_blocks_and_one_token_at_least() 
 @pytest.mark.covers("R02")
 def test_the_index_says_nothing_wrong_at_its_bound_and_within() -> None:
     config = CacheIndexConfig(blocks=4096, lookups=50)
-    whole, sample = (measure(config, nodes, 1, lambda: None) for nodes in (4, 40))
+    whole, sample = (measure(config, Case(nodes, 1), lambda: None) for nodes in (4, 40))
     assert (whole.share, whole.short_by, whole.wrong) == (1.0, 0.0, 0)
+    shared, of_shared = (measure(config, Case(nodes, 1, are_shared=True), lambda: None) for nodes in (30, 90))
+    assert (shared.share, shared.short_by, shared.wrong, shared.dropped) == (1.0, 0.0, 0, 0)
+    assert shared.keys < 0.5 * shared.blocks and shared.blocks > 100_000
+    assert of_shared.share < 1 and of_shared.wrong == 0 and of_shared.mib <= 1
     assert sample.share < 1 and sample.wrong == 0 and 0 < sample.short_by < 16 / sample.share
     assert sample.mib <= 1
 

@@ -29,6 +29,8 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
         "decode ",
         "mixed ",
         "drain ",
+        "status ",
+        "doctor ",
         "model make ",
         "baton up --model DIR",
         "exit code 2",
@@ -48,14 +50,16 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
     [
         (
             [],
-            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, certs make, model make; "
+            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, status, doctor, certs make, "
+            "model make; "
             "see baton --help",
         ),
         (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
         (["model", "bake"], "baton: model: unknown command; did you mean model make?"),
         (
             ["xyz"],
-            "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, certs make, model make",
+            "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, status, doctor, "
+            "certs make, model make",
         ),
         (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
         (

@@ -117,6 +117,13 @@ def test_listening_beyond_this_machine_is_warned_about(caplog: pytest.LogCapture
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+@pytest.mark.covers("O05", "X05")
+def test_a_strangers_text_in_a_log_line_moves_no_cursor_and_ends_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """What a terminal would obey is written out."""
+    log_event(logging.getLogger("x"), logging.WARNING, "refused", model="\x1b[2J\r\na\u2028\x00b\u202e", bare="a\x07")
+    assert caplog.messages == [r'refused model="\x1b[2J\r\na\u2028\x00b\u202e" bare="a\x07"']
+
+
 def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
     """In a process of its own, because logging is the process's."""
     code = (
@@ -130,3 +137,31 @@ def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = result.stderr.splitlines()
     assert line.endswith(r' INFO router request_ended request="a b" quote="\"" s=0.25 tokens=3 none=None')
+
+
+@pytest.mark.covers("O05")
+def test_a_log_line_can_be_json_whatever_is_logged() -> None:
+    code = (
+        "import logging\n"
+        f"from runtime.logs import {set_up_logging.__name__}, {log_event.__name__}\n"
+        "set_up_logging('info', 'router', 'json')\n"
+        "log = logging.getLogger('x')\n"
+        "log_event(log, logging.INFO, 'ended', request='a\\nb', s=0.25, ok=True, none=None, level='forged', odd=[1])\n"
+        "log.warning('event=link_closed link=%s reason=%r number=%d', 'p=1 event=fake', 'why', 3)\n"
+        "log.error('request_failed path=%s', '/x', exc_info=ValueError('v'))\n"
+        "log.info('%s', 'plain words = nothing')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ended, closed, failed, plain = map(json.loads, result.stderr.splitlines())
+    assert ended.pop("time").endswith("Z")
+    assert ended == {
+        "level": "INFO", "process": "router", "event": "ended", "request": "a\nb", "s": 0.25, "ok": True, "none": None, "odd": "[1]"
+    }  # fmt: skip
+    assert (closed["event"], closed["link"], closed["reason"], closed["number"]) == (
+        "link_closed",
+        "p=1 event=fake",
+        "why",
+        3,
+    )
+    assert failed["event"] == "request_failed" and failed["path"] == "/x" and "ValueError: v" in failed["traceback"]
+    assert plain["event"] == "log" and plain["message"] == "plain words = nothing"

@@ -80,12 +80,20 @@ def alone(model: Model, sequence: int) -> Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=[(k, s, d) for k in ("cpu", "torch", *NUMBA_NAME) for s in ("group4", "group1", "group7") for d in DTYPES],
+    params=[
+        *(
+            (k, s, d, "auto")
+            for k in ("cpu", "torch", *NUMBA_NAME)
+            for s in ("group4", "group1", "group7")
+            for d in DTYPES
+        ),
+        *((k, "group7", d, "int8") for k in ("cpu", "torch") for d in DTYPES),
+    ],
     ids=str,
 )
 def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
-    kernels_name, shape, dtype = request.param
-    return load_model(model_dirs(shape, dtype), "auto", kernels_name)
+    kernels_name, shape, dtype, weight_dtype = request.param
+    return load_model(model_dirs(shape, dtype), "auto", kernels_name, weight_dtype=weight_dtype)
 
 
 @pytest.mark.covers("M06")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -95,12 +96,15 @@ def entry_of(ready: dict[str, str], state: dict[str, str]) -> pb.NodeEntry:
 
 
 @asynccontextmanager
-async def cluster(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[TestRouter, pb.NodeEntry, pb.NodeEntry]]:
+async def cluster(
+    model_dir: Path, tmp_path: Path, *weight_dtypes: str
+) -> AsyncIterator[tuple[TestRouter, pb.NodeEntry, pb.NodeEntry]]:
     """One node of each role, and sessions with both; all blocks must be free again at the end."""
-    arguments = flags(model_dir, *SIZES)
+    prefill_dtype, decode_dtype = weight_dtypes or ("auto", "auto")
+    arguments = [*flags(model_dir, *SIZES), "--weight-dtype"]
     with (
-        running("prefill_node", arguments, tmp_path / "p.json") as (prefill_process, prefill_ready),
-        running("decode_node", arguments, tmp_path / "d.json") as (decode_process, decode_ready),
+        running("prefill_node", [*arguments, prefill_dtype], tmp_path / "p.json") as (prefill_process, prefill_ready),
+        running("decode_node", [*arguments, decode_dtype], tmp_path / "d.json") as (decode_process, decode_ready),
     ):
         async with httpx.AsyncClient() as http, asyncio.timeout(120):
             entries = [
@@ -135,9 +139,11 @@ async def until_free(entry: pb.NodeEntry) -> dict[str, dict[str, int]]:
                 return state
 
 
-def alone(model_dir: Path, specs: list[SequenceSpec]) -> dict[str, list[int]]:
+def alone(
+    model_dir: Path, specs: list[SequenceSpec], weight_dtype: Literal["auto", "int8"] = "auto"
+) -> dict[str, list[int]]:
     """What one engine alone generates."""
-    model = load_model(model_dir, "fp32", KERNELS)
+    model = load_model(model_dir, "fp32", KERNELS, weight_dtype=weight_dtype)
     pool, memory = BlockPool(200, 16), KvMemory(model.config, 16, 200, "fp32")
     scheduler = Scheduler(SchedulerConfig(4, 64, 512), pool, b"alone")
     return LocalEngine(scheduler, TorchRunner(model, memory, 4, 512)).generate(specs)  # type: ignore[return-value]
@@ -202,6 +208,31 @@ def test_a_cancelled_request_leaves_no_block_taken_on_either_node(model_dir: Pat
             assert not stream.end.is_set()
 
     asyncio.run(serve())
+
+
+@pytest.mark.covers("H10", "M04")
+@pytest.mark.parametrize("decode_dtype", ["int8", "auto"])
+def test_nodes_with_weights_in_8_bits_hand_over_to_each_other_and_to_no_others(
+    model_dir: Path, tmp_path: Path, decode_dtype: str
+) -> None:
+    spec = SequenceSpec("r", tuple(range(1, 100)), 0, SamplingParams(1.0, 0), 300, frozenset(), ())
+
+    async def serve() -> Stream:
+        async with cluster(model_dir, tmp_path, "int8", decode_dtype) as (router, prefill, decode):
+            stream = router.streams["r"] = Stream()
+            message = pb.RouterMessage(dispatch=dispatch_of(spec, decode))
+            router.dialer.send(prefill.node.name, prefill.node.incarnation, message)
+            await stream.end.wait()
+            received = (await until_free(decode))["kv_bytes_received"]
+            assert bool(received) == (decode_dtype == "int8"), "whether KV crossed the wire"
+            return stream
+
+    stream = asyncio.run(serve())
+    if decode_dtype == "int8":
+        assert {"r": stream.token_ids} == alone(model_dir, [spec], "int8")
+        assert stream.token_ids != alone(model_dir, [spec])["r"], "8 bits are not seen in the tokens"
+    else:
+        assert stream.error is not None and stream.error.code == pb.INCOMPATIBLE and "kernels" in stream.error.message
 
 
 def dispatch_of(spec: SequenceSpec, decode: pb.NodeEntry) -> pb.Dispatch:

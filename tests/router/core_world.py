@@ -11,6 +11,7 @@ from router.entrance import RouterCoreConfig
 from router.events import (
     Aborted,
     Action,
+    Count,
     Degraded,
     Dial,
     Emitted,
@@ -22,12 +23,14 @@ from router.events import (
     HangUp,
     NodeListed,
     NodeRef,
+    Noted,
     Observe,
     PromptScored,
     Sampling,
     SessionUp,
     Stopped,
     Submitted,
+    Timed,
     ToNode,
 )
 from router.placement import Placement
@@ -90,6 +93,7 @@ class CoreWorld:
         self.degraded: list[bool] = []  # each change
         self.counts: list[tuple[str, str]] = []
         self.observed: list[tuple[str, float]] = []
+        self.noted: list[Noted] = []
 
     @classmethod
     def with_nodes(cls, *names: str, **config: Any) -> CoreWorld:
@@ -286,6 +290,10 @@ class CoreWorld:
                     self.hung_up.append(node)
                 case Degraded(sentences):
                     self.degraded.append(bool(sentences))
-                case _:
-                    self.counts.append((action.name, action.label))
+                case Noted():
+                    self.noted.append(action)
+                case Timed():
+                    pass
+                case Count(name, label):
+                    self.counts.append((name, label))
         return actions

@@ -35,6 +35,7 @@ def used_metrics() -> list[Metric]:
         metrics.count(name, "x")
     for name in HISTOGRAMS:
         metrics.observe(name, 1.0)
+    metrics.request_parted({"prefill": 1.0}, {"admit": 1.0})
     metrics.choice_finished("stop", None)
     metrics.request_ended("stop", 1.0, 1, 1)
     metrics.turned_away("no_key")

@@ -215,6 +215,8 @@ class _NoShell:
 
     def abort(self, answer: object) -> None: ...
 
+    def note_written(self, *written: object) -> None: ...
+
 
 async def _delays(seconds: list[float]) -> None:
     """What the loop computes before others have their turn, again and again; other processes' time does not count."""

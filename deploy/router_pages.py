@@ -1,0 +1,93 @@
+"""A router's pages, for commands that look at a cluster: where it is, what it wants to be shown, and one way to ask.
+
+Not here: what the pages say (router/sight.py), what is made of it (status.py, doctor.py).
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+ASK_TIMEOUT_S: Final = 10.0
+NODE_TIMEOUT_S: Final = 3.0
+BARE_FLAGS: Final = ("--once", "--json")  # as people write them: without `on`
+
+
+class NoAnswer(Exception):
+    """A page cannot be had; the message is one sentence."""
+
+
+def with_url(words: Sequence[str]) -> list[str]:
+    """A command's words as flags: the first one may be the URL, and what is on or off may stand alone."""
+    flags = list(words)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--url")
+    spelled: list[str] = []
+    for index, word in enumerate(flags):
+        spelled.append(word)
+        if word in BARE_FLAGS and flags[index + 1 : index + 2] not in (["on"], ["off"]):
+            spelled.append("on")
+    return spelled
+
+
+class Pages:
+    """One router's, and its nodes', over connections that are kept."""
+
+    def __init__(self, url: str, api_key: str | None, tls_dir: Path | None) -> None:
+        """Raises NoAnswer if the directory has no certificate authority."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        verify: bool | ssl.SSLContext = True
+        if tls_dir is not None:
+            try:
+                verify = ssl.create_default_context(cafile=str(tls_dir / "ca.crt"))
+            except OSError as error:
+                raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt cannot be read: {error.strerror}") from None
+        self._scheme = "http" if tls_dir is None else "https"
+        self._client = httpx.Client(headers=headers, timeout=ASK_TIMEOUT_S, trust_env=False, verify=verify)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def get(self, path: str, timeout_s: float = ASK_TIMEOUT_S) -> httpx.Response:
+        """A page of the router, whatever its status. Raises NoAnswer."""
+        return self._get(self.url + path, timeout_s)
+
+    def json(self, path: str) -> Any:
+        """A page that must be there. Raises NoAnswer."""
+        return _content(self.get(path), self.url + path)
+
+    def node_state(self, address: str) -> tuple[dict[str, Any], httpx.Response]:
+        """A node's /state, by its HTTP address, and the answer that it came in. Raises NoAnswer."""
+        url = f"{self._scheme}://{address}/state"
+        answer = self._get(url, NODE_TIMEOUT_S)
+        return _content(answer, url), answer
+
+    def _get(self, url: str, timeout_s: float) -> httpx.Response:
+        try:
+            return self._client.get(url, timeout=timeout_s)
+        except httpx.TimeoutException:
+            raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
+
+
+def _content(answer: httpx.Response, url: str) -> Any:
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise NoAnswer(f"{url}: wants a key: --api-key, or better the variable BATON_API_KEY")
+    if answer.status_code != httpx.codes.OK:
+        raise NoAnswer(f"{url}: is answered {answer.status_code}")
+    try:
+        return answer.json()
+    except ValueError:
+        raise NoAnswer(f"{url}: is no JSON, so nothing of ours listens there") from None

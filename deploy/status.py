@@ -1,0 +1,133 @@
+"""`baton status URL`: a cluster at a glance, again and again: its nodes, their blocks, and the newest requests.
+
+Everything shown is what the router knows (`/state`, `/v1/requests`), so one address is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from deploy.router_pages import NoAnswer, Pages, with_url
+from runtime.config import knob, load
+
+DESCRIPTION = """\
+Show a router's nodes, their KV blocks by state, and the newest requests, until Ctrl-C.
+
+  baton status                               the router at http://127.0.0.1:8000
+  baton status http://10.0.0.5:8000 --once   once, as text
+  baton status http://10.0.0.5:8000 --json   once, for programs"""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusConfig:
+    """What the operator says."""
+
+    url: str = knob("http://127.0.0.1:8000", "a router; also without the flag", metavar="URL")
+    api_key: str | None = knob(
+        None,
+        "key to show, where the router asks for one; better in the variable, where ps does not show it",
+        metavar="KEY",
+    )
+    tls_dir: Path | None = knob(
+        None, "directory with the ca.crt that has signed the router's certificate", metavar="DIR"
+    )
+    once: bool = knob(False, "show it once and end")
+    json: bool = knob(False, "once, as one JSON object")
+    interval_s: float = knob(1.0, "seconds between two looks", low=0.1, high=3600)
+    requests: int = knob(10, "newest requests to show", low=0, high=1000)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show it; 0, or 1 if the router cannot be asked."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    config = load(StatusConfig, "baton status", DESCRIPTION, with_url(words))
+    try:
+        with Pages(config.url, config.api_key, config.tls_dir) as pages:
+            _show(config, pages)
+    except NoAnswer as error:
+        sys.stderr.write(f"baton status: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _show(config: StatusConfig, pages: Pages) -> None:
+    state, requests = _look(config, pages)
+    if config.json:
+        sys.stdout.write(json.dumps({**state, "requests": requests}) + "\n")
+        return
+    console = Console(highlight=False)
+    if config.once or not console.is_terminal:
+        console.print(rendered(pages.url, state, requests))
+        return
+    with Live(rendered(pages.url, state, requests), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(config.interval_s)
+            try:
+                live.update(rendered(pages.url, *_look(config, pages)), refresh=True)
+            except NoAnswer as error:  # it may come back
+                live.update(Text(f"baton status: {error}", style="red"), refresh=True)
+
+
+def _look(config: StatusConfig, pages: Pages) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    state: dict[str, Any] = pages.json("/state")
+    requests: list[dict[str, Any]] = pages.json(f"/v1/requests?limit={config.requests}")["data"]
+    return state, requests
+
+
+def rendered(url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The whole picture."""
+    ready = Text("ready", "green") if state["ready"] else Text(f"not ready: {'; '.join(state['missing'])}", "red")
+    head = Text.assemble(f"{url}  ", ready, f"  {state['live_requests']} requests live, {state['queued']} queued")
+    parts: list[RenderableType] = [head]
+    parts += [Text(f"without: {sentence}", "yellow") for sentence in state["degraded"]]
+    return Group(*parts, _nodes(state["nodes"]), *([_requests(requests)] if requests else []))
+
+
+def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("node", "role", "session", box=None, pad_edge=False)
+    for name in ("running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
+        table.add_column(name, justify="right")
+    for node in sorted(nodes, key=lambda each: (str(each["role"]), str(each["name"]))):
+        is_well = node["session"] == "up" and node["circuit"] == "closed"
+        told = [node["session"]] + [word for word in ("draining",) if node[word]]
+        told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
+        numbers = [node[name] for name in ("running", "waiting", "prefilling")]
+        numbers += [*node["blocks"].values(), node["num_blocks"]]
+        session = Text(", ".join(told), "green" if is_well and not node["draining"] else "yellow")
+        table.add_row(Text(node["name"]), node["role"], session, *map(str, numbers))
+    return table
+
+
+def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("request", "outcome", "nodes", box=None, pad_edge=False)
+    for name in ("seconds", "first token", "prompt", "tokens", "attempts"):
+        table.add_column(name, justify="right")
+    for each in requests:
+        first = each["first_token_s"]
+        numbers = (each["prompt_tokens"], each["completion_tokens"], each["num_attempts"])
+        table.add_row(
+            Text(each["id"]),
+            each["outcome"] or "…",
+            " ".join(each["nodes"]),
+            f"{each['seconds']:.2f}",
+            "" if first is None else f"{first * 1000:.1f} ms",
+            *("" if number is None else str(number) for number in numbers),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""OpenTelemetry spans, told to a collector over OTLP/HTTP, where an endpoint is given; without one nothing of it is imported.
+
+Spans are begun and ended where a request changes hands, never per token. Their context is W3C's `traceparent`
+(https://www.w3.org/TR/trace-context/), which processes pass on as text. What is told is batched by a thread of the library; a
+collector that is slow or gone costs spans, never a request. No prompt, token or key is in any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+Attribute = str | int | float | bool
+EXPORT_EVERY_MS: Final = 1000
+CLOSE_TIMEOUT_S: Final = 2.0  # for what is not told yet when the process ends
+
+
+class NoTracing(ValueError):
+    """What is asked for cannot be had; the message is one sentence."""
+
+
+class TracedSpan:
+    """A span that has begun and not ended."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        context = span.get_span_context()
+        # What others are to name as their parent.
+        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+    def note(self, name: str, **attributes: Attribute) -> None:
+        """Something happened meanwhile."""
+        self._span.add_event(name, {f"baton.{key}": value for key, value in attributes.items()})
+
+    def describe(self, **attributes: Attribute) -> None:
+        """More is known of it."""
+        self._span.set_attributes({f"baton.{key}": value for key, value in attributes.items()})
+
+    def end(self, error: str | None = None) -> None:
+        """It is over; with an error if it failed."""
+        if error is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class Tracing:
+    """One process's spans."""
+
+    def __init__(self, provider: TracerProvider, tracer: Tracer) -> None:
+        self._provider = provider
+        self._tracer = tracer
+
+    def begin(self, name: str, traceparent: str, **attributes: Attribute) -> TracedSpan:
+        """A span within the one that `traceparent` names; one that names none, or nothing, begins a trace."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
+        named = {f"baton.{key}": value for key, value in attributes.items()}
+        return TracedSpan(self._tracer.start_span(name, parent, attributes=named))
+
+    async def close(self) -> None:
+        """Tell what is left, within a bounded time."""
+        telling = asyncio.get_running_loop().run_in_executor(None, self._provider.shutdown)
+        await asyncio.wait({telling}, timeout=CLOSE_TIMEOUT_S)
+
+
+def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | None:
+    """Spans of the process `name` of the service, told to the collector at `endpoint` (`http://HOST:4318`); None without one.
+
+    Raises NoTracing where the library is not installed.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise NoTracing("--otlp-endpoint: needs OpenTelemetry's SDK: pip install 'baton[trace]'") from None
+    resource = Resource.create({"service.name": f"baton-{service}", "service.instance.id": name})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=CLOSE_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS))
+    return Tracing(provider, provider.get_tracer("baton"))
+
+
+def endpoint_problem(endpoint: str | None) -> str | None:
+    """What is wrong with --otlp-endpoint, in one sentence."""
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        return f"--otlp-endpoint {endpoint}: must begin with http:// or https://"
+    return None

@@ -1,0 +1,39 @@
+"""`python -m bench.int8` as a user runs it, on a small model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.architecture.source_tree import ROOT
+from tests.kernels_choice import KERNELS
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.int8", "--threads", "1", "--kernels", KERNELS, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_8_bits_lose_something_but_little(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    result = run("--model", str(tiny_model), "--sequences", "3", "--length", "80", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    fp32, bf16, int8 = json.loads(path.read_text())["losses"]
+    assert (fp32["way"], fp32["top1_share"], fp32["kl_nats"]) == ("fp32", 1.0, 0.0)
+    for each in (bf16, int8):
+        assert 1e-7 < each["kl_nats"] < 0.05 and each["top1_share"] > 0.8
+        assert 0.9 < each["perplexity"] / fp32["perplexity"] < 1.1
+    assert bf16 != int8 | {"way": "bf16"}
+    assert "3 of 3 sequences done" in result.stdout
+
+
+def test_a_text_of_the_user_s_own_and_one_that_is_too_short(tiny_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("Once upon a time there was a text. " * 3)
+    result = run("--model", str(tiny_model), "--text", str(text), "--length", "30")
+    assert result.returncode == 0, result.stderr
+    result = run("--model", str(tiny_model), "--text", str(text), "--length", "300")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "105 tokens are fewer than --length 300" in result.stderr

@@ -1,0 +1,60 @@
+"""`python -m bench.peers`: what its figures mean, and a run where Baton is the only one that is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.completions import Record
+from bench.peers import decode_rate, markdown, ratio_to_best
+from tests.architecture.source_tree import ROOT
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.peers", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_decode_counts_tokens_behind_each_stream_s_first_between_the_first_and_the_last() -> None:
+    early = Record(0, 8, 5, arrival_s=0.0, status="200", chunk_at_s=[1.0, 2.0, 3.0], output_tokens=5)
+    late = Record(1, 8, 5, arrival_s=0.5, lag_s=0.5, status="200", chunk_at_s=[1.0, 4.0], output_tokens=7)
+    assert decode_rate([early, late]) == (4 + 6) / (5.0 - 1.0)
+
+
+def test_a_ratio_is_the_median_of_rounds_against_the_best_of_each() -> None:
+    rates = {"Baton": [10.0, 12.0, 9.0], "one": [5.0, 12.0, 3.0], "other": [8.0, 6.0, 3.0]}
+    assert ratio_to_best(rates) == "1.25"
+    assert ratio_to_best({"Baton": [1.0]}) == "" and ratio_to_best({"one": [1.0]}) == ""
+    assert "| a case | 10 [9..12] | 5 [3..12] | 6 [3..8] | 1.25 |" in markdown({"a case": rates})
+
+
+def test_a_peer_that_is_not_there_is_named_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    flags = ["--envs", str(tmp_path), "--model", str(tiny_model), "--threads", "1", "--output", str(path)]
+    sizes = ["--clients", "1,2", "--contexts", "20", "--prompts", "30", "--output-tokens", "5", "--rounds", "1"]
+    result = run(*flags, *sizes, "--peers", "Baton,vLLM,llama.cpp")
+    assert result.returncode == 0, result.stderr
+    for name in ("vLLM", "llama.cpp"):
+        assert f"{name}: not in {tmp_path} (--install on)" in result.stdout
+    figures = json.loads(path.read_text())["tokens_per_s"]
+    assert list(figures) == ["decode 1 x 20", "decode 2 x 20", "prefill 30"]
+    assert all(rates["Baton"][0] > 0 for rates in figures.values())
+    assert "| decode 2 x 20 | " in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--clients", "0"), "--clients 0: must be positive whole numbers with commas between"),
+        (("--peers", "Baton,nobody"), "--peers nobody: not one of Baton, vLLM, llama.cpp, transformers"),
+        (("--output", "/no/where.json"), "--output /no/where.json: its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    result = run("--envs", str(tmp_path), *flags)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert said in result.stderr

@@ -1,0 +1,1 @@
+"""deploy/compose.yaml, really started: `make compose-test`, apart from `make test` because it needs a Docker engine."""
