@@ -210,9 +210,8 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
-                if (
-                    max(len(batch.branches), len(batch.timings)) > MAX_BRANCHES
-                ):  # each branch would be answered with a Cancel
+                # Each branch would be answered with a Cancel: gigabytes of them.
+                if max(len(batch.branches), len(batch.timings)) > MAX_BRANCHES:
                     self._live.count("stale_messages", "oversized")
                     return
                 if batch.timings:  # of few
