@@ -16,6 +16,7 @@ SOAK_S  ?= 1800
 FUZZ_S  ?= 60
 TARGET  ?=
 CHAOS_FLAGS ?=
+BENCH_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -25,7 +26,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
+.PHONY: help setup up test bench lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +76,9 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 
 test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
+
+bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -21,7 +21,9 @@ from tests.mutants import (
     of_router,
     of_runner,
     of_saving,
+    of_security,
     of_session,
+    of_sight,
 )
 from tests.mutants.mutant import Mutant
 
@@ -42,5 +44,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
+    *of_security.MUTANTS,
     *of_session.MUTANTS,
+    *of_sight.MUTANTS,
 )
