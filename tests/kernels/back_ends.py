@@ -43,4 +43,4 @@ INT8_BACK_ENDS: Final[tuple[Kernels, ...]] = (INT8_REFERENCE, *INT8_COMPILED)
 
 def examples(count: int) -> int:
     """How many of a test are drawn: few where each launch takes milliseconds, all of them in `make soak`."""
-    return max(3, count // 8) if IS_INTERPRETED and "BATON_ALL_EXAMPLES" not in os.environ else count
+    return max(3, count // 12) if IS_INTERPRETED and "BATON_ALL_EXAMPLES" not in os.environ else count

@@ -22,7 +22,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "values-behind-the-end-read",
-        "Keys and values behind a tile's last row are read: 0 times what is not a number breaks the row.",
+        "Keys and values are read where no row of a tile looks, in whatever block: 0 times what is not a number breaks the row.",
         "kernels/triton_attention.py",
         "        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
         "        is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
