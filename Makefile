@@ -107,6 +107,8 @@ fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 
 
 soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
 	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
+	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
+	  tests/kernels/test_triton_kernels.py tests/kernels/test_primitives.py tests/engine_torch/test_attention.py
 	@FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/security -k fuzz -q --timeout 3600
 	@$(BIN)/python -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 
