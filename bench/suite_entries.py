@@ -97,6 +97,23 @@ def _overlap(result: Result) -> Iterable[Line]:
         yield Line(f"a step planned ahead ÷ one at a time, batch {each['batch']}", each["ratio"], said)
 
 
+def _transport(result: Result) -> Iterable[Line]:
+    for case in result["cases"]:
+        size = f"blocks of {case['block_bytes'] >> 10} KiB, {case['transfer_bytes'] >> 20} MiB"
+        for way in case["ways"]:
+            if way["ratio"] is not None:
+                median, target = way["ratio"]["p50"], result["targets"].get(way["way"])
+                said = f"{way['gb_per_s']['p50']:.1f} GB/s"
+                yield Line(f"transport {way['way']} ÷ {way['baseline']}, {size}", median, said, target, True)
+
+
+def _kv_pool_step(result: Result) -> Iterable[Line]:
+    for way in result["ways"]:
+        if way["way"] != "none":
+            said = f"{_ms(way['p50_s'])} a step"
+            yield Line(f"a step beside a KV pool ÷ without: {way['way']}", way["p50_ratio"], said)
+
+
 def _local_prefill(result: Result) -> Iterable[Line]:
     for each in result["figures"]:
         said = f"{_ms(each['second_token_s']['local'])} ÷ {_ms(each['second_token_s']['handoff'])}"
@@ -119,7 +136,8 @@ def _crossover(result: Result) -> Iterable[Line]:
             what = (
                 f"1P+1D ÷ mixed on the same cores, prompts of {cell['prompt_tokens']}, {cell['load']} under way, {said}"
             )
-            yield Line(what, cell["ratios"][name], shown)
+            is_asked = name == "gap_p99" and cell["prompt_tokens"] >= 512 and cell["load"] > 1
+            yield Line(what, cell["ratios"][name], shown, 0.5 if is_asked else None)
 
 
 ENTRIES: Final[tuple[Entry, ...]] = (
@@ -134,6 +152,8 @@ ENTRIES: Final[tuple[Entry, ...]] = (
         SMOL,
     ),
     Entry("overlap", "overlap", "--batches 1,8 --rounds 3 --steps 60", 180, _overlap, SMOL),
+    Entry("transport", "transport", "--block-kib 2048 --transfer-mib 16 --rounds 12", 120, _transport),
+    Entry("kv_pool_step", "kv_pool_step", "--rounds 3 --steps 120 --output-tokens 48", 180, _kv_pool_step, SMOL),
     Entry(
         "local_prefill",
         "local_prefill",

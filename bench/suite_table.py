@@ -37,7 +37,7 @@ def outcome_of(entry: Entry, path: Path, code: int | None) -> Outcome:
 def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str, Any]) -> str:
     """The whole table with its date, machine and command; a ratio that a target is named for says whether it is met."""
     where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
-    lines = [f"`{command}`, {date[:10]}, {where}. Short runs; a ratio is better small.", ""]
+    lines = [f"`{command}`, {date[:10]}, {where}. Short runs; a ratio is better small, but those of transports.", ""]
     lines += ["| what | ratio | target | numbers |", "|---|---|---|---|"]
     for outcome in outcomes:
         if outcome.problem:

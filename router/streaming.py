@@ -128,7 +128,8 @@ class GenerationResponse(Response):
                 return self._error_answer()
             may_be_over = any(piece.finish_reason is not None for _, piece in pieces)  # each choice's end is in a piece
             is_over = failure is not None or (may_be_over and self._delivery.is_complete)
-            if not is_over and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
+            goes_on = not is_over and not self._num_written  # and the timelines have all that they want of it
+            if goes_on and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
                 await send(
                     {"type": "http.response.body", "body": self._writer.usual_event(*pieces[0]), "more_body": True}
                 )

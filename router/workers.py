@@ -112,6 +112,7 @@ class _Parent:
         self._pool = WorkerPool(config.workers, PoolTiming(stop_s=config.drain_timeout_s + _STOP_SPARE_S))
         self._relay = NodeRelay()
         self._children: dict[int, _Child] = {}
+        self._unsent: dict[int, int] = {}  # signals for workers whose processes are about to exist
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
@@ -155,6 +156,8 @@ class _Parent:
                 case Signal(index, number):
                     if (child := self._children.get(index)) is not None:
                         child.process.send_signal(number)
+                    else:
+                        self._unsent[index] = number
                 case Announce():
                     self._announce()
                 case Exit(code):
@@ -187,6 +190,8 @@ class _Parent:
         theirs.close()
         link = await Link.opened(pb.FromWorker.FromString, ours)
         self._children[index] = _Child(process, link)
+        if (number := self._unsent.pop(index, None)) is not None:
+            process.send_signal(number)
         mine = replace(self._config, parent_pid=os.getpid(), ready_file=None)
         settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry)
         link.send(pb.ToWorker(settings=settings))

@@ -28,7 +28,7 @@ def test_every_benchmark_is_there_and_its_flags_are_its_own() -> None:
         flags = [word for word in entry.flags.split() if word.startswith("--")]
         flags += ["--output"] + ["--model"] * (entry.model is not None) + ["--plot"] * entry.has_plot
         assert all(f"{flag} " in help_text for flag in flags), entry.name
-    assert sum(entry.bound_s for entry in ENTRIES) <= 1800, "and what they take on two quiet cores is far below"
+    assert sum(entry.bound_s for entry in ENTRIES) <= 2100, "and what they take on two quiet cores is far below"
 
 
 def test_results_in_the_repository_can_be_told() -> None:

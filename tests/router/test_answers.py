@@ -218,6 +218,45 @@ class _NoShell:
     def note_written(self, *written: object) -> None: ...
 
 
+class _NotingShell(_NoShell):
+    """Keeps what it is told of tokens that were written."""
+
+    def __init__(self) -> None:
+        self.written: list[object] = []
+
+    def note_written(self, *written: object) -> None:
+        self.written.append(written)
+
+
+def test_the_first_two_tokens_of_a_choice_are_noted_however_short_the_way_of_the_second(model: Path) -> None:
+    async def scenario() -> None:
+        each = asked(model, asyncio.get_running_loop().time() + 60)
+        delivery, shell = Delivery([each], ARRIVAL), _NotingShell()
+        choice, sent = delivery.answers[0].choices[0], list[Message]()
+
+        async def never() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            """Each token comes once the client has the one before it."""
+            sent.append(message)
+            if len(sent) in (2, 3, 4):
+                choice.put(b"a", (), 0.0)
+            elif len(sent) == 5:
+                choice.finish("length", ())
+
+        choice.put(b"a", (), 0.0)
+        response = GenerationResponse(
+            cast(RouterShell, shell), delivery, writer(model, each), is_stream=True, headers={}
+        )
+        await response({}, never, send)
+        assert shell.written == [("id", 0, 1), ("id", 0, 2)]
+        assert b"".join(message["body"] for message in sent[1:]).count(b'"text":"a"') == 4
+
+    asyncio.run(scenario())
+
+
 async def _delays(seconds: list[float]) -> None:
     """What the loop computes before others have their turn, again and again; other processes' time does not count."""
     while True:
