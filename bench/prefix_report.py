@@ -18,8 +18,9 @@ _OF_CLUSTERS: Final = (
     " *chat*: {talks} conversations of {turns} turns behind one system prompt, {rate:g} turns a second. *trace*: the first"
     " {requests:,} requests of the trace, lengths divided by {scale}, times by {speed:g}. Requests are sent at given instants,"
     " whether or not answers keep up. Hit rate: of prompt tokens those that were not computed; recomputed: those that were"
-    " though some node had computed them before. Medians over {rounds} rounds of each way, turn about; times to the first token"
-    " of all their requests, in ms, and each percentile's least and most of a round. + pool: the prefill nodes share a KV pool"
+    " though some node had computed them before. Rounds of each way: {rounds}, turn about; medians over them, and"
+    " times to the first token of all their requests, in ms, with each percentile's least and most of a round."
+    " + pool: the prefill nodes share a KV pool"
     " (a directory) and save what they compute."
 )
 _OF_MODEL: Final = (
@@ -74,7 +75,8 @@ def _runs(facts: _Facts) -> list[str]:
         rounds = [summary for run in mine if (summary := summarize(run["ttft_s"])) is not None]
         for name in ("p50", "p90", "p99"):
             each = [1000 * float(getattr(summary, name)) for summary in rounds]
-            row.append(f"{1000 * getattr(whole, name):.0f} ({min(each):.0f} to {max(each):.0f})")
+            extremes = f" ({min(each):.0f} to {max(each):.0f})" if len(each) > 1 else ""
+            row.append(f"{1000 * getattr(whole, name):.0f}{extremes}")
         row.append(f"{1000 * max(run['lag_p99_s'] for run in mine):.0f}")
         rows.append([*row, str(sum(run["num_requests"] - run["num_ok"] for run in mine))])
     return _table("load | way | hit rate | recomputed | TTFT p50 | p90 | p99 | lag of the load, p99 | failed", rows)

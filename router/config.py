@@ -115,9 +115,9 @@ class RouterConfig:
         high=1 << 20,
     )
     placement_prefill: Literal["cache_aware", "least_loaded", "power_of_two", "random", "round_robin"] = knob(
-        "least_loaded",
+        "cache_aware",
         "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold; cache_aware "
-        "leaves out of the count what a node's prefix cache holds of the prompt",
+        "reckons with what a node's prefix cache and KV pool hold of the prompt, and with how fast it computes",
     )
     cache_imbalance_tokens: int = knob(
         8192,

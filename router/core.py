@@ -214,7 +214,8 @@ class RouterCore:
                 if max(len(batch.branches), len(batch.timings)) > MAX_BRANCHES:
                     self._live.count("stale_messages", "oversized")
                     return
-                self._live.actions += map(ev.Timed, batch.timings)
+                if batch.timings:  # of few
+                    self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
             case "error":

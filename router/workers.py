@@ -45,7 +45,7 @@ Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 def run_workers(config: RouterConfig) -> int:
     """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
+    set_up_logging(config.log_level, "router", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         warn_of_what_is_missing(config)
