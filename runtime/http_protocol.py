@@ -83,6 +83,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._own_app = self.app
         self._untold_bytes = 0  # since the head began, or since the body last grew: what the parser may have kept
         self._is_whole = True  # no request has begun that has not ended
+        self._is_in_head = False
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: _Refusal | None = None
 
@@ -119,11 +120,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self._untold_bytes = 0
         self._is_whole = False
+        self._is_in_head = True
         self._arm_timer()
 
     def on_headers_complete(self) -> None:
         """The head is there."""
         self._stop_timer()
+        self._is_in_head = False
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._bounds.max_head_bytes:
             self._fail(self._head_too_large())
@@ -154,8 +157,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer is out; of a request that is not, nobody wants the rest."""
         super().on_response_complete()
-        if not self._is_whole:
-            self._arm_timer()
+        if not self._is_whole and not self._is_in_head:
+            self._stop_timer()
+            self._timer = self.loop.call_later(self._bounds.head_timeout_s, self.transport.close)
 
     # ---------------------------------------------------------------- refusing
 

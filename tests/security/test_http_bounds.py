@@ -34,7 +34,7 @@ class Served:
         self.num_asked += 1
         await self.may_answer.wait()
         size = 0
-        while (message := await receive()) and message["type"] == "http.request":
+        while scope["path"] != "/unread" and (message := await receive()) and message["type"] == "http.request":
             size += len(message["body"])
             if not message["more_body"]:
                 break
@@ -145,6 +145,20 @@ def test_a_slow_answer_and_a_slow_body_are_no_slow_head() -> None:
             assert (await reader.read()).endswith(b"\r\n\r\n4")
             assert app.refused == []
             writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_a_body_that_nobody_waits_for_keeps_no_connection() -> None:
+    """The answer came first, and one is enough."""
+
+    async def run() -> None:
+        async with served(HttpBounds(head_timeout_s=0.2)) as app:
+            answer = await app.say(b"POST /unread HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\nab")
+            assert answer.count(b"HTTP/1.1") == 1
+            assert status(answer) == 200
+            assert app.refused == []
 
     asyncio.run(run())
 
