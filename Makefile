@@ -16,6 +16,7 @@ SOAK_S  ?= 1800
 FUZZ_S  ?= 60
 TARGET  ?=
 CHAOS_FLAGS ?=
+BENCH_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -25,7 +26,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
+.PHONY: help setup up test bench lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +77,9 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
+bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
+
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -103,6 +107,8 @@ fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 
 
 soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
 	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
+	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
+	  tests/kernels/test_triton_kernels.py tests/kernels/test_primitives.py tests/engine_torch/test_attention.py
 	@FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/security -k fuzz -q --timeout 3600
 	@$(BIN)/python -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 

@@ -75,7 +75,11 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # a router that tries HTTP/2 first
+            if self._transport is not None:
+                self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.stepper.remove(self._name)

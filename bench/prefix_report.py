@@ -18,9 +18,9 @@ _OF_CLUSTERS: Final = (
     " *chat*: {talks} conversations of {turns} turns behind one system prompt, {rate:g} turns a second. *trace*: the first"
     " {requests:,} requests of the trace, lengths divided by {scale}, times by {speed:g}. Requests are sent at given instants,"
     " whether or not answers keep up. Hit rate: of prompt tokens those that were not computed; recomputed: those that were"
-    " though some node had computed them before. Rounds of each way: {rounds}, turn about; medians over them, and times to the"
-    " first token"
-    " of all their requests, in ms, with each percentile's least and most of a round. + pool: the prefill nodes share a KV pool"
+    " though some node had computed them before. Rounds of each way: {rounds}, turn about; medians over them, and"
+    " times to the first token of all their requests, in ms, with each percentile's least and most of a round."
+    " + pool: the prefill nodes share a KV pool"
     " (a directory) and save what they compute."
 )
 _OF_MODEL: Final = (

@@ -39,6 +39,7 @@ PROG: Final = "python -m bench.router"
 _PROMPT: Final = "Tell me how a baton is handed over, and what becomes of it if nobody is there to take it. "
 _SHORT_STREAMS: Final = 8
 _LONG_TOKENS: Final = 128
+_MOST_TIMES: Final = 6  # as many streams, where delays are measured: the client is to keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class RouterBenchConfig:
     rounds: int = knob(3, "of every side", low=1, high=1000)
     peer: str | None = knob(
         None,
-        "command line that starts another router in PD mode, with {port}, {prefill} and {decode} (urls of mock back ends) in it",
+        "command line that starts another router in PD mode, with {port}, {prefill} and {decode} (urls of mock back ends), and "
+        "{spare} (a port), in it",
         metavar="COMMAND",
     )
     nodes: str = knob("1,10,100,1000", "nodes among which requests are placed; empty: not measured", metavar="N,…")
@@ -146,7 +148,7 @@ def _round(config: RouterBenchConfig, side: Side, group: int, name: str, progres
     short = run("short", _SHORT_STREAMS, 2, config.step_ms)
     steady = run("steady", config.streams, _LONG_TOKENS, config.step_ms)
     full = run("as fast as can be", config.streams, _LONG_TOKENS, 0)
-    most = streams_for(steady, config.streams, config.load)
+    most = min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
     if side.name == "direct":
         most = config.streams  # who is measured is not there: what the rest adds at the same streams
     return Round(short, steady, full, run("loaded", most, _LONG_TOKENS, config.step_ms))

@@ -139,12 +139,13 @@ class Started:
         return Side(name, Server.parse(told["url"]), model.absolute().name, speaker, [router.pid])
 
     def peer(self, command: str) -> Side:
-        """Somebody else's router in PD mode before two mock back ends; `command` says {port}, {prefill} and {decode} (urls)."""
+        """Somebody else's router in PD mode before two mock back ends; `command` says {port}, {prefill} and {decode} (urls),
+        and {spare} for another free port."""
         prefill = self._speaker("bench.mock_backend", ["--role", "prefill"], self._cores.rest)
         decode = self._speaker("bench.mock_backend", ["--role", "decode"], self._cores.rest)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        places = {"port": str(port), "prefill": prefill.told["url"], "decode": decode.told["url"]}
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+            port, spare = listener.getsockname()[1], other.getsockname()[1]
+        places = {"port": str(port), "spare": str(spare), "prefill": prefill.told["url"], "decode": decode.told["url"]}
         words = [word.format(**places) for word in shlex.split(command)]
         process = self._process("peer", words, self._cores.measured)
         url = f"http://127.0.0.1:{port}"
@@ -154,6 +155,8 @@ class Started:
                 return probe.connect_ex(("127.0.0.1", port)) == 0
 
         _wait("the peer listens", is_up, process, self._folder / "peer.log")
+        _wait("the peer answers", lambda: _answers(url), process, self._folder / "peer.log")
+        decode.said()  # forgotten: those were not measured
         return Side("peer", Server.parse(url), "m", decode, [process.pid])
 
     def _process(self, name: str, command: Sequence[str], cores: frozenset[int]) -> subprocess.Popen[str]:
@@ -194,6 +197,12 @@ def _wait(what: str, is_so: Callable[[], bool], process: subprocess.Popen[str], 
         return is_so()
 
     wait_until(what, is_so_or_ended, _START_S)
+
+
+def _answers(url: str) -> bool:
+    body = {"model": "m", "prompt": "x", "max_tokens": 1, "stream": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=_END_S, trust_env=False)
+    return answer.status_code == httpx.codes.OK
 
 
 def _wait_until_ok(url: str) -> None:

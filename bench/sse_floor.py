@@ -22,10 +22,12 @@ from starlette.responses import StreamingResponse
 from bench.mock_backend import SSE_END, sse_event
 from bench.stepping import Stepper, Stream, obey
 from runtime.config import knob, load
+from runtime.http_protocol import HttpBounds
 from runtime.http_server import BACKLOG, HttpServer
 from runtime.process import die_with_parent
 
 PROG: Final = "python -m bench.sse_floor"
+_MAX_CONNECTIONS: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def _say(streams: Sequence[Stream]) -> None:
 async def _serve() -> None:
     stepper = Stepper(_say)
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    http = HttpServer(_app(stepper), listener)
+    http = HttpServer(_app(stepper), listener, bounds=HttpBounds(max_connections=_MAX_CONNECTIONS))
     async with asyncio.TaskGroup() as tasks:
         stepping, serving = tasks.create_task(stepper.run()), tasks.create_task(http.run())
         await obey(stepper, {"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})

@@ -1,6 +1,7 @@
 """The back end of a CUDA device: Triton kernels that keep the law of interface.py by construction.
 
-    triton_attention.py, triton_step.py      attention over paged KV; what one step of it needs
+    triton_attention.py                      attention over paged KV
+    triton_step.py, triton_tiles.py          what one step of it needs; which rows go together
     triton_linear.py, triton_rows.py         products; norms, rotations, gates
     triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
     triton_blocks.py                         whole blocks in and out of the pool
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch, LayerStack, Linear, StackLayer, StepAttention
 from kernels.triton_blocks import copy_blocks
-from kernels.triton_graphs import Capture, capture_cuda_graph
+from kernels.triton_graphs import Capture, CudaCapture
 from kernels.triton_launch import EXACT, LANES, aligned, launch_norm
 from kernels.triton_linear import linear
 from kernels.triton_rows import rotate, silu_gate
@@ -78,7 +79,7 @@ def triton_kernels(device_type: str) -> TritonKernels:
         return TritonKernels()
     if device_type != "cuda":
         raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
-    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=capture_cuda_graph)
+    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=CudaCapture())
     one = torch.ones((1, 16), device="cuda")
     kernels.rms_norm(one, one[0], 1.0).cpu()  # finds out at once whether there is what Triton compiles launches with
     return kernels

@@ -31,4 +31,6 @@ def launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out
     if num_rows:
         grid = (-(-num_rows // rows),)
         sizes = {"WIDTH": width, "COLUMNS": columns, "ROWS": rows, "HAS_DELTA": delta is not None}
-        rms_norm[grid](x, x if delta is None else delta, weight, out, num_rows, eps, **sizes, **EXACT)
+        warps = 4 if columns <= _TILE_NUMBERS else 8
+        before = x if delta is None else delta
+        rms_norm[grid](x, before, weight, out, num_rows, eps, **sizes, num_warps=warps, **EXACT)

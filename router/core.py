@@ -210,10 +210,12 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
-                if len(batch.branches) > MAX_BRANCHES:  # each would be answered with a Cancel: gigabytes of them
+                # Each branch would be answered with a Cancel: gigabytes of them.
+                if max(len(batch.branches), len(batch.timings)) > MAX_BRANCHES:
                     self._live.count("stale_messages", "oversized")
                     return
-                self._live.actions += map(ev.Timed, batch.timings)
+                if batch.timings:  # of few
+                    self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
             case "error":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterable
@@ -44,7 +45,7 @@ Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 def run_workers(config: RouterConfig) -> int:
     """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router")
+    set_up_logging(config.log_level, "router", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         warn_of_what_is_missing(config)
@@ -124,7 +125,9 @@ class _Parent:
         self._loop.set_exception_handler(dying_of(bug))
         self._alarm = Alarm(self._loop, self._tick)
         stopped = first_signal()
-        stopped.add_done_callback(lambda signal: self._perform(self._pool.stop(signal.result(), self._loop.time())))
+        stopped.add_done_callback(lambda first: self._perform(self._pool.stop(first.result(), self._loop.time())))
+        if self._config.api_keys is not None:  # what it tells others, workers see by themselves: they look each second
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
             if self._config.registry == EMBEDDED:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,9 @@ from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role
 
 NUM_THREADS: Final = 8
-NUM_MEASURED: Final = 24
+MIN_MEASURED: Final = 16
+MAX_MEASURED: Final = 300  # a busy machine's
+NUM_CLOSE: Final = 6
 TO_FIRST: Final = {"route", "queue", "retry", "prefill", "return"}
 TO_SECOND: Final = {"reserve_wait", "transfer", "admit", "first_step"}
 # Four sequences of 216 tokens at their ends are 56 blocks, and there are 40.
@@ -76,7 +77,7 @@ def test_the_parts_add_up_to_what_the_client_saw(
     close_to_first, close_to_second = list[bool](), list[bool]()
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
     request.addfinalizer(connection.close)
-    for number in range(NUM_MEASURED):
+    for number in range(MAX_MEASURED):
         name, instants = timed_stream(connection, body(rng, rng.choice((20, 200)), 6))
         shown = timeline(cluster, name)
         first, second = shown["time_to_first_token"], shown["first_to_second_token"]
@@ -90,8 +91,10 @@ def test_the_parts_add_up_to_what_the_client_saw(
         if number >= 4:  # the first ones find cold processes
             close_to_first.append(abs(first["seconds"] - seen) <= max(0.05 * seen, 0.002))
             close_to_second.append(abs(second["seconds"] - seen_between) <= max(0.05 * seen_between, 0.002))
-    for close in (close_to_first, close_to_second):  # were a part missing, none would be, however busy the machine
-        assert statistics.mean(close) >= 0.25, close
+        if number >= MIN_MEASURED and min(sum(close_to_first), sum(close_to_second)) >= NUM_CLOSE:
+            break
+    # Were a part missing, none would be close, however quiet the machine; on a busy one few are.
+    assert sum(close_to_first) >= NUM_CLOSE and sum(close_to_second) >= NUM_CLOSE, (close_to_first, close_to_second)
 
 
 @pytest.mark.covers("O02", "O03")

@@ -73,5 +73,6 @@ def test_tokens_drawn_where_they_are_computed_over_memory_of_its_own_are_those_o
     assert [len(tokens) for tokens in said[0].values()] == [3, 3]
 
 
+@pytest.mark.skipif(IS_INTERPRETED, reason="test_triton_kernels.py asks more, in less time")
 def test_the_start_probe_finds_a_rows_bits_its_own(model_dirs: ModelDirs) -> None:
     assert find_inexactness(load_model(model_dirs("group1"), "fp32", "triton", DEVICE)) is None

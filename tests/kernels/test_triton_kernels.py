@@ -11,10 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.choice import has_triton
 from kernels.interface import Kernels, LayerStack, StackLayer
 from tests.kernels.back_ends import IS_INTERPRETED, REFERENCE, TRITON, examples
 from tests.kernels.test_primitives import drawn
 from tests.kernels.test_stack import EPS, Sequences, Shape, angles, inputs, made_layers, one_by_one
+
+if has_triton():
+    from kernels.triton_kernels import TritonKernels
 
 LONG = 48 if IS_INTERPRETED else 290  # positions; a part of the interpreter's table is 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,9 +115,30 @@ def test_a_row_has_the_same_bits_in_any_company_cut_and_phase(
             assert torch.equal(found, torch.cat(expected))
 
 
+@pytest.mark.covers("M06", "M07")
+def test_decode_steps_by_graphs_have_the_bits_of_steps_as_they_are(kernels: Kernels) -> None:
+    """Where there is no device a graph runs what it has seen once more, over the same memory."""
+    shape, dtype = SHAPES[0], torch.float32
+    if not isinstance(kernels, TritonKernels):
+        pytest.skip("on a device the back end captures by itself")
+    graphed = TritonKernels(capture=lambda compute: compute)
+    plain, by_graphs = Sequences(shape, dtype, 3, 16), Sequences(shape, dtype, 3, 16)
+    by_graphs.tables = plain.tables
+    stacks = [stack_of(each, made_layers(each, shape, dtype), shape) for each in (kernels, graphed)]
+    prompts: Step = [(0, 0, 3), (1, 0, 30), (2, 0, 1)]
+    decodes: list[Step] = [[(0, 3, 1), (1, 30, 1), (2, 1, 1)], [(1, 31, 1), (2, 2, 1), (0, 4, 1)], [(1, 32, 1)]]
+    for step in (prompts, *decodes):
+        expected = run(stacks[0], plain, step, dtype)
+        assert torch.equal(run(stacks[1], by_graphs, step, dtype), expected)
+    assert torch.equal(by_graphs.kv.nan_to_num(), plain.kv.nan_to_num())
+
+
 @pytest.mark.covers("M06")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width_in", "width_out"), [(100, 60), (48, 192), (576, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "width_in", "width_out"),
+    [(torch.float32, 100, 60), (torch.bfloat16, 48, 192), (torch.float16, 576, 20)],
+    ids=str,
+)
 def test_a_linear_gives_a_row_the_same_bits_among_any_number(
     kernels: Kernels, dtype: torch.dtype, width_in: int, width_out: int
 ) -> None:

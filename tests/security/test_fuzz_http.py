@@ -37,6 +37,9 @@ OPERATIONS: Final = (
     ("GET", "/health"),
     ("GET", "/ready"),
     ("GET", "/metrics"),
+    ("GET", "/state"),
+    ("GET", "/v1/requests"),
+    ("GET", "/v1/requests/{name}/timeline"),
 )
 
 
