@@ -15,8 +15,10 @@ from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
 from tests.registry.redis_server import RedisServer, started_redis
 
 BLOCK_SIZE = 16
-PROMPT_BLOCKS = 30
-SIZES = ("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--dtype", "fp32")
+PROMPT_BLOCKS = (
+    40  # in steps of a block: computing it takes many times as long as reading it, however busy the machine is
+)
+SIZES = ("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--dtype", "fp32")
 PREFILL = ("prefill-0", "prefill-1")
 
 
