@@ -13,7 +13,10 @@ SEEDS   ?= 1000
 SEED    ?=
 SIM_FLAGS ?=
 SOAK_S  ?= 1800
+FUZZ_S  ?= 60
+TARGET  ?=
 CHAOS_FLAGS ?=
+BENCH_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -23,7 +26,7 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test lint format proto tree docs sim soak mutants compose-test coverage-table clean
+.PHONY: help setup up test bench lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +77,9 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
+bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
+
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -96,8 +102,14 @@ docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew,
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
 
+fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
+	@$(BIN)/python -m tests.security $(TARGET) --seconds $(FUZZ_S)
+
 soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
 	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
+	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
+	  tests/kernels/test_triton_kernels.py tests/kernels/test_primitives.py tests/engine_torch/test_attention.py
+	@FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/security -k fuzz -q --timeout 3600
 	@$(BIN)/python -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some

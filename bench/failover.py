@@ -11,8 +11,6 @@ Not here: how many streams are equal over many tokens (bench.exactness).
 
 from __future__ import annotations
 
-import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -25,16 +23,13 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import ClusterProblem
 from bench.failover_plot import plot
 from bench.fleet import Fleet
-from bench.machine import machine, utc_date
+from bench.frame import SUFFIXES, Bench, check_files, check_model
 from bench.namespaces import network, why_not
-from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.recovery import NAMES, WAYS, Played, Streams, fault_free, model_name, play
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.failover"
 _DESCRIPTION: Final = (
@@ -72,15 +67,8 @@ class FailoverConfig:
             raise ValueError(f"--ways cut: {reason}; leave it out")
         if self.fault_after >= self.max_tokens:
             raise ValueError(f"--fault-after {self.fault_after}: must be below --max-tokens {self.max_tokens}")
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
-        for flag, path in (("--output", self.output), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{flag} {path}: its folder does not exist")
-        if self.plot is not None and self.plot.suffix not in SUFFIXES:
-            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}")
-        if self.plot is not None and not can_plot():
-            raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
+        check_model(self.model)
+        check_files(self.output, self.plot)
 
     @property
     def way_names(self) -> list[str]:
@@ -113,31 +101,33 @@ class WayFigures:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 if a stream was not its fault-free one or another way was gone, 2 for what the user can mend, 130."""
     config = load(FailoverConfig, PROG, _DESCRIPTION, argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a cluster would outlive the benchmark
-    try:
-        runs = measure(config, console)
-    except ClusterProblem as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    figures = [figures_of([run for run in runs if run.way == way]) for way in config.way_names]
-    show(console, figures)
-    complaints = complaints_of(runs)
-    for complaint in complaints:
-        console.print(f"broken: {complaint}")
-    if config.plot is not None:
-        plot([next(run for run in runs if run.way == way) for way in config.way_names], config.plot)
-        console.print(f"written: {config.plot}")
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        written = facts | {"ways": [asdict(each) for each in figures], "runs": [to_json(run) for run in runs]}
-        write_atomically(config.output, written)
-        console.print(f"written: {config.output}")
-    return 1 if complaints else 0
+    return Bench(PROG, _measure, _show, _to_json, _plot, lambda result: complaints_of(result.runs)).run(config, argv)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All runs, and each way's figures."""
+
+    ways: list[WayFigures]
+    runs: list[Played]
+
+
+def _measure(config: FailoverConfig, console: Console) -> Result:
+    runs = measure(config, console)
+    return Result([figures_of([run for run in runs if run.way == way]) for way in config.way_names], runs)
+
+
+def _show(console: Console, result: Result) -> None:
+    show(console, result.ways)
+
+
+def _to_json(result: Result) -> dict[str, Any]:
+    return {"ways": [asdict(each) for each in result.ways], "runs": [to_json(run) for run in result.runs]}
+
+
+def _plot(result: Result, path: Path) -> None:
+    """Each way's first run."""
+    plot([next(run for run in result.runs if run.way == each.way) for each in result.ways], path)
 
 
 def measure(config: FailoverConfig, console: Console) -> list[Played]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,23 +20,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from bench.cluster import ClusterProblem
+from bench.frame import SUFFIXES, Bench, check_files, check_model, whole_numbers
 from bench.http_exchange import Server, exchange
 from bench.load import PATH
 from bench.local_prefill_figures import Figures, Probe, figures_of, seen
 from bench.local_prefill_plot import plot
-from bench.machine import machine, utc_date
-from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.two_ways import WAYS, TwoWays, started_two_ways
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.local_prefill"
 _PROBE_TOKENS: Final = 3  # that a probe says: the first is the prefill's, the second is behind the handoff
@@ -64,53 +61,22 @@ class LocalPrefillConfig:
     )
 
     def __post_init__(self) -> None:
-        numbers_of("--lengths", self.lengths)
-        numbers_of("--chunks", self.chunks)
-        for flag, path in (("--output", self.output), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{flag} {path}: its folder does not exist")
-        if self.plot is not None and self.plot.suffix not in SUFFIXES:
-            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}")
-        if self.plot is not None and not can_plot():
-            raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
-
-
-def numbers_of(flag: str, text: str) -> list[int]:
-    """The numbers of a list. ValueError: they are none."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
-        raise ValueError(f"{flag} {text}: must be whole numbers from 1 on with commas between")
-    return [int(part) for part in parts]
+        whole_numbers("--lengths", self.lengths)
+        whole_numbers("--chunks", self.chunks)
+        check_files(self.output, self.plot)
+        check_model(self.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
     config = load(LocalPrefillConfig, PROG, "Compare handoffs with prompts that the decode node computes itself.", argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    try:
-        figures = _measure(config, console)
-    except ClusterProblem as problem:
-        fatal(f"{PROG}: {problem}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    show(console, figures)
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, {**facts, "figures": [asdict(each) for each in figures]})
-        console.print(f"written: {config.output}")
-    if config.plot is not None:
-        plot(figures, config.plot)
-        console.print(f"written: {config.plot}")
-    return 0
+    return Bench(PROG, _measure, show, lambda figures: {"figures": [asdict(each) for each in figures]}, plot).run(
+        config, argv
+    )
 
 
 def _measure(config: LocalPrefillConfig, console: Console) -> list[Figures]:
-    lengths, chunks = numbers_of("--lengths", config.lengths), numbers_of("--chunks", config.chunks)
+    lengths, chunks = whole_numbers("--lengths", config.lengths), whole_numbers("--chunks", config.chunks)
     max_model_len = max(lengths) + 16 * 1024  # a stream goes on for as long as a round of probes may take
     block_size, num_seqs = 16, config.streams + 2
     num_blocks = -(-(max_model_len + 2 * max(lengths) + 2048 * num_seqs) // block_size)

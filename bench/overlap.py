@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine, utc_date
+from bench.frame import Bench, check_files
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, write_atomically
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -53,8 +51,7 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         self.batch_sizes()
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
     def batch_sizes(self) -> list[int]:
         """The numbers of --batches. ValueError: they are none."""
@@ -78,22 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
     config = load(OverlapConfig, PROG, "Measure what planning a step ahead of the runner buys.", argv)
     set_thread_environment(config.threads)  # before torch loads
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    try:
-        figures = _measure(config, console)
-    except ValueError as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    show(console, figures)
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, {**facts, "batches": [asdict(each) for each in figures]})
-        console.print(f"written: {config.output}")
-    return 0
+    return Bench(PROG, _measure, show, lambda figures: {"batches": [asdict(each) for each in figures]}).run(
+        config, argv
+    )
 
 
 def _measure(config: OverlapConfig, console: Console) -> list[Figures]:

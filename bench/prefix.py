@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -26,19 +24,16 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import ClusterProblem
 from bench.completions import Asked
 from bench.distribution import summarize
 from bench.fleet import Fleet
+from bench.frame import SUFFIXES, Bench, check_files
 from bench.http_exchange import Server
 from bench.load import Sender, run_open_loop
-from bench.machine import machine, utc_date
 from bench.prefix_load import TRACE_BLOCK, Ask, Chats, chat_asks, fresh_tokens, trace_asks
 from bench.prefix_plot import plot
-from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.prefix"
 BLOCK: Final = 16
@@ -80,13 +75,7 @@ class PrefixConfig:
             raise ValueError(f"--ways {unknown[0]}: is none of {', '.join(WAYS)}")
         if TRACE_BLOCK % self.scale:
             raise ValueError(f"--scale {self.scale}: {TRACE_BLOCK} is no multiple of it")
-        for flag, path in (("--output", self.output), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{flag} {path}: its folder does not exist")
-        if self.plot is not None and self.plot.suffix not in SUFFIXES:
-            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}")
-        if self.plot is not None and not can_plot():
-            raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
+        check_files(self.output, self.plot)
 
     @property
     def names(self) -> list[str]:
@@ -113,27 +102,20 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 if a request failed, 2 for what the user can mend, 130 after Ctrl-C."""
     config = load(PrefixConfig, PROG, "Measure ways to place prompts that share beginnings.", argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a cluster would outlive the benchmark
-    try:
-        runs = measure(config, console)
-    except (ClusterProblem, ValueError, OSError) as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    show(console, runs)
-    if config.plot is not None:
-        plot({(run.load, run.way): _of(runs, run.load, run.way) for run in runs}, config.plot)
-        console.print(f"written: {config.plot}")
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        told = [asdict(run) | {"ttft_s": [round(each, 5) for each in run.ttft_s]} for run in runs]
-        write_atomically(config.output, {**facts, "runs": told})
-        console.print(f"written: {config.output}")
-    return int(any(run.num_ok < run.num_requests for run in runs))
+    return Bench(PROG, measure, show, _to_json, _plot, _complaints).run(config, argv)
+
+
+def _to_json(runs: Sequence[Run]) -> dict[str, Any]:
+    return {"runs": [asdict(run) | {"ttft_s": [round(each, 5) for each in run.ttft_s]} for run in runs]}
+
+
+def _plot(runs: Sequence[Run], path: Path) -> None:
+    plot({(run.load, run.way): _of(runs, run.load, run.way) for run in runs}, path)
+
+
+def _complaints(runs: Sequence[Run]) -> list[str]:
+    failed = [(run, run.num_requests - run.num_ok) for run in runs]
+    return [f"{run.load}, {run.way}: {number} requests failed" for run, number in failed if number]
 
 
 def measure(config: PrefixConfig, console: Console) -> list[Run]:

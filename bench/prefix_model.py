@@ -8,19 +8,18 @@ same on any machine, however busy, and are of placement alone. What a real clust
 from __future__ import annotations
 
 import heapq
-import shlex
 import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.distribution import summarize
-from bench.machine import utc_date
+from bench.frame import Bench
 from bench.prefix_load import TRACE_BLOCK, Ask, Chats, chat_asks, fresh_tokens, trace_asks
 from bench.progress import StepProgress
 from engine.block_pool import BlockPool
@@ -38,7 +37,6 @@ from router.placement import CACHE_AWARE, Candidate, Imbalance, Placement, Promp
 from router.requests import LiveBranch
 from router.retry import Tries
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.prefix_model"
 BLOCK: Final = 16
@@ -188,22 +186,7 @@ class Model:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the model; 0, 2 for what the user can mend, 130 after Ctrl-C."""
     config = load(PrefixModelConfig, PROG, "Model ways to place prompts that share beginnings.", argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    try:
-        figures = measure(config, console)
-    except (ValueError, OSError) as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    show(console, figures)
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "settings": settings}
-        write_atomically(config.output, {**facts, "figures": [asdict(each) for each in figures]})
-        console.print(f"written: {config.output}")
-    return 0
+    return Bench(PROG, measure, show, lambda figures: {"figures": [asdict(each) for each in figures]}).run(config, argv)
 
 
 def measure(config: PrefixModelConfig, console: Console) -> list[Figures]:

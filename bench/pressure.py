@@ -13,8 +13,6 @@ whatever was preempted: exit code 1 where they do not. Not here: arrivals that o
 from __future__ import annotations
 
 import random
-import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +22,12 @@ from typing import Any, Final
 from rich.console import Console
 
 from bench.arrivals import Lengths
-from bench.cluster import ClusterProblem
-from bench.machine import machine, utc_date
+from bench.frame import SUFFIXES, Bench, check_files, check_model
 from bench.pressure_cells import POLICIES, Cell, CellRun, Workload, run_cell
 from bench.pressure_figures import compared, complaints, figures_of, need_blocks, schedule, show
-from bench.pressure_plot import SUFFIXES, can_plot, plot
+from bench.pressure_plot import plot
 from bench.progress import StepProgress
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.pressure"
 _PER_LAP: Final = 5  # runs between two ample ones
@@ -92,15 +88,8 @@ class PressureConfig:
             Lengths.parse(self.prompt_tokens)
         except ValueError as error:
             raise ValueError(f"--prompt-tokens {error}") from None
-        for flag, path in (("--output", self.output), ("--plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{flag} {path}: its folder does not exist")
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
-        if self.plot is not None and self.plot.suffix not in SUFFIXES:
-            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}")
-        if self.plot is not None and not can_plot():
-            raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
+        check_files(self.output, self.plot)
+        check_model(self.model)
 
     @property
     def workload(self) -> Workload:
@@ -129,32 +118,21 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 if a request failed or said something else under pressure, 2 for what the user can mend, 130."""
     config = load(PressureConfig, PROG, _DESCRIPTION, argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a cluster would outlive the benchmark
-    try:
-        measured = measure(config, console)
-    except (ClusterProblem, ValueError) as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    figures = figures_of(measured.runs)
-    show(console, figures)
-    found = complaints(measured.runs)
-    for complaint in found:
-        console.print(f"broken: {complaint}")
-    if config.plot is not None:
-        plot(figures, config.plot)
-        console.print(f"written: {config.plot}")
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        facts |= {"need_blocks": measured.need_blocks, "mean_output_tokens": measured.mean_output_tokens}
-        runs = [_run_to_json(run) for run in measured.runs]
-        write_atomically(config.output, facts | {"cells": [asdict(each) for each in figures], "runs": runs})
-        console.print(f"written: {config.output}")
-    return 1 if found else 0
+    return Bench(PROG, measure, _show, _to_json, _plot, lambda measured: complaints(measured.runs)).run(config, argv)
+
+
+def _show(console: Console, measured: Measured) -> None:
+    show(console, figures_of(measured.runs))
+
+
+def _plot(measured: Measured, path: Path) -> None:
+    plot(figures_of(measured.runs), path)
+
+
+def _to_json(measured: Measured) -> dict[str, Any]:
+    cells = [asdict(each) for each in figures_of(measured.runs)]
+    sizes = {"need_blocks": measured.need_blocks, "mean_output_tokens": measured.mean_output_tokens}
+    return sizes | {"cells": cells, "runs": [_run_to_json(run) for run in measured.runs]}
 
 
 def measure(config: PressureConfig, console: Console) -> Measured:

@@ -11,7 +11,6 @@ from typing import Final
 
 from bench.pressure_figures import CellFigures
 
-SUFFIXES: Final = (".png", ".svg", ".pdf")
 _COLOURS: Final = {
     "full": "#4d4d4d",
     "none": "#d55e00",
@@ -28,17 +27,8 @@ _PANELS: Final = (
 )
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is there."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def plot(figures: Sequence[CellFigures], path: Path) -> None:
-    """Write the picture; the suffix is one of SUFFIXES. Equal figures give equal SVG files."""
+    """Write the picture; the suffix is one of frame.SUFFIXES. Equal figures give equal SVG files."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

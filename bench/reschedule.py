@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -32,15 +31,13 @@ from rich.table import Table
 
 from bench.cluster import ClusterProblem
 from bench.fleet import Fleet, wait_until
+from bench.frame import SUFFIXES, Bench, check_files, check_model
 from bench.http_exchange import Server
-from bench.machine import machine, utc_date
-from bench.pressure_plot import SUFFIXES, can_plot
 from bench.progress import StepProgress
 from bench.recovery import fault_free, model_name
 from bench.reschedule_plot import plot
 from bench.streams import Watched
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.reschedule"
 _DESCRIPTION: Final = (
@@ -69,10 +66,8 @@ class RescheduleConfig:
     plot: Path | None = knob(None, f"picture, its suffix {', '.join(SUFFIXES)}; needs matplotlib", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
-        if self.plot is not None and (self.plot.suffix not in SUFFIXES or not can_plot()):
-            raise ValueError(f"--plot {self.plot}: must end in {', '.join(SUFFIXES)}, and needs matplotlib")
+        check_files(self.output, self.plot)
+        check_model(self.model)
 
     @property
     def prompt_tokens(self) -> int:
@@ -101,21 +96,19 @@ class Preempted:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 if a token was wrong, 2 for what the user can mend."""
     config = load(RescheduleConfig, PROG, _DESCRIPTION, argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    try:
-        runs = measure(config, console)
-    except ClusterProblem as error:
-        fatal(f"{PROG}: {error}")
-    show(console, runs)
-    if config.plot is not None:
-        plot(runs, list(WAYS), config.plot)
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, facts | {"runs": [asdict(run) for run in runs]})
-        console.print(f"written: {config.output}")
-    return 0 if all(run.is_right for run in runs) else 1
+    return Bench(PROG, measure, show, _to_json, _plot, _complaints).run(config, argv)
+
+
+def _to_json(runs: Sequence[Preempted]) -> dict[str, Any]:
+    return {"runs": [asdict(run) for run in runs]}
+
+
+def _plot(runs: Sequence[Preempted], path: Path) -> None:
+    plot(runs, list(WAYS), path)
+
+
+def _complaints(runs: Sequence[Preempted]) -> list[str]:
+    return [f"{run.way}: a token is not that of the request by itself" for run in runs if not run.is_right]
 
 
 def measure(config: RescheduleConfig, console: Console) -> list[Preempted]:

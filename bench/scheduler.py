@@ -9,22 +9,20 @@ beside each round of steps; a ratio is the median over rounds. Times are those o
 
 from __future__ import annotations
 
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import machine, utc_date
+from bench.frame import Bench, check_files
 from bench.progress import StepProgress
 from bench.scheduler_load import Load, LoadSizes, reference_s
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
 
 PROG: Final = "python -m bench.scheduler"
 TARGET_S: Final = 200e-6  # of a step's bookkeeping at 256 slots
@@ -52,8 +50,7 @@ class SchedulerBenchConfig:
     def __post_init__(self) -> None:
         for name in ("slots", "more_sequences"):
             _numbers(name, getattr(self, name))
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
     def cases(self) -> list[LoadSizes]:
         """By slots, then by known sequences."""
@@ -85,22 +82,11 @@ class Figures:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
     config = load(SchedulerBenchConfig, PROG, "Measure the bookkeeping of a scheduler's steps, without a model.", argv)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    try:
-        figures = _measure(config, console)
-    except ValueError as error:
-        fatal(f"{PROG}: {error}")
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    show(console, figures)
-    if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        result = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, {**result, "target_s": TARGET_S, "cases": [asdict(each) for each in figures]})
-        console.print(f"written: {config.output}")
-    return 0
+    return Bench(PROG, _measure, show, _to_json).run(config, argv)
+
+
+def _to_json(figures: Sequence[Figures]) -> dict[str, Any]:
+    return {"target_s": TARGET_S, "cases": [asdict(each) for each in figures]}
 
 
 def _measure(config: SchedulerBenchConfig, console: Console) -> list[Figures]:

@@ -216,6 +216,8 @@ class _Launcher:
         config = self._config
         port = config.port and config.port + index
         command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
+        if config.workers > 1:
+            command += ["--workers", str(config.workers)]
         if config.local_prefill_max_tokens is not None:
             command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
         if config.placement_prefill is not None:

@@ -30,6 +30,7 @@ class UpConfig:
     decode: int = knob(1, "number of decode nodes; 0 only with mixed ones", low=0, high=64)
     mixed: int = knob(0, "number of mixed nodes, which do both", low=0, high=64)
     routers: int = knob(1, "number of routers over the same nodes; each takes the next port", low=1, high=64)
+    workers: int = knob(1, "handed on to each router: processes that serve behind its port", low=1, high=64)
     registry: str = knob(
         EMBEDDED,
         "where nodes announce themselves; embedded: in each router; or a Redis, redis://HOST:PORT/DB (rediss: over TLS)",

@@ -38,7 +38,7 @@ class Padding(NamedTuple):
     """How a step of some rows becomes one of a graph's size."""
 
     chosen: NDArray[np.int64]  # [padded rows]: which row of the step each one is
-    tiles: NDArray[np.int32]  # [padded rows, 5], see triton_step.RowTiles
+    tiles: NDArray[np.int32]  # [padded rows, 5], see triton_tiles.RowTiles
 
 
 def padded_rows(num_rows: int) -> int:
@@ -141,9 +141,18 @@ def _fill(inputs: DecodeInputs, hidden: Tensor, cos: Tensor, sin: Tensor, batch:
     inputs.write_positions.copy_(upload(batch.write_positions[chosen], device))
 
 
-def capture_cuda_graph(compute: Callable[[], object]) -> Callable[[], object]:
-    """What torch records of it. Never run yet: no machine that this was written on had a GPU."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compute()
-    return graph.replay
+class CudaCapture:
+    """Captures with torch. Never run yet: no machine that this was written on had a GPU."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], object]:
+        """See Capture. Other threads may ask whether the device has come so far meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all: what a step leaves there nobody reads behind it.
+        pool = None if self._last is None else self._last.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            compute()
+        self._last = graph
+        return graph.replay

@@ -1,6 +1,7 @@
 """The back end of a CUDA device: Triton kernels that keep the law of interface.py by construction.
 
-    triton_attention.py, triton_step.py      attention over paged KV; what one step of it needs
+    triton_attention.py                      attention over paged KV
+    triton_step.py, triton_tiles.py          what one step of it needs; which rows go together
     triton_linear.py, triton_rows.py         products; norms, rotations, gates
     triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
     triton_blocks.py                         whole blocks in and out of the pool
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch, LayerStack, Linear, StackLayer, StepAttention
 from kernels.triton_blocks import copy_blocks
-from kernels.triton_launch import EXACT, aligned, launch_norm
+from kernels.triton_graphs import Capture, CudaCapture
+from kernels.triton_launch import EXACT, LANES, aligned, launch_norm
 from kernels.triton_linear import linear
 from kernels.triton_rows import rotate, silu_gate
 from kernels.triton_stack import TritonStack
@@ -77,7 +79,7 @@ def triton_kernels(device_type: str) -> TritonKernels:
         return TritonKernels()
     if device_type != "cuda":
         raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
-    kernels = TritonKernels(capability=torch.cuda.get_device_capability())
+    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=CudaCapture())
     one = torch.ones((1, 16), device="cuda")
     kernels.rms_norm(one, one[0], 1.0).cpu()  # finds out at once whether there is what Triton compiles launches with
     return kernels
@@ -86,11 +88,19 @@ def triton_kernels(device_type: str) -> TritonKernels:
 class TritonKernels:
     """kernels.interface.Kernels on one kind of device."""
 
-    def __init__(self, table: Table | None = None, capability: tuple[int, int] | None = None) -> None:
-        """`capability`: of the CUDA device; None: the interpreter. Raises NoTuning for a device that is too old."""
+    def __init__(
+        self,
+        table: Table | None = None,
+        capability: tuple[int, int] | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """`capability`: of the CUDA device; None: the interpreter. `capture`: what makes graphs of decode steps, if anything.
+
+        Raises NoTuning for a device that is too old.
+        """
         self._table = read_table() if table is None else table
         self._device = self._table.device(capability)
-        self._has_graphs = capability is not None
+        self._capture = capture
         place = "interpreter" if capability is None else f"sm{capability[0]}{capability[1]}"
         self.name: Final = f"triton-{place}-{_digest()}"
 
@@ -119,16 +129,18 @@ class TritonKernels:
         if x.stride()[1:] != (head_dim, 1):
             x = x.contiguous()
         out = x.new_empty(x.shape)
-        rotate[(num_rows,)](
+        num_lanes = num_rows * num_heads
+        rotate[(-(-num_lanes // LANES),)](
             x,
             cos.contiguous(),
             sin.contiguous(),
             out,
+            num_lanes,
             x.stride(0),
             num_heads,
             HALF=head_dim // 2,
             COLUMNS=next_power_of_two(head_dim // 2),
-            HEADS=next_power_of_two(num_heads),
+            LANES=LANES,
             **EXACT,
         )
         return out
@@ -148,7 +160,7 @@ class TritonKernels:
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack:
         """All layers of a step, with what can be fused."""
-        return TritonStack(layers, num_heads, norm_eps, self._attention_tuning, has_graphs=self._has_graphs)
+        return TritonStack(layers, num_heads, norm_eps, self._attention_tuning, self._capture)
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""

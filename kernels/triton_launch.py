@@ -11,6 +11,7 @@ from kernels.triton_tuning import next_power_of_two
 
 # Whether a * b + c is one rounding would be the compiler's choice, and might be another one in each of two kernels.
 EXACT: Final = {"enable_fp_fusion": False}
+LANES: Final = 64  # heads that one program rotates
 _ALIGNMENT: Final = 16  # bytes: Triton compiles a kernel of its own for pointers that have less
 _TILE_NUMBERS: Final = 2048  # of a norm's tile, where rows are shorter than that
 _MAX_TILE_ROWS: Final = 16
@@ -30,4 +31,6 @@ def launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out
     if num_rows:
         grid = (-(-num_rows // rows),)
         sizes = {"WIDTH": width, "COLUMNS": columns, "ROWS": rows, "HAS_DELTA": delta is not None}
-        rms_norm[grid](x, x if delta is None else delta, weight, out, num_rows, eps, **sizes, **EXACT)
+        warps = 4 if columns <= _TILE_NUMBERS else 8
+        before = x if delta is None else delta
+        rms_norm[grid](x, before, weight, out, num_rows, eps, **sizes, num_warps=warps, **EXACT)

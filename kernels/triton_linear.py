@@ -2,9 +2,9 @@
 
 The libraries of a device choose a kernel, and with it an order of summation, by the number of rows; that is what makes a token's
 logits depend on the load. Here one shape of tiles serves every number of rows, and a sum over the inner dimension is one chain of
-tiles, never split (split-K would be another order where it is chosen by how many rows there are). What it costs: 64 rows' worth of
-arithmetic where one row runs, which a decode step does not feel while it waits for weights, up to about (operations per byte
-of the device) / 1 rows; and few programs where a product is narrow.
+tiles, never split. What it costs: where one row runs, the arithmetic of a whole tile of rows, which a step that waits for weights
+does not feel (64 rows are 64 operations for each byte of bf16 weights; an A100 could do 150 in that time, an H100 290); and where
+a product is narrow, few programs.
 
 Weights stay as models store them, [out_features, in_features]. Sources: triton-lang.org, "Matrix Multiplication" (the order of
 programs that keeps tiles in L2); Thinking Machines, "Defeating Nondeterminism in LLM Inference" (2025).

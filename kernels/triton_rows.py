@@ -40,44 +40,44 @@ def rms_norm(
 
 
 @triton.jit
-def _turned(first, second, cos, sin, dtype: tl.constexpr):
-    """Both halves of rotated heads, fp32, rounded at each step as transformers rounds."""
-    return (
-        rounded(rounded(first * cos, dtype) - rounded(second * sin, dtype), dtype),
-        rounded(rounded(second * cos, dtype) + rounded(first * sin, dtype), dtype),
-    )
+def _turned(x, at, is_there, cos, sin, turn, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Both halves of some heads at x + at, before and behind the rotation that cos and sin have at `turn`; fp32."""
+    first = widened(tl.load(x + at, mask=is_there, other=0.0))
+    second = widened(tl.load(x + at + HALF, mask=is_there, other=0.0))
+    c = rounded(tl.load(cos + turn, mask=is_there, other=0.0), dtype)
+    s = rounded(tl.load(sin + turn, mask=is_there, other=0.0), dtype)
+    turned_first = rounded(first * c, dtype) - rounded(second * s, dtype)
+    turned_second = rounded(second * c, dtype) + rounded(first * s, dtype)
+    return first, second, turned_first, turned_second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lanes"])
 def rotate(
     x,  # [num_rows, num_heads, 2 * HALF], rows row_stride apart
     cos,  # [num_rows, HALF] fp32, as sin
     sin,
     out,  # [num_rows, num_heads, 2 * HALF]
+    num_lanes,  # num_rows * num_heads
     row_stride,
     num_heads,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,  # HALF or more, a power of two
-    HEADS: tl.constexpr,  # num_heads or more, a power of two
+    LANES: tl.constexpr,
 ):
-    """Rotary embedding, element i with i + HALF. Grid: rows."""
+    """Rotary embedding, element i with i + HALF, rounded at each step as transformers rounds. Grid: heads of rows by LANES."""
     dtype: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    heads, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    is_there = (heads < num_heads) & (columns < HALF)
-    at = heads * (2 * HALF) + columns
-    turn = row * HALF + columns
-    c = rounded(tl.load(cos + turn, mask=columns < HALF, other=0.0), dtype)
-    s = rounded(tl.load(sin + turn, mask=columns < HALF, other=0.0), dtype)
-    first = widened(tl.load(x + row * row_stride + at, mask=is_there, other=0.0))
-    second = widened(tl.load(x + row * row_stride + at + HALF, mask=is_there, other=0.0))
-    first, second = _turned(first, second, c, s, dtype)
-    to = out + row * num_heads * (2 * HALF) + at
+    lanes = (tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES))[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_there = (lanes < num_lanes) & (columns < HALF)
+    rows, heads = lanes // num_heads, lanes % num_heads
+    at = rows * row_stride + heads * (2 * HALF) + columns
+    _, _, first, second = _turned(x, at, is_there, cos, sin, rows * HALF + columns, HALF, dtype)
+    to = out + lanes * (2 * HALF) + columns
     tl.store(to, narrowed(first, dtype), mask=is_there)
     tl.store(to + HALF, narrowed(second, dtype), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lanes"])
 def rotate_and_write(
     qkv,  # [num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]: queries, keys, values
     cos,  # [num_rows, HALF] fp32, as sin
@@ -85,39 +85,40 @@ def rotate_and_write(
     write_positions,  # [num_rows] int64: block id * BLOCK_SIZE + offset in the block
     queries,  # [num_rows, NUM_HEADS, 2 * HALF]
     keys_of_block_0,  # of this layer; values lie plane_stride behind
+    num_lanes,  # num_rows * (NUM_HEADS + 2 * NUM_KV_HEADS)
     block_stride,
     plane_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,  # HALF or more, a power of two
-    HEADS: tl.constexpr,  # NUM_HEADS + 2 * NUM_KV_HEADS or more, a power of two
+    LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Rotate queries and keys; queries go to memory of their own, keys and values to the KV cache. Grid: rows."""
+    """Rotate queries and keys; queries go to memory of their own, keys and values to the KV cache. Grid: heads by LANES."""
     dtype: tl.constexpr = qkv.dtype.element_ty
-    NUM_ROTATING: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
-    row = tl.program_id(0).to(tl.int64)
-    heads, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    is_there = (heads < NUM_ROTATING + NUM_KV_HEADS) & (columns < HALF)
-    at = qkv + row * (NUM_ROTATING + NUM_KV_HEADS) * (2 * HALF) + heads * (2 * HALF) + columns
-    first = widened(tl.load(at, mask=is_there, other=0.0))
-    second = widened(tl.load(at + HALF, mask=is_there, other=0.0))
-    turn = row * HALF + columns
-    c = rounded(tl.load(cos + turn, mask=columns < HALF, other=0.0), dtype)
-    s = rounded(tl.load(sin + turn, mask=columns < HALF, other=0.0), dtype)
-    turned_first, turned_second = _turned(first, second, c, s, dtype)
-    first = narrowed(tl.where(heads < NUM_ROTATING, turned_first, first), dtype)
-    second = narrowed(tl.where(heads < NUM_ROTATING, turned_second, second), dtype)
+    FIRST_VALUE: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    lanes = (tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES))[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_there = (lanes < num_lanes) & (columns < HALF)
+    rows, heads = lanes // ALL_HEADS, lanes % ALL_HEADS
+    at = lanes * (2 * HALF) + columns
+    first, second, turned_first, turned_second = _turned(
+        qkv, at, is_there, cos, sin, rows * HALF + columns, HALF, dtype
+    )
+    is_value = heads >= FIRST_VALUE
+    first = narrowed(tl.where(is_value, first, turned_first), dtype)
+    second = narrowed(tl.where(is_value, second, turned_second), dtype)
     is_query = is_there & (heads < NUM_HEADS)
-    to = queries + row * NUM_HEADS * (2 * HALF) + heads * (2 * HALF) + columns
+    to = queries + (rows * NUM_HEADS + heads) * (2 * HALF) + columns
     tl.store(to, first, mask=is_query)
     tl.store(to + HALF, second, mask=is_query)
-    place = tl.load(write_positions + row)
-    kv_heads = tl.where(heads < NUM_ROTATING, heads - NUM_HEADS, heads - NUM_ROTATING)
-    offset = (place % BLOCK_SIZE) * (NUM_KV_HEADS * 2 * HALF) + kv_heads * (2 * HALF) + columns
-    plane = tl.where(heads < NUM_ROTATING, 0, plane_stride)
-    to = keys_of_block_0 + place // BLOCK_SIZE * block_stride + plane + offset
+    place = tl.load(write_positions + rows, mask=lanes < num_lanes, other=0)
+    of_block = place // BLOCK_SIZE * block_stride + tl.where(is_value, plane_stride, 0)
+    kv_heads = (heads - NUM_HEADS) % NUM_KV_HEADS  # of keys, then of values
+    of_position = (place % BLOCK_SIZE) * (NUM_KV_HEADS * 2 * HALF) + kv_heads * (2 * HALF)
+    to = keys_of_block_0 + of_block + of_position + columns
     is_kept = is_there & (heads >= NUM_HEADS)
     tl.store(to, first, mask=is_kept)
     tl.store(to + HALF, second, mask=is_kept)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.interface import AttentionBatch, StackLayer
-from kernels.triton_graphs import DecodeGraphs, DecodeInputs, capture_cuda_graph
+from kernels.triton_graphs import Capture, DecodeGraphs, DecodeInputs
 from kernels.triton_launch import aligned, launch_norm
 from kernels.triton_step import DeviceBatch, TritonAttention, on_device
 from kernels.triton_tuning import AttentionTuning
@@ -29,12 +29,12 @@ class TritonStack:
         num_heads: int,
         norm_eps: float,
         tuning_of: TuningOf,
-        *,
-        has_graphs: bool = False,
+        capture: Capture | None = None,
     ) -> None:
+        """`capture`: what makes graphs of decode steps; None: nothing does."""
         self._layers = tuple(layers)
         self._num_heads, self._eps, self._tuning_of = num_heads, norm_eps, tuning_of
-        self._graphs = DecodeGraphs(self._decode, capture_cuda_graph) if has_graphs else None
+        self._graphs = None if capture is None else DecodeGraphs(self._decode, capture)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """Run the layers over hidden in place, or return another tensor that is good until the next step."""
@@ -83,7 +83,8 @@ class TritonStack:
             if weight is not None:
                 chosen = heads[:, begin : begin + count]
                 rows = aligned(chosen.reshape(-1, head_dim))
-                launch_norm(rows, None, weight, self._eps, rows)
-                chosen.copy_(rows.view(chosen.shape))
+                normed = torch.empty_like(rows)
+                launch_norm(rows, None, weight, self._eps, normed)
+                chosen.copy_(normed.view(chosen.shape))
             begin += count
         return qkv

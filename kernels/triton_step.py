@@ -1,7 +1,6 @@
 """One step's attention on the Triton kernels: which rows go together, what the device must know of them, and the launches.
 
-A step's spans are cut into tiles of rows, each of one sequence: as many tokens as fit, with all query heads of a KV head. A span
-that is one tile goes through `attend_split`, a longer one through `attend_whole`; which of the two changes no bit.
+What goes together is decided in triton_tiles.py.
 """
 
 from __future__ import annotations
@@ -9,54 +8,19 @@ from __future__ import annotations
 import math
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.interface import AttentionBatch
 from kernels.triton_attention import attend_split, attend_whole, merge_parts
-from kernels.triton_launch import EXACT
+from kernels.triton_launch import EXACT, LANES
 from kernels.triton_rows import rotate_and_write
+from kernels.triton_tiles import cut_rows
 from kernels.triton_tuning import AttentionTuning, next_power_of_two
 from kernels.upload import upload
 
 NO_WINDOW: Final = 1 << 30
 _LOG2_E: Final = math.log2(math.e)
-
-
-class RowTiles(NamedTuple):
-    """A step's rows, cut: each array is [num_tiles, 5] int32: span, first row, number of rows, first position, first slot.
-
-    A slot is where a row of `split` puts what its parts give; slots count from 0.
-    """
-
-    split: NDArray[np.int32]
-    whole: NDArray[np.int32]
-    num_slots: int
-    num_positions: int  # up to the last position of `split`
-
-
-def cut_rows(spans: NDArray[np.int32], rows_of_tile: int) -> RowTiles:
-    """Cut spans [num_spans, 3] (RowSpans) into tiles of at most so many rows; the longest work of `whole` comes first."""
-    first_rows, counts, first_positions = (column.astype(np.int32) for column in spans.T)
-    numbers = np.arange(len(spans), dtype=np.int32)
-    is_split = counts <= rows_of_tile
-    slots = np.cumsum(counts[is_split]) - counts[is_split]
-    split = np.stack([*(each[is_split] for each in (numbers, first_rows, counts, first_positions)), slots], 1)
-    whole = [
-        (span, first_rows[span] + begin, min(rows_of_tile, counts[span] - begin), first_positions[span] + begin, 0)
-        for span in numbers[~is_split]
-        for begin in range(0, counts[span], rows_of_tile)
-    ]
-    whole.sort(key=lambda tile: -tile[3])
-    ends = first_positions[is_split] + counts[is_split]
-    return RowTiles(
-        np.ascontiguousarray(split, np.int32),
-        np.array(whole, np.int32).reshape(-1, 5),
-        int(counts[is_split].sum()),
-        int(ends.max(initial=0)),
-    )
 
 
 class DeviceBatch(NamedTuple):
@@ -120,19 +84,21 @@ class TritonAttention:
         """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim]."""
         half = self._head_dim // 2
         queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
-        rotate_and_write[(len(qkv),)](
+        num_lanes = len(qkv) * (self._num_heads + 2 * self._num_kv_heads)
+        rotate_and_write[(-(-num_lanes // LANES),)](
             qkv,
             cos,
             sin,
             self._batch.write_positions,
             queries,
             self._kv[:, layer],
+            num_lanes,
             *self._strides[:2],
             NUM_HEADS=self._num_heads,
             NUM_KV_HEADS=self._num_kv_heads,
             HALF=half,
             COLUMNS=next_power_of_two(half),
-            HEADS=next_power_of_two(self._num_heads + 2 * self._num_kv_heads),
+            LANES=LANES,
             BLOCK_SIZE=self._block_size,
             **EXACT,
         )

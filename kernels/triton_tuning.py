@@ -70,6 +70,22 @@ class Table:
         raise NoTuning(f"the Triton kernels have no tile shapes for {dtype} on {device}")
 
 
+class OneShape(Table):
+    """A table that says one thing of attention, or of products, whatever it is asked: what a tuner tries."""
+
+    def __init__(self, table: Table, attention: AttentionTuning | None, linear: LinearTuning | None) -> None:
+        super().__init__(table._devices)
+        self._attention, self._linear = attention, linear
+
+    def attention(self, device: str, dtype: str, head_dim: int) -> AttentionTuning:
+        """The one that is tried."""
+        return self._attention or super().attention(device, dtype, head_dim)
+
+    def linear(self, device: str, dtype: str) -> LinearTuning:
+        """The one that is tried."""
+        return self._linear or super().linear(device, dtype)
+
+
 def read_table(path: Path = TABLE) -> Table:
     """The table that is shipped, or another one."""
     return Table(json.loads(path.read_text(encoding="utf-8"))["devices"])

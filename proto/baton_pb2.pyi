@@ -354,6 +354,143 @@ class ListReply(_message.Message):
 Global___ListReply: _TypeAlias = ListReply  # noqa: Y015
 
 @_typing.final
+class ToWorker(_message.Message):
+    """---------------------------------------------------------------- a router of several processes: parent <-> worker
+
+    Over a socket pair that the worker inherits; each message behind its length.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    LISTED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    UNLISTED_FIELD_NUMBER: _builtins.int
+    TELL_METRICS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    tell_metrics: _builtins.int
+    """a question, by its number"""
+    @_builtins.property
+    def settings(self) -> Global___WorkerSettings:
+        """the first one"""
+
+    @_builtins.property
+    def listed(self) -> Global___NodeEntry:
+        """what the registry in the parent says"""
+
+    @_builtins.property
+    def missed(self) -> Global___PeerId: ...
+    @_builtins.property
+    def unlisted(self) -> Global___PeerId: ...
+    @_builtins.property
+    def metrics(self) -> Global___WorkerMetrics:
+        """of all workers: the answer to want_metrics"""
+
+    def __init__(
+        self,
+        *,
+        settings: Global___WorkerSettings | None = ...,
+        listed: Global___NodeEntry | None = ...,
+        missed: Global___PeerId | None = ...,
+        unlisted: Global___PeerId | None = ...,
+        tell_metrics: _builtins.int = ...,
+        metrics: Global___WorkerMetrics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___ToWorker: _TypeAlias = ToWorker  # noqa: Y015
+
+@_typing.final
+class WorkerSettings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    config: _builtins.str
+    """the router's knobs, as JSON"""
+    registry: _builtins.str
+    """where nodes announce themselves, for the log"""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        config: _builtins.str = ...,
+        registry: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "index", b"index", "registry", b"registry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSettings: _TypeAlias = WorkerSettings  # noqa: Y015
+
+@_typing.final
+class FromWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UP_FIELD_NUMBER: _builtins.int
+    WANT_METRICS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    up: _builtins.bool
+    """it takes connections"""
+    @_builtins.property
+    def want_metrics(self) -> Global___WorkerMetrics:
+        """a client wants those of all; with it the worker's own"""
+
+    @_builtins.property
+    def metrics(self) -> Global___WorkerMetrics:
+        """the answer to tell_metrics"""
+
+    def __init__(
+        self,
+        *,
+        up: _builtins.bool = ...,
+        want_metrics: Global___WorkerMetrics | None = ...,
+        metrics: Global___WorkerMetrics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
+
+@_typing.final
+class WorkerMetrics(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    text: _builtins.str
+    """in Prometheus' format"""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMetrics: _TypeAlias = WorkerMetrics  # noqa: Y015
+
+@_typing.final
 class Hello(_message.Message):
     """First frame of each stream, both ways."""
 

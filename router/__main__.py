@@ -15,6 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
     )
     silence_grpc()
+    if config.workers > 1:
+        from router.workers import run_workers
+
+        return run_workers(config)
     from router.process import run_router  # heavy: --help and a wrong flag answer without it
 
     return run_router(config)

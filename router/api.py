@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -43,6 +43,7 @@ from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ApiSettings:
     max_body_bytes: int
     max_prompt_tokens: int | None = None
     max_n: int = 16
+    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
 class Api:
@@ -136,7 +138,9 @@ class Api:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        return Response(self._shell.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
+        text = own if of_all is None else await of_all(own)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:
         """The nodes, as they are."""
@@ -228,7 +232,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """What the framework refuses (unknown path, wrong method) in the API's shape."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    message = printable(f"{request.method} {request.url.path[:200]}: {error.detail}.")
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     return refusal(ApiError(error.status_code, message, code=code), {**(error.headers or {}), **id_header(request)})
 

@@ -58,7 +58,7 @@ class ChoiceText:
         for token_id in token_ids:
             offsets.append(self._num_characters)
             self.num_tokens += 1
-            part = "" if token_id in self._rules.silent_ids else self._detokenizer.push((token_id,))
+            part = "" if token_id in self._rules.silent_ids else self._detokenizer.push_one(token_id)
             self._num_characters += len(part)
             if self._matcher is not None and self.num_tokens > self._rules.min_tokens:
                 part, is_stopped = self._matcher.push(part)

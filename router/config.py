@@ -36,6 +36,13 @@ class RouterConfig:
     registry_namespace: str | None = knob(
         None, f"this cluster's name in Redis, which may hold several; none: {DEFAULT_NAMESPACE}", metavar="NAME"
     )
+    workers: int = knob(
+        1,
+        "processes that serve behind the port, each a router of its own over the same nodes; for more streams than one core can "
+        "take; one that dies is started again",
+        low=1,
+        high=64,
+    )
     tls_dir: Path | None = knob(
         None,
         "this host's certificates, as `baton certs make` makes them: HTTP becomes HTTPS, and every connection to nodes is "
@@ -108,9 +115,9 @@ class RouterConfig:
         high=1 << 20,
     )
     placement_prefill: Literal["cache_aware", "least_loaded", "power_of_two", "random", "round_robin"] = knob(
-        "least_loaded",
+        "cache_aware",
         "how a prefill node is chosen; least_loaded counts prompt tokens, since prompts differ a hundredfold; cache_aware "
-        "leaves out of the count what a node's prefix cache holds of the prompt",
+        "reckons with what a node's prefix cache and KV pool hold of the prompt, and with how fast it computes",
     )
     cache_imbalance_tokens: int = knob(
         8192,

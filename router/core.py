@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
@@ -45,6 +45,8 @@ from router.waiting import WaitingBranches
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
+
+MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
 
 
 class RouterCore:
@@ -208,7 +210,12 @@ class RouterCore:
         match message.WhichOneof("kind"):
             case "tokens":
                 batch = message.tokens
-                self._live.actions += map(ev.Timed, batch.timings)
+                # Each branch would be answered with a Cancel: gigabytes of them.
+                if max(len(batch.branches), len(batch.timings)) > MAX_BRANCHES:
+                    self._live.count("stale_messages", "oversized")
+                    return
+                if batch.timings:  # of few
+                    self._live.actions += map(ev.Timed, batch.timings)
                 for tokens in batch.branches:
                     self._on_tokens(node, tokens, batch.from_receiver, now)
             case "error":

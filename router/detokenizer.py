@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped_ids])
+        return "".join([self.push_one(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
         """What is still held back: an incomplete character at the very end reads U+FFFD."""
@@ -50,7 +50,10 @@ class IncrementalDetokenizer:
         self._fresh = []
         return text
 
-    def _push_one(self, token_id: int) -> str:
+    def push_one(self, token_id: int) -> str:
+        """The same for one token."""
+        if token_id in self._skipped_ids:
+            return ""
         self._fresh.append(token_id)
         text = self._fresh_text()
         if text.endswith(REPLACEMENT):

@@ -1,5 +1,6 @@
 """The vocabulary of the router's core: what it hears, and what it asks of the shell.
 
+What is made for every token is a named tuple, which costs a third of a frozen dataclass.
 Requests arrive parsed, validated and tokenized; text never enters the core. Messages of nodes arrive in the order of their
 session, each once; there is no order between sessions.
 """
@@ -7,15 +8,14 @@ session, each once; there is no order between sessions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from proto import baton_pb2 as pb
 
 RESCHEDULED: Final = "pd_reschedule"  # the finish reason of a choice that somebody else is to go on with
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRef:
+class NodeRef(NamedTuple):
     """A node process: the name alone would take a restarted node for the old one."""
 
     name: str
@@ -131,8 +131,7 @@ class SessionLost:
     has_died: bool = False  # its process has ended, and not in good order; else it may be silent, cut off, or well
 
 
-@dataclass(frozen=True, slots=True)
-class FromNode:
+class FromNode(NamedTuple):
     """A message of the node's session."""
 
     node: NodeRef
@@ -194,8 +193,7 @@ class ToNode:
     message: pb.RouterMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """New tokens of a choice's completion, from index `first_index`, without gap or repeat."""
 
     request_id: str

@@ -25,12 +25,12 @@ class Sliced:
 
 def dump_ascii(value: object) -> str:
     """All of it at once, ASCII."""
-    return json.dumps(value, separators=(",", ":"), default=_as_list)
+    return _ASCII.encode(value)
 
 
 def dump_unicode(value: object) -> str:
     """All of it at once; half a surrogate pair, which no UTF-8 can hold, is left to the reader of the text."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_as_list)
+    return _UNICODE.encode(value)
 
 
 def json_parts(value: object, dump: Dump) -> Iterator[str]:
@@ -66,3 +66,7 @@ def _as_list(value: object) -> list[object]:
         case Iterator():
             return list(value)
     raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+_ASCII: Final = json.JSONEncoder(separators=(",", ":"), default=_as_list)
+_UNICODE: Final = json.JSONEncoder(separators=(",", ":"), default=_as_list, ensure_ascii=False)

@@ -6,7 +6,7 @@ sixteen cells; where both are full it takes the place of one of the sixteen, whi
 (cuckoo hashing: Pagh, Rodler, 2004). Taking a key out empties its cell: no tombstones.
 
 The table grows by splitting a few buckets at a time (linear hashing: Litwin, 1980): what lies in bucket b goes to b, or
-to b plus the number of buckets that the table had at the last power of two. No operation ever touches the whole table,
+to b plus the number of buckets that the table had when it had last doubled. No operation ever touches the whole table,
 so no request waits for one. The arrays are reserved at their full size and take memory as they are touched, from the
 front.
 
@@ -28,14 +28,15 @@ Cells = npt.NDArray[np.int64]  # positions in the table; -1: none
 
 BUCKET: Final = 8
 BUCKET_BYTES: Final = BUCKET * (8 + 4)
-_FIRST_BUCKETS: Final = 64
+_FIRST_BUCKETS: Final = 32  # or more: less than twice as many
 _LOAD: Final = 0.65  # cells in use, of those that there are: above it the table grows
-_MOST_LOAD: Final = 0.85  # when it cannot grow any more
+_MOST_LOAD: Final = 0.75  # when it cannot grow any more
 _MOST_STEPS: Final = 100  # before a key without a place is given up
 _SPLIT: Final = 4096  # buckets at once: a few milliseconds
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 _HALF: Final = np.uint64(32)
-_LOW: Final = np.uint64(0xFFFFFFFF)
+_TOP: Final = np.uint64(48)
+_BELOW_TOP: Final = np.uint64(16)
 _ONE: Final = np.uint64(1)
 _BYTE: Final = np.uint8(3)  # bits to shift by: eight in a byte
 
@@ -47,12 +48,16 @@ class KeyTable:
 
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         """`max_bytes`: of both arrays; 6 KiB at least are taken. `seed`: where keys lie follows from it too, so nobody can aim."""
-        self._max_buckets = max(max_bytes // BUCKET_BYTES, _FIRST_BUCKETS)
+        most = max(max_bytes // BUCKET_BYTES, 2 * _FIRST_BUCKETS)
+        doublings = most.bit_length() - _FIRST_BUCKETS.bit_length()
+        # At its full size the table has been doubled so often, and its buckets are equal again: then they can be filled most.
+        self._num_first = most >> doublings
+        self._max_buckets = self._num_first << doublings
         self._rows = np.zeros((self._max_buckets, BUCKET), dtype=np.uint64)
         self._keys = self._rows.reshape(-1)  # of cells; 0: it is empty
         self._values = np.zeros(self._max_buckets * BUCKET, dtype=np.uint32)
         self._seed = np.uint64(seed & (2**64 - 1))
-        self._num_at_power = _FIRST_BUCKETS  # buckets at the last power of two
+        self._num_doubled = self._num_first  # buckets when it had last doubled
         self._num_split = 0  # since then
         self.num_keys = 0
 
@@ -62,7 +67,7 @@ class KeyTable:
     @property
     def num_buckets(self) -> int:
         """In use; cells are eight times as many."""
-        return self._num_at_power + self._num_split
+        return self._num_doubled + self._num_split
 
     @property
     def num_bytes(self) -> int:
@@ -129,10 +134,12 @@ class KeyTable:
     # ---------------------------------------------------------------- inside
 
     def _hashes_of(self, keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Both, of 32 bits each."""
-        mixed = (keys ^ self._seed) * _ODD
-        mixed ^= mixed >> _HALF
-        return mixed & _LOW, (mixed * _ODD) >> _HALF
+        """Both."""
+        first = (keys ^ self._seed) * _ODD
+        first ^= first >> _HALF
+        second = first * _ODD
+        second ^= second >> _HALF
+        return first, second
 
     def _buckets_of(self, keys: Keys) -> tuple[Cells, Cells]:
         """Both buckets of each key."""
@@ -140,9 +147,17 @@ class KeyTable:
         return first, second
 
     def _bucket(self, hashes: npt.NDArray[np.uint64]) -> Cells:
-        buckets: Cells = (hashes & np.uint64(2 * self._num_at_power - 1)).view(np.int64)
-        buckets -= self._num_at_power * (buckets >= self.num_buckets)
+        """Its bucket, by each hash: the top bits choose one of the first buckets, the low ones which of those split from it."""
+        buckets = self._bucket_of_many(hashes, 2 * self._num_doubled)
+        buckets -= self._num_doubled * (buckets >= self.num_buckets)
         return buckets
+
+    def _bucket_of_many(self, hashes: npt.NDArray[np.uint64], number: int) -> Cells:
+        """The same in a table of so many, doubled and not split."""
+        buckets = hashes & np.uint64(number // self._num_first - 1)
+        buckets *= np.uint64(self._num_first)
+        buckets += (hashes >> _TOP) * np.uint64(self._num_first) >> _BELOW_TOP
+        return buckets.view(np.int64)
 
     def _marked(self, buckets: Cells, keys: Keys | int) -> _Marks:
         """The cells of each bucket that hold its key, or all of them this one."""
@@ -171,24 +186,25 @@ class KeyTable:
     def _grow(self, num_keys: int) -> None:
         wanted = min(int((self.num_keys + num_keys) / (BUCKET * _LOAD)) + 1, self._max_buckets)
         while (num_more := wanted - self.num_buckets) > 0:
-            self._split(min(num_more, self._num_at_power - self._num_split, _SPLIT))
+            self._split(min(num_more, self._num_doubled - self._num_split, _SPLIT))
 
     def _split(self, num_buckets: int) -> None:
         """Split the next buckets: each key stays, or goes to the same cell of the new bucket."""
-        distance, here = self._num_at_power, slice(self._num_split, self._num_split + num_buckets)
+        distance, here = self._num_doubled, slice(self._num_split, self._num_split + num_buckets)
         there = slice(here.start + distance, here.stop + distance)
         rows, values = self._rows[here], self._values.reshape(-1, BUCKET)
         first, second = self._hashes_of(rows.reshape(-1))
-        buckets = np.repeat(np.arange(here.start, here.stop, dtype=np.uint64), BUCKET)
-        of_first = (first & np.uint64(distance - 1)) == buckets  # by which of its two hashes it lies here
-        is_moving = (np.where(of_first, first, second) & np.uint64(distance) != 0).reshape(-1, BUCKET)
+        buckets = np.repeat(np.arange(here.start, here.stop), BUCKET)
+        of_first = self._bucket_of_many(first, distance) == buckets  # by which of its two hashes it lies here
+        is_moving = self._bucket_of_many(np.where(of_first, first, second), 2 * distance) != buckets
+        is_moving = is_moving.reshape(-1, BUCKET)
         self._rows[there] = rows * is_moving
         values[there] = values[here] * is_moving
         self._rows[here] *= ~is_moving
         values[here] *= ~is_moving
         self._num_split += num_buckets
-        if self._num_split == self._num_at_power:
-            self._num_at_power, self._num_split = 2 * self._num_at_power, 0
+        if self._num_split == self._num_doubled:
+            self._num_doubled, self._num_split = 2 * self._num_doubled, 0
 
 
 def _lowest(marks: _Marks) -> Cells:

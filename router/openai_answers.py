@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from router.answer import Asked, Piece
+from router.chunk_template import MARK_IDS, MARK_TEXT, ChunkTemplate
 from router.json_parts import ENTRIES_PER_SLICE, dump_ascii, dump_unicode, json_parts
 from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
 from router.seeds import branch_seed
@@ -125,6 +126,7 @@ class _Choice:
     num_tokens: int = 0
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
+    usual: ChunkTemplate | None = None  # of its chunks, once one has been written
 
     def text_of(self, piece: Piece) -> str:
         """The piece's text, behind the prompt's if it is the first piece of an echo."""
@@ -165,11 +167,26 @@ class AnswerWriter:
 
     def chunk(self, index: int, piece: Piece) -> Iterable[bytes]:
         """The events for a choice's next piece, in parts if long; none if the client could be shown nothing of it yet."""
+        if self.is_usual(index, piece):
+            return (self.usual_event(index, piece),)
         if piece.handed_up_ids is None or not (piece.token_ids or self._choices[index].is_first):
             return self._event(index, piece)
         before = replace(piece, finish_reason=None, handed_up_ids=None)
         last = Piece(finish_reason=piece.finish_reason, handed_up_ids=piece.handed_up_ids)
         return itertools.chain(self._event(index, before), self._event(index, last))
+
+    def is_usual(self, index: int, piece: Piece) -> bool:
+        """Whether the piece is text behind which more follows: one short event, and nearly all there is of a stream."""
+        has_begun = not self._choices[index].is_first and self._options.num_logprobs is None
+        return has_begun and piece.finish_reason is None and bool(piece.text)
+
+    def usual_event(self, index: int, piece: Piece) -> bytes:
+        """The event of such a piece."""
+        choice = self._choices[index]
+        choice.num_tokens += len(piece.token_ids)
+        if choice.usual is None:
+            choice.usual = self._usual(index)
+        return choice.usual.event(piece.text, piece.token_ids)
 
     def _event(self, index: int, piece: Piece) -> Iterable[bytes]:
         choice = self._choices[index]
@@ -193,11 +210,20 @@ class AnswerWriter:
         if piece.handed_up_ids is not None:
             content["completion_token_ids"] = piece.handed_up_ids
         choice.is_first = False
-        frame = {**self._frame, "object": self._form.chunk_object_name, "choices": iter([content])}
-        frame |= {"usage": None} if self._options.includes_usage else {}
+        frame = self._chunk_frame(iter([content]))
         num_scored = len(piece.token_ids) + len(piece.prompt_logprobs)
         is_long = num_scored * (1 + (self._options.num_logprobs or 0)) > ENTRIES_PER_SLICE
         return _event_parts(frame) if is_long else (event(frame),)
+
+    def _usual(self, index: int) -> ChunkTemplate:
+        """For chunks of a choice that has begun and goes on."""
+        content = {"index": index, **self._form.part(MARK_TEXT, False), "logprobs": None, "finish_reason": None}
+        content |= {"completion_token_ids": MARK_IDS} if self._options.returns_token_ids else {}
+        return ChunkTemplate(dump_unicode(self._chunk_frame([content])))
+
+    def _chunk_frame(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        frame = {**self._frame, "object": self._form.chunk_object_name, "choices": choices}
+        return frame | ({"usage": None} if self._options.includes_usage else {})
 
     def stream_end(self) -> bytes:
         """The events that end a stream that went well."""

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from router.limits import MAX_CHOICES_PER_PROMPT
+from runtime.logs import printable
 
 MAX_SEED: Final = 2**63 - 1
 MAX_REQUEST_ID_LENGTH: Final = 256
@@ -90,12 +91,13 @@ class ApiError(Exception):
 
 def bad_request(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """400; `message` names value and bound, the field is put in front."""
-    return ApiError(400, f"{param}: {message}" if param else message, code=code, param=param)
+    told = f"{param}: {message}" if param else message
+    return ApiError(400, printable(told), code=code, param=param)
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
     """404, for a name that no model here has."""
-    message = f"model: this router serves {served}, not {asked[:_SHOWN_LENGTH]}"
+    message = f"model: this router serves {served}, not {printable(asked[:_SHOWN_LENGTH])}"
     return ApiError(404, message, code="model_not_found", param="model")
 
 

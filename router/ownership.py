@@ -35,6 +35,8 @@ from proto import baton_pb2 as pb
 class Owner(Enum):
     """Who may end an attempt."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own is written in Python, and asked for every token
+
     SENDER = auto()
     UNSURE = auto()  # the sender, or the receiver: neither the sender nor we know
     RECEIVER = auto()
@@ -52,6 +54,8 @@ class Side(Enum):
 
 class Word(Enum):
     """What is heard of an attempt."""
+
+    __hash__ = object.__hash__
 
     SENDER_TOKENS = auto()
     SENDER_FINISH = auto()

@@ -5,18 +5,19 @@ prefill node is a candidate only together with a decode node that can take its b
 (listed, session up, room left); who may not be used, or only as a last resort, is said by identity. `choose` is total:
 it returns a pair whenever one is allowed.
 
-Defaults, both `least_loaded`: on a prefill node load is the number of prompt tokens still to be computed, because
-prompts differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences in
-use. A mixed node is a candidate for both, and decodes what it prefills where it can; of equal prompts it has the less
+`least_loaded`, the default for decode nodes: on a prefill node load is the number of prompt tokens still to be computed,
+because prompts differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences
+in use. A mixed node is a candidate for both, and decodes what it prefills where it can; of equal prompts it has the less
 the less it decodes. Nodes with equal load take turns, so an idle cluster spreads its work instead of warming one pair.
 `power_of_two` takes the less loaded of two nodes drawn at random: with several routers, which see each other's work
 late, it keeps them from all choosing the same node. `round_robin` and `random` ignore load. What is drawn follows from
 the seed given, so equal events place equally.
 
-`cache_aware`, of prefill nodes only, takes the node on which the first token would be there first: the tokens queued
-there and those of the prompt that it does not hold are computed before, at one rate everywhere. A node whose queue is
-too long for that estimate to be trusted (`Imbalance`) is left out, whatever it holds; so the work of a prefix that
-everybody shares spreads.
+`cache_aware`, of prefill nodes only and their default, takes the node on which the first token would be there first: the
+tokens queued there and those of the prompt that it does not hold are computed before, at its own rate (rates.py), or
+fetched from its KV pool where the node itself would do that (proto/prefill_speed.py). A node whose queue is too long for
+that estimate to be trusted (`Imbalance`) is left out, whatever it holds; so the work of a prefix that everybody shares
+spreads.
 """
 
 from __future__ import annotations

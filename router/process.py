@@ -14,6 +14,7 @@ drain timeout. SIGINT, or the end of that time, ends every request with an error
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -54,12 +55,13 @@ from runtime.process import (
     write_atomically,
 )
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
-from runtime.registry_server import TTL_S, RegistryServer
+from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
 from runtime.session import Peer, SessionTiming
 from runtime.tracing import NoTracing, Tracing, open_tracing
 
 if TYPE_CHECKING:
     from router.cache_map import CacheMap
+    from router.worker_end import WorkerEnd
 
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
@@ -71,42 +73,56 @@ class CannotListen(Exception):
     """An address is taken or not ours; the message names the flag."""
 
 
-def run_router(config: RouterConfig) -> int:
-    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend."""
+def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
+    """Run a router until a signal; 0 after one. Ends the process with one line and 2 for what the user can mend.
+
+    `worker`: what it has from its parent, if it is one of several processes (workers.py).
+    """
     die_with_parent(config.parent_pid)
-    set_up_logging(config.log_level, "router", config.log_format)
+    set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
-        _warn_of_what_is_missing(config)
+        if worker is None:
+            warn_of_what_is_missing(config)
         tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
-        uvloop.run(_serve(config, ModelText(config.model), credentials, tracing))
+        uvloop.run(_serve(config, ModelText(config.model), credentials, tracing, worker))
     except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 
 
-async def _serve(config: RouterConfig, text: ModelText, credentials: Credentials, tracing: Tracing | None) -> None:
+async def _serve(
+    config: RouterConfig, text: ModelText, credentials: Credentials, tracing: Tracing | None, worker: WorkerEnd | None
+) -> None:
     """Serve until a signal; raises CannotListen, KeyFileError, or the bug that ended it."""
     stopped = first_signal()
     bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+    asyncio.get_running_loop().set_exception_handler(dying_of(bug))
     async with AsyncExitStack() as started:
-        listener = started.enter_context(_listen(config, "--port", config.port))
+        listener = listen(config, "--port", config.port) if worker is None else worker.listener
+        started.enter_context(listener)
         if tracing is not None:
             started.push_async_callback(tracing.close)
         shell = _make_shell(config, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
-        start_registry = _embed_registry if config.registry == EMBEDDED else _read_registry
-        registry = await start_registry(config, shell, credentials, started)
+        registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
         settings = ApiSettings(
-            name, config.request_timeout_s, config.max_body_mib << 20, config.max_prompt_tokens, config.max_n
+            name,
+            config.request_timeout_s,
+            config.max_body_mib << 20,
+            config.max_prompt_tokens,
+            config.max_n,
+            None if worker is None else worker.metrics_of_all,
         )
         app = _behind_keys(config, Api(shell, text, settings).app(), shell, started)
         http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
-        url = f"{credentials.scheme}://{_address(config, listener.getsockname()[1])}"
+        gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
+        if worker is not None:
+            worker.say_up()
+        url = f"{credentials.scheme}://{address_of(config, listener.getsockname()[1])}"
         _announce(config, url, registry, name)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
@@ -132,18 +148,33 @@ async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _embed_registry(
-    config: RouterConfig, shell: RouterShell, credentials: Credentials, started: AsyncExitStack
+async def _find_nodes(
+    config: RouterConfig,
+    shell: RouterShell,
+    credentials: Credentials,
+    worker: WorkerEnd | None,
+    started: AsyncExitStack,
+) -> str:
+    """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
+    if worker is not None:
+        await worker.open(shell, shell.metrics.render, started)
+    if config.registry != EMBEDDED:
+        return await _read_registry(config, shell, credentials, started)
+    return worker.registry if worker is not None else await embed_registry(config, shell, credentials, started)
+
+
+async def embed_registry(
+    config: RouterConfig, handler: RegistryHandler, credentials: Credentials, started: AsyncExitStack
 ) -> str:
     """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
     port = _bind_registry(server, config, credentials)
-    registry = RegistryServer(shell)
+    registry = RegistryServer(handler)
     started.callback(registry.close)
     pb_grpc.add_RegistryServicer_to_server(registry, server)
     await server.start()
     started.push_async_callback(server.stop, 0)
-    return _address(config, port)
+    return address_of(config, port)
 
 
 async def _read_registry(
@@ -188,7 +219,8 @@ def _http_server(
     return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
 
 
-def _warn_of_what_is_missing(config: RouterConfig) -> None:
+def warn_of_what_is_missing(config: RouterConfig) -> None:
+    """Log what a router that others reach does without."""
     missing = {}
     if config.api_keys is None:
         missing["--api-keys"] = "whoever can reach it can use it"
@@ -231,26 +263,28 @@ def _make_cache_map(config: RouterConfig) -> CacheMap:
     return CacheMap(CacheIndex(config.cache_index_max_mib << 20, secrets.randbits(64)))
 
 
-def _listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
+    """A socket that listens there; `flag` is for the error, CannotListen."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CannotListen(f"{flag}: cannot listen on {_address(config, port)}: {error.strerror}") from error
+        raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 
 
 def _bind_registry(server: grpc.aio.Server, config: RouterConfig, credentials: Credentials) -> int:
     """The port taken."""
     # First without gRPC, whose own error would be a second line, and less clear.
-    _listen(config, "--registry-port", config.registry_port).close()
-    address = _address(config, config.registry_port)
+    listen(config, "--registry-port", config.registry_port).close()
+    address = address_of(config, config.registry_port)
     try:
         return credentials.bind(server, address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 
 
-def _address(config: RouterConfig, port: int) -> str:
+def address_of(config: RouterConfig, port: int) -> str:
+    """host:port."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{host}:{port}"
 
@@ -262,7 +296,7 @@ def _announce(config: RouterConfig, url: str, registry: str, model: str) -> None
         write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid(), "model": model})
 
 
-def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
 
     What is reported without one of these two (a connection that broke in an odd way) is logged: a client must not be able to

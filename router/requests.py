@@ -13,7 +13,18 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
 from router.events import GenerationRequest, NodeRef, Sampling
 from router.ownership import Side
-from router.phases import AwaitingPrompt, CommitUnknown, Move, MoveDoubted, MoveUnknown, Phase, Post, Waiting, posts_of
+from router.phases import (
+    AwaitingPrompt,
+    CommitUnknown,
+    Decoding,
+    Move,
+    MoveDoubted,
+    MoveUnknown,
+    Phase,
+    Post,
+    Waiting,
+    posts_of,
+)
 from router.placement import Pair
 from router.retry import Tries
 from router.seeds import branch_seed
@@ -71,6 +82,8 @@ class LiveBranch:
 
         In a move both have had the KV handed to them; what the prefill node says then is late, and nobody's.
         """
+        if from_receiver and isinstance(self.phase, Decoding):  # nearly all that is ever said
+            return Side.RECEIVER if (node, attempt) == (self.phase.pair.decode, self.attempt) else None
         sender, receiver = self.posts
         if isinstance(self.phase, Move):
             is_receiver = (node, attempt) == receiver
@@ -122,12 +135,14 @@ class LiveBranch:
 
     def logprobs_problem(self, tokens: pb.BranchTokens) -> str | None:
         """Why the logprobs of a batch cannot be right."""
-        num_tokens, num_logprobs = len(tokens.token_ids), len(tokens.logprobs)
-        if self.request.sampling.num_logprobs is not None and num_tokens != num_logprobs:
-            return f"{num_tokens} tokens arrived with {num_logprobs} logprobs"
-        num_scored, num_expected = len(tokens.prompt_logprobs), len(self.request.prompt_token_ids) - 1
-        if self.awaits_prompt_logprobs and num_scored not in (0, num_expected):
-            return f"{num_scored} prompt logprobs arrived where {num_expected} were due"
+        if self.request.sampling.num_logprobs is not None:
+            num_tokens, num_logprobs = len(tokens.token_ids), len(tokens.logprobs)
+            if num_tokens != num_logprobs:
+                return f"{num_tokens} tokens arrived with {num_logprobs} logprobs"
+        if self.awaits_prompt_logprobs:
+            num_scored, num_expected = len(tokens.prompt_logprobs), len(self.request.prompt_token_ids) - 1
+            if num_scored not in (0, num_expected):
+                return f"{num_scored} prompt logprobs arrived where {num_expected} were due"
         return None
 
     def wake_at(self, now: float) -> float:

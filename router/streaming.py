@@ -126,7 +126,13 @@ class GenerationResponse(Response):
             failure = self._delivery.failure
             if failure is not None and not (is_begun and isinstance(failure, Failed)):
                 return self._error_answer()
-            is_over = failure is not None or self._delivery.is_complete
+            may_be_over = any(piece.finish_reason is not None for _, piece in pieces)  # each choice's end is in a piece
+            is_over = failure is not None or (may_be_over and self._delivery.is_complete)
+            if not is_over and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
+                await send(
+                    {"type": "http.response.body", "body": self._writer.usual_event(*pieces[0]), "more_body": True}
+                )
+                continue
             events = self._events(pieces, failure if isinstance(failure, Failed) else None, is_over)
             async for block, is_last in _paced(events):
                 if not is_begun:
@@ -134,15 +140,16 @@ class GenerationResponse(Response):
                     await self._begin(
                         send, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                     )
+                if self._num_written:
+                    self._note_written(pieces)
+                    pieces = []
                 is_end = is_over and is_last
                 if block or is_end:
                     await send({"type": "http.response.body", "body": block, "more_body": not is_end})
-            if self._num_written:
-                self._note_written(pieces)
         return None
 
     def _note_written(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """What the client has of a choice whose first two tokens it did not have yet."""
+        """What the client is about to have of a choice whose first two tokens it did not have yet."""
         for index, piece in pieces:
             before = self._num_written.get(index, 2)
             after = min(before + len(piece.token_ids), 2)

@@ -50,6 +50,7 @@ class ModelText:
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        self._alone: dict[int, str] = {}  # texts of tokens that nothing precedes
         self._template = _read_template(directory, settings)
         self.spelling = Spelling(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
@@ -94,9 +95,17 @@ class ModelText:
         """Text of a whole completion, special tokens skipped; ids without a token have no text."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def _decode_few(self, token_ids: Sequence[int]) -> str:
+        """As `decode`; a token alone is asked for again and again, so each is decoded once."""
+        if len(token_ids) != 1 or token_ids[0] >= self.vocab_size:
+            return self.decode(token_ids)
+        if (text := self._alone.get(token_ids[0])) is None:
+            text = self._alone[token_ids[0]] = self.decode(token_ids)
+        return text
+
     def detokenizer(self) -> IncrementalDetokenizer:
         """A detokenizer for one completion."""
-        return IncrementalDetokenizer(self.decode, self._special_ids)
+        return IncrementalDetokenizer(self._decode_few, self._special_ids)
 
     def choice_text(self, rules: TextRules, given_ids: Sequence[int] = ()) -> ChoiceText:
         """The way to text of one completion, whose first tokens are `given_ids`."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Appended:
+class Appended(NamedTuple):
     """What was new: `token_ids` begin at `first_index`. Empty for a pure repeat."""
 
     first_index: int
@@ -79,6 +79,10 @@ class TokenLog:
     def append(self, first_index: int, token_ids: Sequence[int]) -> Appended | Gap | Differs | TooLong:
         """Place `token_ids` at `first_index`; cost grows with the batch, not with the log."""
         length = len(self._token_ids)
+        if first_index == length and length + len(token_ids) <= self._max_tokens:  # nearly always
+            fresh = tuple(token_ids)
+            self._token_ids += fresh
+            return Appended(length, fresh)
         if first_index > length:
             return Gap(length, first_index)
         num_known = min(length - first_index, len(token_ids))

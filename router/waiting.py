@@ -117,9 +117,7 @@ class WaitingBranches:
                 placed = self._placed(branch, *found)
             else:
                 claimants.append(branch)
-                if (
-                    branch.request.pinned is None
-                ):  # who may go to one pair only would claim all that could do without it
+                if branch.request.pinned is None:  # a canary has a claim to nothing
                     claimed |= self._nodes.decoding(branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
                     break

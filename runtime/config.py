@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import os
 import tomllib
@@ -119,6 +120,22 @@ def parse(
         raise
     except ValueError as error:  # the room's own check of values that must fit together
         raise ConfigError(str(error)) from error
+
+
+def to_json(config: DataclassInstance) -> str:
+    """Every value of a config, for a process of ours that is to have the very same."""
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
+
+
+def from_json(config_type: type[T], text: str) -> T:
+    """What `to_json` was given."""
+    values: dict[str, Any] = json.loads(text)
+    made = {Path: Path, tuple: tuple}
+    for each in _knobs_of(config_type):
+        if values[each.name] is not None and each.kind in made:
+            values[each.name] = made[each.kind](values[each.name])
+    return config_type(**values)
 
 
 def tables_in(path: Path) -> frozenset[str]:

@@ -88,6 +88,14 @@ def _spelled(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    if _BARE.fullmatch(text):
+    if _BARE.fullmatch(text) and text.isprintable():
         return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return '"' + printable(escaped) + '"'
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey, and not show, written out: it may be a stranger's."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

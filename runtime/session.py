@@ -67,6 +67,8 @@ class SessionTiming:
 
 
 class State(Enum):
+    __hash__ = object.__hash__  # members are single objects; Enum's own is written in Python, and asked for every frame
+
     CONNECTING = auto()  # dialer: never up
     OPEN = auto()  # dialer: a stream with both Hellos
     BROKEN = auto()  # dialer: no stream, the grace runs
@@ -77,6 +79,8 @@ class State(Enum):
 
 
 class Event(Enum):
+    __hash__ = object.__hash__
+
     DIAL_DUE = auto()  # dialer: start, or the backoff has passed
     DIAL_FAILED = auto()  # dialer: no Hello came of it
     PORT_REFUSED = auto()  # dialer: nobody listens there

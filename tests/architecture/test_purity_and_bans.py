@@ -131,6 +131,8 @@ ENVIRONMENT_FILE: Final = "runtime/config.py"
 # Only an entry and one HTTP request's boundary may catch everything, and who calls what raises nothing narrower.
 BROAD_EXCEPT_NAMES: Final = {"__main__.py", "http.py"}
 BROAD_EXCEPTS: Final = {"router/text.py": "tokenizers raises Exception itself"}
+CREDENTIALS_FILE: Final = "runtime/credentials.py"  # the one place that decides what is shown and what is asked for
+CHANNELS: Final = {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure_port"}
 BANNED_NAMES: Final = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 Finder = Callable[[Source], Iterable[str]]
@@ -215,6 +217,12 @@ def _mutable_defaults(source: Source) -> Iterable[str]:
                     yield f"{node.lineno} has a mutable default"
 
 
+def _channels(source: Source) -> Iterable[str]:
+    if source.path == CREDENTIALS_FILE:
+        return
+    yield from (f"{line} calls {called}" for line, called, _ in source.calls() if called.split(".")[-1] in CHANNELS)
+
+
 def _banned_names(source: Source) -> Iterable[str]:
     for part in source.path.removesuffix(".py").split("/"):
         if part in BANNED_NAMES:
@@ -229,6 +237,7 @@ BANS: Final[dict[str, Finder]] = {
     "print": _prints,
     "wall clock": _wall_clock,
     "environment outside runtime/config.py": _environment,
+    "channels that credentials know nothing of": _channels,
     "broad except": _broad_excepts,
     "swallowed exception": _swallowed,
     "mutable module state": _module_state,
@@ -277,7 +286,7 @@ register()
 def f(x=[]):
     global CACHE
     try:
-        print(eval(x), os.environ["A"], time.time())
+        print(eval(x), os.environ["A"], time.time(), grpc.aio.insecure_channel(x))
     except Exception:
         pass
 class ThingMixin: ...

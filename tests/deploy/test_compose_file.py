@@ -1,7 +1,8 @@
 """deploy/compose.yaml and what it mounts: valid for compose v2 by the specification's schema, and it names what is there.
 
 That v1 takes it, and that it works, `make compose-test` shows.
-Schema: https://github.com/compose-spec/compose-spec (Apache-2.0), schema/compose-spec.json, as of June 2026.
+Schemas, both of June 2026 and Apache-2.0: https://github.com/compose-spec/compose-spec, schema/compose-spec.json;
+https://github.com/grafana/grafana-foundation-sdk, jsonschema/dashboard.jsonschema.json.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from deploy.grafana_dashboard import dashboard
 from node.config import NodeConfig
 from router.config import RouterConfig
 
 DEPLOY: Final = Path(__file__).resolve().parents[2] / "deploy"
-SCHEMA: Final = Path(__file__).parent / "schemas" / "compose-spec.json"
+SCHEMAS: Final = Path(__file__).parent / "schemas"
+DOCS: Final = DEPLOY.parent / "docs"
 ROUTER_PORT, NODE_PORT = 8000, 8002  # ENV of the Dockerfile
 # What compose.yaml itself reads, and how its head spells "any".
 NO_KNOBS: Final = {"BATON_IMAGE", "BATON_ENV", "BATON_NAME"}
+
+
+def validator_of(schema: str) -> jsonschema_rs.Validator:
+    return jsonschema_rs.validator_for(json.loads((SCHEMAS / schema).read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,7 @@ def compose() -> dict[str, Any]:
 
 
 def test_compose_v2_would_take_the_file(compose: dict[str, Any]) -> None:
-    validator = jsonschema_rs.validator_for(json.loads(SCHEMA.read_text()))
+    validator = validator_of("compose-spec.json")
     assert [str(error) for error in validator.iter_errors(compose)] == []
     compose["services"]["redis"]["imgae"] = "redis"
     assert not validator.is_valid(compose), "the schema notices nothing"
@@ -71,3 +78,33 @@ def test_a_container_has_longer_to_stop_than_a_drain_takes(compose: dict[str, An
     for name, service in compose["services"].items():
         if "-" in name:
             assert float(service["stop_grace_period"].removesuffix("s")) >= drain_s + 5, name
+
+
+def test_grafana_would_take_the_dashboard_and_the_file_is_what_the_code_makes() -> None:
+    made = dashboard()
+    assert json.loads((DEPLOY / "grafana" / "dashboards" / "baton.json").read_text()) == made, (
+        "python -m deploy.grafana_dashboard"
+    )
+    validator = validator_of("grafana-dashboard.json")
+    assert [str(error) for error in validator.iter_errors(made)] == []
+    assert not validator.is_valid(made | {"tilte": "Baton"}), "the schema notices nothing"
+    places = [panel["gridPos"] for panel in made["panels"]]
+    covered = [
+        (place["x"] + i, place["y"] + j) for place in places for i in range(place["w"]) for j in range(place["h"])
+    ]
+    assert len(covered) == len(set(covered)), "panels lie upon each other"
+    datasources = yaml.safe_load((DEPLOY / "grafana" / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert {panel["datasource"]["uid"] for panel in made["panels"] if "datasource" in panel} == {
+        each["uid"] for each in datasources
+    }
+
+
+def test_every_metric_of_the_dashboard_is_documented() -> None:
+    documented = set(re.findall(r"`(baton_router_[a-z_]+)`", (DOCS / "metrics.md").read_text()))
+    documented |= {
+        f"baton_node_{name}"
+        for name in re.findall(r"^\| `([a-z_]+)`", (DOCS / "metrics_nodes.md").read_text(), flags=re.M)
+    }
+    queries = " ".join(target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ()))
+    used = set(re.findall(r"baton_[a-z_]+", queries))
+    assert used and {name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in documented} == set()

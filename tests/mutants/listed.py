@@ -11,6 +11,7 @@ from tests.mutants import (
     of_fetching,
     of_handoff,
     of_int8,
+    of_kernels,
     of_kv_pool,
     of_mixed,
     of_moves,
@@ -21,7 +22,9 @@ from tests.mutants import (
     of_router,
     of_runner,
     of_saving,
+    of_security,
     of_session,
+    of_sight,
 )
 from tests.mutants.mutant import Mutant
 
@@ -36,11 +39,14 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_caches.MUTANTS,
     *of_fetching.MUTANTS,
     *of_int8.MUTANTS,
+    *of_kernels.MUTANTS,
     *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
     *of_runner.MUTANTS,
     *of_saving.MUTANTS,
+    *of_security.MUTANTS,
     *of_session.MUTANTS,
+    *of_sight.MUTANTS,
 )

@@ -109,8 +109,8 @@ MUTANTS: Final = (
         "claims-are-overtaken",
         "Small requests take the blocks that a large one waits for, for ever.",
         "router/waiting.py",
-        "                claimed |= self._nodes.decoding(branch.total_tokens)\n",
-        "",
+        "                    claimed |= self._nodes.decoding(branch.total_tokens)\n",
+        "                    pass\n",
         ("tests/router/test_core_queue.py",),
     ),
     Mutant(

@@ -11,6 +11,7 @@ _OWNER: Final = ("tests/handoff/test_owner_rule.py",)
 _CORE: Final = ("tests/router/test_core.py", "tests/router/test_core_fence.py")
 _RETRY: Final = ("tests/router/test_retry.py", "tests/router/test_core_retry.py")
 _RANDOM: Final = ("tests/router/test_core_random.py",)
+_POOL: Final = ("tests/router/test_worker_pool.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -215,5 +216,37 @@ MUTANTS: Final = (
         "        self._timers.discard(key)\n",
         "",
         _RANDOM,
+    ),
+    Mutant(
+        "a-worker-that-died-stays-dead",
+        "A router's worker process that dies is not started again.",
+        "router/worker_pool.py",
+        "worker.state is State.RESTING and worker.starts_at <= now",
+        "worker.state is State.RESTING and worker.starts_at < 0",
+        _POOL,
+    ),
+    Mutant(
+        "workers-outstay-a-stop",
+        "A worker that does not end of a signal is waited for without a bound.",
+        "router/worker_pool.py",
+        "        self._kills_at = now + self._timing.stop_s\n",
+        "",
+        _POOL,
+    ),
+    Mutant(
+        "a-worker-is-restarted-in-a-circle",
+        "Workers that cannot start are started for ever, and nobody is told why.",
+        "router/worker_pool.py",
+        "if self._exit_code is None and self._is_announced:",
+        "if self._exit_code is None:",
+        _POOL,
+    ),
+    Mutant(
+        "a-successor-knows-no-nodes",
+        "A worker that follows a dead one hears of nodes only when something about them changes.",
+        "router/workers.py",
+        "return [pb.ToWorker(listed=entry) for entry in self._entries.values()]",
+        "return []",
+        ("tests/router/test_workers.py",),
     ),
 )

@@ -22,7 +22,7 @@ MUTANTS: Final = (
         "host-draw-not-told-to-device",
         "A token that the host drew is not fed to the next row, which reads the device's.",
         "engine/runner.py",
-        "            self._last_on_device[torch.tensor(slots, dtype=torch.int64).to(device)] = fed\n",
+        "            self._last_on_device[upload(torch.tensor(slots, dtype=torch.int64), device)] = fed\n",
         "",
         _LAUNCH,
     ),

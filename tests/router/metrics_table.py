@@ -13,6 +13,7 @@ from router.metrics import CORE_COUNTERS, HISTOGRAMS, RouterMetrics
 PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 HEADING: Final = "## Router\n"
 TABLE_HEAD: Final = "\n| name | kind | labels | what it says |\n|---|---|---|---|\n"
+BOUNDS_HEAD: Final = "\nUpper bounds of the histograms, in seconds:\n\n| name | bounds |\n|---|---|\n"
 _NODE: Final = {"role": "decode", "session": "up", "prefilling": 0, "branches": 0}
 
 
@@ -51,7 +52,17 @@ def table() -> str:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
         rows.append(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |\n")
-    return TABLE_HEAD + "".join(sorted(rows))
+    return TABLE_HEAD + "".join(sorted(rows)) + BOUNDS_HEAD + "".join(sorted(map(_bounds, _histograms())))
+
+
+def _histograms() -> list[Metric]:
+    return [family for family in used_metrics() if family.type == "histogram"]
+
+
+def _bounds(family: Metric) -> str:
+    """A histogram's upper bounds, all of which its samples name."""
+    bounds = dict.fromkeys(sample.labels["le"] for sample in family.samples if "le" in sample.labels)
+    return f"| `{family.name}` | {', '.join(bounds)} |\n"
 
 
 def main() -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import Finished, NodeListed, NodeMissed, NodeUnlisted, SessionBroken, SessionLost, SessionUp
+from router.events import (
+    Finished,
+    FromNode,
+    NodeListed,
+    NodeMissed,
+    NodeUnlisted,
+    SessionBroken,
+    SessionLost,
+    SessionUp,
+)
 from tests.router.core_world import CoreWorld, node_entry, ref
 
 
@@ -313,3 +322,19 @@ def test_a_request_id_in_use_is_a_bug() -> None:
     world.submit("a")
     with pytest.raises(ValueError, match="in use"):
         world.submit("a")
+
+
+@pytest.mark.covers("X05", "H13")
+def test_a_batch_of_more_branches_than_a_node_has_is_not_answered_one_by_one() -> None:
+    """Each of them would be answered with a Cancel: four megabytes of empty ones made gigabytes of those."""
+    world = CoreWorld.with_nodes("p", "d")
+    strangers = [pb.BranchTokens(key=pb.AttemptKey(request_id="x", choice=i)) for i in range(2)]
+    sent = pb.NodeMessage(tokens=pb.TokenBatch(branches=strangers * (1 << 15)))
+    num_before = len(world.sent)
+    world.feed(FromNode(ref("d"), sent))
+    assert len(world.sent) > num_before
+    num_before = len(world.sent)
+    sent.tokens.branches.add()
+    world.feed(FromNode(ref("d"), sent))
+    assert len(world.sent) == num_before
+    assert world.counts[-1] == ("stale_messages", "oversized")

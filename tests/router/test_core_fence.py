@@ -62,6 +62,18 @@ def test_on_the_same_nodes_an_older_attempt_is_told_from_the_newer_by_its_number
 
 
 @pytest.mark.covers("R04")
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_who_decodes_is_believed_for_its_own_attempt_alone(attempt: int) -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a")
+    world.error_from("p1", "a", pb.CHECKSUM)
+    world.tokens_from("d1", "a", 0, [55], attempt=1)
+    world.tokens_from("d1", "a", 1, [66], pb.FINISH_LENGTH, attempt=attempt)
+    assert world.tokens == {"a": [55]} and not world.ends
+    assert ("d1", attempt) in world.cancels("a")
+
+
+@pytest.mark.covers("R04")
 def test_a_branch_that_nobody_asked_for_is_not_believed() -> None:
     world = CoreWorld.with_nodes("p1", "d1")
     world.submit("a")

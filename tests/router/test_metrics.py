@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from proto import baton_pb2 as pb
 from router.metrics import HISTOGRAMS
 from tests.router.live_router import LiveRouter
-from tests.router.metrics_table import HEADING, PAGE, table
+from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
@@ -25,6 +25,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.covers("O01")
 def test_the_page_of_metrics_is_what_the_registry_says() -> None:
     assert PAGE.read_text(encoding="utf-8").partition(HEADING)[2] == table(), "stale: make docs"
+
+
+@pytest.mark.covers("O01")
+def test_what_a_page_of_figures_needs_is_there() -> None:
+    """The row, word by word; of nodes the test of their page holds names and page together."""
+    router = {family.name.removeprefix("baton_router_") for family in used_metrics()}
+    assert {
+        "time_to_first_token_seconds",
+        "time_per_output_token_seconds",
+        "request_seconds",
+        "queue_seconds",
+    } <= router
+    assert {"retries", "time_to_first_token_part_seconds", "second_token_part_seconds"} <= router
+    nodes = (PAGE.parent / "metrics_nodes.md").read_text(encoding="utf-8")
+    for name in (
+        *("queue_seconds", "reserve_seconds", "transfer_seconds", "transfer_bytes_total", "transfer_failures_total"),
+        *("preemptions_total", "blocks", "kv_pool_looks_total", "kv_pool_reads_total"),
+    ):
+        assert f"| `{name}` |" in nodes, name
 
 
 def test_every_duration_says_its_unit() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from router.config import RouterConfig
 from tests.router.tiny_model import write_model_text
+from tests.security.strangers import make_certificates
 
 MAX_RSS_BYTES = 150 << 20
 
@@ -98,3 +99,30 @@ def test_it_is_imported_within_a_second_and_without_what_is_not_its_business() -
 def test_an_empty_name_for_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="--served-model-name: must not be empty"):
         RouterConfig(model=Path("m"), served_model_name="")
+
+
+@pytest.mark.covers("X04")
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_a_router_that_listens_everywhere_names_what_is_missing(tmp_path: Path, is_guarded: bool) -> None:
+    """And says nothing with both."""
+    model, ready, keys = write_model_text(tmp_path / "model"), tmp_path / "ready.json", tmp_path / "keys"
+    keys.write_text("sk-0123456789abcdef\n")
+    keys.chmod(0o600)
+    command = [sys.executable, "-m", "router", "--model", str(model), "--host", "0.0.0.0", "--port", "0"]
+    if is_guarded:
+        command += ["--api-keys", str(keys), "--tls-dir", str(make_certificates(tmp_path / "certs"))]
+    with subprocess.Popen([*command, "--ready-file", str(ready)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            give_up_at = time.monotonic() + 60
+            while not ready.exists() and process.poll() is None and time.monotonic() < give_up_at:
+                time.sleep(0.02)
+            assert ready.exists()
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        told = [line for line in process.stderr.read().splitlines() if " exposed " in line]
+    if is_guarded:
+        assert not told
+    else:
+        (line,) = told
+        assert "without --api-keys whoever can reach it can use it; without --tls-dir prompts" in line

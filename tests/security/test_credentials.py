@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +27,9 @@ from proto.baton_pb2_grpc import RegistryServicer, RegistryStub, add_RegistrySer
 from runtime.certificates import names_of
 from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
 from runtime.http_server import HttpServer
+from runtime.redis_address import registry_problem
+from runtime.redis_store import RedisStore
+from runtime.registry_client import RegistryUnreachable
 from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
 
 
@@ -131,6 +137,59 @@ def test_what_is_wrong_with_a_directory_is_one_sentence(ours: Path, others: Path
     assert spoiled(replace_by_others("ca.crt")) == "tls.crt is not signed by ca.crt"
     assert spoiled(replace_by_others("tls.key")) == "tls.key is not the key of tls.crt"
     assert spoiled(lambda directory: expire(directory, ours.parent)).startswith("tls.crt has ended at 20")
+
+
+@pytest.mark.covers("X03")
+@pytest.mark.parametrize("command", [("router", "--port", "0"), ("deploy.node_process", "decode", "--router", "a:1")])
+def test_a_process_does_not_start_with_a_certificate_for_another_host(
+    command: tuple[str, ...], ours: Path, tmp_path: Path
+) -> None:
+    words = [*command, "--model", str(tmp_path), "--host", "127.0.0.9", "--tls-dir", str(ours)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    told = r"baton (router|decode): --tls-dir \S+: tls.crt is for localhost, 127.0.0.1, ::1, not for --host 127.0.0.9\n"
+    assert re.fullmatch(told, done.stderr)
+
+
+@pytest.mark.covers("X03", "R13")
+def test_a_registry_in_redis_is_reached_over_its_own_tls_by_members_only(ours: Path, tmp_path: Path) -> None:
+    """A Redis that asks for a certificate of the same authority; skipped where there is no redis-server with TLS."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    files = [f"--tls-{what}-file {ours / name}" for what, name in (("cert", "tls.crt"), ("key", "tls.key"))]
+    flags = f"--port 0 --tls-port {port} --tls-ca-cert-file {ours / 'ca.crt'} {' '.join(files)} --dir {tmp_path}"
+    options = f"ssl_ca_certs={ours / 'ca.crt'}"
+    member = f"{options}&ssl_certfile={ours / 'tls.crt'}&ssl_keyfile={ours / 'tls.key'}"
+
+    async def look(query: str) -> int:
+        url = f"rediss://localhost:{port}/0?{query}"
+        assert registry_problem(url, None) is None
+        store = RedisStore(url, "tls", 1.5)
+        try:
+            return len((await store.read()).rows)
+        finally:
+            await store.hang_up()
+
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await look(member) == 0
+                    break
+                except RegistryUnreachable:
+                    assert server.poll() is None
+                    await asyncio.sleep(0.05)
+        for query in (options, ""):
+            with pytest.raises(RegistryUnreachable):
+                await look(query)
+
+    with subprocess.Popen(["redis-server", *flags.split()], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            asyncio.run(run())
+        finally:
+            server.terminate()
 
 
 # ---------------------------------------------------------------- gRPC

@@ -137,6 +137,20 @@ def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Clus
         assert len(ask(client, completion(1, 4))) == 4
 
 
+@pytest.mark.covers("X02", "X03", "O06")
+def test_an_operators_tools_get_in_with_key_and_authority(cluster: Cluster, ours: Path) -> None:
+    with cluster.client() as client:
+        assert client.get("/ready?deep=1").status_code == 401
+        deep = client.get("/ready?deep=1", headers=AUTHORIZED, timeout=60)
+        assert deep.status_code == 200, deep.text
+    command = [BATON, "status", cluster.url, "--once", "--json", "on", "--tls-dir", str(ours)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    done = subprocess.run([*command, "--api-key", KEY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(node["node_id"] in done.stdout for node in cluster.nodes)
+
+
 @pytest.mark.covers("X03", "R09")
 def test_a_killed_decode_nodes_stream_goes_on_over_encrypted_links(cluster: Cluster) -> None:
     fields = completion(77, LONG)

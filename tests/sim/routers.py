@@ -30,6 +30,7 @@ from tests.sim.kernel import Process
 from tests.sim.nodes import Surroundings
 from tests.sim.sessions import Dialer
 from tests.sim.stream import Wire
+from tests.sim.timelines import CheckedTimelines
 from tests.sim.trace import describe_to_node, describe_to_router
 
 _SLACK_S: Final = 1e-6
@@ -61,6 +62,7 @@ class SimRouter(Process):
         self.listing = Listing(TTL_S)
         self.dialer = Dialer(self, Peer(self.label, rng.getrandbits(63) + 1), wire, self, self._tell)
         self.clients: dict[str, Client] = {}  # by request id
+        self._timelines = CheckedTimelines()
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
         self._listed: dict[rev.NodeRef, None] = {}  # nodes that have not gone, and do not drain
@@ -102,7 +104,9 @@ class SimRouter(Process):
 
     def submit(self, client: Client) -> None:
         """A request that is in `clients` arrives."""
-        self._feed(rev.Submitted(request_of(client.plan, self.clock() + client.plan.timeout_s)))
+        request = request_of(client.plan, self.clock() + client.plan.timeout_s)
+        self._timelines.begin(request, self.clock())
+        self._feed(rev.Submitted(request))
 
     def open_clients(self) -> list[Client]:
         """Those that have not ended, as far as this process knows."""
@@ -292,6 +296,7 @@ class SimRouter(Process):
         assert num_queued or not is_late, f"{self.label}: a request was turned away though nobody waited"
 
     def _perform(self, actions: Sequence[rev.Action]) -> None:
+        self._timelines.take(actions, self.clock())
         for action in actions:
             match action:
                 case rev.ToNode(node, message):

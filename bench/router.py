@@ -1,0 +1,211 @@
+"""`python -m bench.router`: what the router costs, with nodes that compute nothing, beside uvicorn alone and a peer.
+
+    client ──HTTP──> router ──session──> bench.fake_node        CPU by /proc of the router's process, not by the clock
+    client ──HTTP──> bench.sse_floor                            what uvicorn and FastAPI take for as many events: the floor
+    client ──HTTP──> peer ──HTTP──> 2 x bench.mock_backend      somebody else's router in PD mode (--peer)
+    client ──HTTP──> bench.mock_backend                         what client and machine add by themselves
+
+In each round every side has the same four loads: short requests; a fixed number of long streams, a token every step, spread over
+the step; tokens as fast as the side takes them; and so many streams that its process is busy for `--load` of a core, where delays
+are read. CPU of a token and of a request follow from the first two. Who is measured has a core of its own. Placement
+(router_placement.py) is measured apart, without sockets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bench.frame import Bench, check_files, check_model, whole_numbers
+from bench.progress import StepProgress
+from bench.router_figures import Round, SideFigures, figures_of, streams_for
+from bench.router_load import Shape, Window, run_window, window_of
+from bench.router_placement import PLACEMENT_POLICIES, PlacementCost, placement_costs
+from bench.router_plot import plot
+from bench.router_sides import Cores, Side, Started
+from bench.stepping import Pace
+from router.text import ModelText
+from runtime.config import knob, load
+
+PROG: Final = "python -m bench.router"
+_PROMPT: Final = "Tell me how a baton is handed over, and what becomes of it if nobody is there to take it. "
+_SHORT_STREAMS: Final = 8
+_LONG_TOKENS: Final = 128
+_MOST_TIMES: Final = 6  # as many streams, where delays are measured: the client is to keep up
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBenchConfig:
+    """One run."""
+
+    model: Path = knob(help="model directory: only its tokenizer is used; baton model make", metavar="DIR")
+    branches: str = knob("1,8,32", "branches a message, of the fake nodes", metavar="N,…")
+    workers: str = knob("1", "--workers of the router: a router for each", metavar="N,…")
+    decode: int = knob(4, "fake decode nodes", low=1, high=100)
+    streams: int = knob(64, "streams under way where CPU is measured", low=1, high=10_000)
+    step_ms: int = knob(10, "milliseconds between a stream's tokens", low=1, high=10_000)
+    load: float = knob(0.7, "of a core, where delays are measured", low=0.01, high=64)
+    window_s: float = knob(4.0, "seconds of each measurement", low=0.2, high=600)
+    rounds: int = knob(3, "of every side", low=1, high=1000)
+    peer: str | None = knob(
+        None,
+        "command line that starts another router in PD mode, with {port}, {prefill} and {decode} (urls of mock back ends), and "
+        "{spare} (a port), in it",
+        metavar="COMMAND",
+    )
+    nodes: str = knob("1,10,100,1000", "nodes among which requests are placed; empty: not measured", metavar="N,…")
+    decisions: int = knob(500, "placements of each number of nodes and policy", low=5, high=1_000_000)
+    output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+    plot: Path | None = knob(None, "picture; needs matplotlib", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        whole_numbers("--branches", self.branches)
+        whole_numbers("--workers", self.workers, 64)
+        whole_numbers("--nodes", self.nodes, 4096, may_be_empty=True)
+        check_files(self.output, self.plot)
+        check_model(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found."""
+
+    sides: list[SideFigures]
+    placement: list[PlacementCost]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    config = load(RouterBenchConfig, PROG, "Measure the router with nodes that compute nothing.", argv)
+    return Bench(PROG, measure, show, to_json, lambda result, path: plot(result.sides, result.placement, path)).run(
+        config, argv
+    )
+
+
+def measure(config: RouterBenchConfig, console: Console) -> Result:
+    """All sides by turns, then placement. ClusterProblem, ValueError."""
+    groups, nodes = (
+        whole_numbers("--branches", config.branches),
+        whole_numbers("--nodes", config.nodes, 4096, may_be_empty=True),
+    )
+    with ExitStack() as stack:
+        cases = _start(config, Started(Cores.split(), stack), groups)
+        num_steps = 4 * config.rounds * len(cases) + len(nodes) * len(PLACEMENT_POLICIES)
+        with StepProgress(console, "measurements", num_steps) as progress:
+            rounds: dict[str, list[Round]] = {name: [] for name, _, _ in cases}
+            for number in range(config.rounds):
+                for name, side, group in cases if number % 2 else cases[::-1]:
+                    rounds[name].append(_round(config, side, group or 8, name, progress))
+            costs = placement_costs(PLACEMENT_POLICIES, nodes, config.decisions, progress.advance)
+    return Result([figures_of(side.name, group, rounds[name]) for name, side, group in cases], costs)
+
+
+def _start(config: RouterBenchConfig, started: Started, groups: Sequence[int]) -> list[tuple[str, Side, int | None]]:
+    """Cases: their names, sides, and branches a message where that means anything."""
+    cases: list[tuple[str, Side, int | None]] = [
+        ("direct", started.direct(), None),
+        ("uvicorn", started.floor(), None),
+    ]
+    for workers in whole_numbers("--workers", config.workers, 64):
+        flags = ["--workers", str(workers)] if workers > 1 else []
+        name = "baton" if workers == 1 else f"baton, {workers} workers"
+        side = started.baton(config.model, flags, config.decode, _letters(config.model), name)
+        cases += [(f"{name}, {group} a message", side, group) for group in groups]
+    if config.peer is not None:
+        cases.append(("peer", started.peer(config.peer), None))
+    return cases
+
+
+def _letters(model: Path) -> list[int]:
+    """Tokens that are a letter each, wherever they stand: so text tells how many tokens came."""
+    text = ModelText(model)
+    found = [each for each in range(min(text.vocab_size, 4096)) if text.decode([each]).isascii()]
+    letters = [each for each in found if len(text.decode([each])) == 1 and text.decode([each]).isalpha()]
+    letters = [each for each in letters if text.decode([each, each, each]) == text.decode([each]) * 3]
+    if not letters:
+        raise ValueError(f"--model {model}: has no tokens that are a single letter")
+    return letters[:16]
+
+
+def _round(config: RouterBenchConfig, side: Side, group: int, name: str, progress: StepProgress) -> Round:
+    """The four loads, one behind the other."""
+
+    def run(what: str, streams: int, max_tokens: int, step_ms: int) -> Window:
+        shape = Shape(streams, max_tokens, step_ms, config.window_s)
+        side.speaker.set_pace(Pace(step_ms, group))
+        found = uvloop.run(run_window(side.server, side.model, _PROMPT, shape, side.read_cpu))
+        progress.advance(f"{name}, {what}")
+        return window_of(found[0], side.speaker.said(), *found[1:], max_tokens)
+
+    short = run("short", _SHORT_STREAMS, 2, config.step_ms)
+    steady = run("steady", config.streams, _LONG_TOKENS, config.step_ms)
+    full = run("as fast as can be", config.streams, _LONG_TOKENS, 0)
+    most = min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
+    if side.name == "direct":
+        most = config.streams  # who is measured is not there: what the rest adds at the same streams
+    return Round(short, steady, full, run("loaded", most, _LONG_TOKENS, config.step_ms))
+
+
+def show(console: Console, result: Result) -> None:
+    """Two tables."""
+    table = Table(title=None, box=None, pad_edge=False)
+    headings = (
+        "side",
+        "a message",
+        "µs a token",
+        "beyond uvicorn",
+        "µs a request",
+        "tokens/s",
+        "at load",
+        "delay p50",
+        "p99",
+    )
+    for heading in (*headings, "first p50", "p99", "speaker µs", "client µs"):
+        table.add_column(heading, justify="left" if heading == "side" else "right")
+    floor = next(each for each in result.sides if each.side == "uvicorn")
+    for each in result.sides:
+        delays = (each.delay_p50_s, each.delay_p99_s, each.first_delay_p50_s, each.first_delay_p99_s)
+        table.add_row(
+            each.side,
+            str(each.branches or ""),
+            f"{each.token_us:.1f}",
+            f"{each.token_us - floor.token_us:.1f}",
+            f"{each.request_us:.0f}",
+            f"{each.tokens_per_s:.0f}",
+            "" if each.load is None else f"{each.load:.0%}",
+            *("" if delay is None else f"{1000 * delay:.2f}" for delay in delays),
+            f"{each.speaker_us:.1f}",
+            f"{each.client_us:.1f}",
+        )
+    console.print(table)
+    console.print(
+        "CPU of the measured process, in microseconds; tokens/s as clients read them while tokens come as fast as can be; delays "
+        "in milliseconds from a token's being said to its being read, and of a first token all but what it took behind the router"
+    )
+    if result.placement:
+        numbers = sorted({each.nodes for each in result.placement})
+        costs = Table(title=None, box=None, pad_edge=False)
+        costs.add_column("µs of a placement", no_wrap=True)
+        for number in numbers:
+            costs.add_column(f"{number} nodes", justify="right")
+        for policy in PLACEMENT_POLICIES:
+            of_policy = {each.nodes: each.decision_us for each in result.placement if each.policy == policy}
+            costs.add_row(policy, *(f"{of_policy[number]:.0f}" for number in numbers))
+        console.print(costs)
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """All figures."""
+    return {"sides": [asdict(each) for each in result.sides], "placement": [asdict(each) for each in result.placement]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

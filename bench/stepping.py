@@ -1,0 +1,160 @@
+"""Streams that go on by themselves, a token a step, for what takes a model's place behind a router (or in it).
+
+Streams are in groups; a group says a token of each of its streams once a step, all at once, as a decode node's step does. Groups
+are spread over the step. Whoever started the process steers it by lines of JSON on its stdin, and asks there when each token was
+said: instants of time.monotonic, which all processes of a host share. Not here: how a token is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_TICK_S: Final = 0.001  # what uvloop's timers can tell apart
+_GOLDEN: Final = 0.618033988749895  # multiples of it, modulo 1, are spread evenly however many there are
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One completion under way."""
+
+    name: str
+    max_tokens: int
+    asked_at: float
+    handle: Any = None  # the speaker's own
+    said_at: list[float] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """All of it has been said."""
+        return len(self.said_at) >= self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast streams go on."""
+
+    step_ms: int = 10  # 0: as fast as the speaker lets them
+    group: int = 8  # streams of one step, at most
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    kind: str
+    due_at: float
+    streams: list[Stream]
+
+
+class Stepper:
+    """All streams of one process. `say` gets a group's streams, each with its new token's instant noted already."""
+
+    def __init__(self, say: Callable[[Sequence[Stream]], None], is_full: Callable[[], bool] = lambda: False) -> None:
+        """`is_full`: whether whoever hears the tokens is behind; asked where no step sets the pace."""
+        self._say = say
+        self._is_full = is_full
+        self._pace = Pace()
+        self._groups: list[_Group] = []
+        self._group_of: dict[str, _Group] = {}
+        self._num_groups = 0  # that there ever were
+        self._wake = asyncio.Event()
+        self._log: list[Stream] = []
+
+    def set_pace(self, pace: Pace) -> None:
+        """From the next stream on; to be set while there is none."""
+        self._pace = pace
+
+    def note(self, stream: Stream) -> None:
+        """Keep it for `taken`."""
+        self._log.append(stream)
+
+    def add(self, stream: Stream, kind: str = "") -> None:
+        """Let a stream go on; streams of different kinds share no group."""
+        group = next((g for g in self._groups if g.kind == kind and len(g.streams) < self._pace.group), None)
+        if group is None:
+            offset_s = self._pace.step_ms / 1000 * (self._num_groups * _GOLDEN % 1)
+            self._num_groups += 1
+            group = _Group(kind, time.monotonic() + offset_s, [])
+            self._groups.append(group)
+        group.streams.append(stream)
+        self._group_of[stream.name] = group
+        self._wake.set()
+
+    def remove(self, name: str) -> None:
+        """End a stream before its time, if it is there."""
+        group = self._group_of.pop(name, None)
+        if group is not None:
+            group.streams = [stream for stream in group.streams if stream.name != name]
+            self._drop_if_empty(group)
+
+    def taken(self) -> list[Stream]:
+        """Every stream noted since the last time."""
+        log, self._log = self._log, []
+        return log
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            if not self._groups:
+                self._wake.clear()
+                await self._wake.wait()
+            elif self._pace.step_ms == 0:
+                await self._pour()
+            else:
+                await self._step_those_due()
+
+    async def _pour(self) -> None:
+        for group in list(self._groups):
+            if self._is_full():
+                await asyncio.sleep(_TICK_S)
+            self._step(group)
+        await asyncio.sleep(0)
+
+    async def _step_those_due(self) -> None:
+        step_s, now = self._pace.step_ms / 1000, time.monotonic()
+        for group in [group for group in self._groups if group.due_at <= now]:
+            self._step(group)
+            group.due_at = max(group.due_at + step_s, now)
+        next_at = min((group.due_at for group in self._groups), default=now)
+        await asyncio.sleep(max(next_at - time.monotonic(), _TICK_S))
+
+    def _step(self, group: _Group) -> None:
+        now, streams = time.monotonic(), group.streams
+        if not streams:
+            return
+        for stream in streams:
+            stream.said_at.append(now)
+        self._say(streams)
+        if any(stream.is_over for stream in streams):
+            for stream in streams:
+                if stream.is_over:
+                    self._group_of.pop(stream.name, None)
+            group.streams = [stream for stream in streams if not stream.is_over]
+            self._drop_if_empty(group)
+
+    def _drop_if_empty(self, group: _Group) -> None:
+        if not group.streams and group in self._groups:
+            self._groups.remove(group)
+
+
+async def obey(stepper: Stepper, told: dict[str, Any]) -> None:
+    """Say `told` on stdout, then do what each line on stdin says, until it closes."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    _answer(told)
+    while line := await reader.readline():
+        asked = json.loads(line)
+        if "pace" in asked:
+            stepper.set_pace(Pace(**asked["pace"]))
+            _answer({})
+        else:
+            _answer({each.name: [each.asked_at, each.said_at] for each in stepper.taken()})
+
+
+def _answer(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, separators=(",", ":")) + "\n")
+    sys.stdout.flush()

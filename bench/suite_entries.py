@@ -1,0 +1,156 @@
+"""The benchmarks of `python -m bench`: how each is run briefly, and what of its result is said in a line. Pure.
+
+A line is what was compared, its ratio, and the ratio that the design asks for where it asks for one (docs/design.md, section 10). A
+ratio is better small unless its line says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+TINY: Final = "llama-tiny"
+SMOL: Final = "smollm2-135m"
+
+Result = Mapping[str, Any]
+
+
+class Line(NamedTuple):
+    """One row of the table."""
+
+    what: str
+    ratio: float
+    shown: str  # the two numbers behind it
+    target: float | None = None
+    is_better_high: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        """None: nothing is asked for."""
+        if self.target is None:
+            return None
+        return self.ratio >= self.target if self.is_better_high else self.ratio <= self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One benchmark."""
+
+    name: str
+    module: str
+    flags: str
+    bound_s: float
+    lines: Callable[[Result], Iterable[Line]]
+    model: str | None = None
+    has_plot: bool = False
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _router(result: Result) -> Iterable[Line]:
+    sides = result["sides"]
+    floor = next(side["token_us"] for side in sides if side["side"] == "uvicorn")
+    for side in sides:
+        if side["side"] == "baton":
+            beyond, many = side["token_us"] - floor, side["branches"] >= 8
+            yield Line(
+                f"router, CPU of a streamed token beyond uvicorn's, {side['branches']} branches a message; of 30 µs",
+                beyond / 30,
+                f"{beyond:.1f} µs, uvicorn {floor:.1f} µs",
+                1.0 if many else None,
+            )
+            yield Line(
+                f"router, p99 delay of a token at {side['load']:.0%} of a core, {side['branches']} branches a message; of 2 ms",
+                side["delay_p99_s"] / 0.002,
+                _ms(side["delay_p99_s"]),
+                1.0 if many else None,
+            )
+    for policy in ("least_loaded", "cache_aware"):
+        costs = {each["nodes"]: each["decision_us"] for each in result["placement"] if each["policy"] == policy}
+        if costs:
+            few, most = min(costs), max(costs)
+            said = f"{costs[most]:.0f} ÷ {costs[few]:.0f} µs"
+            yield Line(f"placement, {policy}, {most} nodes ÷ {few}", costs[most] / costs[few], said)
+
+
+def _scheduler(result: Result) -> Iterable[Line]:
+    for case in result["cases"]:
+        share = case["best_step_s"] / result["target_s"]
+        what = f"scheduler, bookkeeping of a step, {case['num_slots']} slots; of {1e6 * result['target_s']:.0f} µs"
+        yield Line(what, share, f"{1e6 * case['best_step_s']:.0f} µs", 1.0 if case["num_slots"] <= 256 else None)
+
+
+def _engine(result: Result) -> Iterable[Line]:
+    for case in result["cases"]:
+        target = 1.15 if case["case"].startswith(("decode 1 ", "decode 8 ")) else None
+        if case["case"].startswith("chunk"):
+            target = 1 / 0.7
+        yield Line(f"engine, {case['case']} ÷ the machine's limit", case["ratio"], _ms(case["step_s"]), target)
+
+
+def _overlap(result: Result) -> Iterable[Line]:
+    for each in result["batches"]:
+        said = f"{_ms(each['overlapped_s'])} ÷ {_ms(each['alone_s'])}"
+        yield Line(f"a step planned ahead ÷ one at a time, batch {each['batch']}", each["ratio"], said)
+
+
+def _local_prefill(result: Result) -> Iterable[Line]:
+    for each in result["figures"]:
+        said = f"{_ms(each['second_token_s']['local'])} ÷ {_ms(each['second_token_s']['handoff'])}"
+        what = f"second token of a prompt of {each['prompt_tokens']}, computed by the decode node ÷ handed over"
+        yield Line(what, each["second_token_ratio"], said)
+
+
+def _failover(result: Result) -> Iterable[Line]:
+    for way in result["ways"]:
+        said = f"{_ms(way['last_next_token_s'])} ÷ {_ms(way['target_s'])}"
+        yield Line(f"failover, {way['way']}: next token ÷ (found + prefill + 50 ms)", way["ratio"], said, 1.0)
+
+
+def _crossover(result: Result) -> Iterable[Line]:
+    names = {"ttft": "first token", "gap_p99": "p99 between tokens"}
+    for cell in result["cells"]:
+        for name, said in names.items():
+            by_side = cell["by_side"]
+            shown = f"{_ms(by_side['apart'][name])} ÷ {_ms(by_side['mixed'][name])}"
+            what = (
+                f"1P+1D ÷ mixed on the same cores, prompts of {cell['prompt_tokens']}, {cell['load']} under way, {said}"
+            )
+            yield Line(what, cell["ratios"][name], shown)
+
+
+ENTRIES: Final[tuple[Entry, ...]] = (
+    Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 300, _router, TINY, has_plot=True),
+    Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 120, _scheduler),
+    Entry(
+        "engine",
+        "engine",
+        "--threads 1 --batches 1,8,32 --contexts 128,512 --chunks 512:0 --rounds 3",
+        240,
+        _engine,
+        SMOL,
+    ),
+    Entry("overlap", "overlap", "--batches 1,8 --rounds 3 --steps 60", 180, _overlap, SMOL),
+    Entry(
+        "local_prefill",
+        "local_prefill",
+        "--lengths 16,32,128,512 --chunks 32 --rounds 4",
+        240,
+        _local_prefill,
+        SMOL,
+        has_plot=True,
+    ),
+    Entry("failover", "failover", "--ways kill,drain --rounds 2", 180, _failover, TINY, has_plot=True),
+    Entry(
+        "crossover",
+        "crossover",
+        "--lengths 16,128,1024 --loads 1,4,8 --rounds 1 --requests 12",
+        300,
+        _crossover,
+        SMOL,
+        has_plot=True,
+    ),
+)

@@ -1,0 +1,59 @@
+"""The table of `python -m bench`: what each benchmark's result says, as Markdown, and its place in the README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.suite_entries import Entry, Line
+
+BEGIN: Final = "<!-- from bench: make bench -->\n"
+END: Final = "<!-- end of bench -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One benchmark's lines, or why there are none."""
+
+    name: str
+    lines: Sequence[Line]
+    date: str = ""
+    problem: str = ""
+
+
+def outcome_of(entry: Entry, path: Path, code: int | None) -> Outcome:
+    """What its result file says; `code` is its exit code if it ran just now."""
+    if code:
+        return Outcome(entry.name, (), problem=f"failed with exit code {code}")
+    if not path.is_file():
+        return Outcome(entry.name, (), problem="not run yet")
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Outcome(entry.name, list(entry.lines(result)), str(result.get("date", "")))
+
+
+def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str, Any]) -> str:
+    """The whole table with its date, machine and command; a ratio that a target is named for says whether it is met."""
+    where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
+    lines = [f"`{command}`, {date[:10]}, {where}. Short runs; a ratio is better small.", ""]
+    lines += ["| what | ratio | target | numbers |", "|---|---|---|---|"]
+    for outcome in outcomes:
+        if outcome.problem:
+            lines.append(f"| {outcome.name} | {outcome.problem} | | |")
+        for each in outcome.lines:
+            sign = "≥" if each.is_better_high else "≤"
+            asked = "" if each.target is None else f"{sign} {each.target:.2f} {'met' if each.is_met else 'missed'}"
+            lines.append(f"| {each.what} | {each.ratio:.2f} | {asked} | {each.shown} |")
+    older = sorted({each.date[:10] for each in outcomes if each.date and each.date[:10] != date[:10]})
+    if older:
+        lines += ["", f"Some lines are of earlier runs: {', '.join(older)}."]
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, table: str) -> str:
+    """A file's text with the table between its marks; as it was if it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else text

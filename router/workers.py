@@ -1,0 +1,257 @@
+"""The parent of a router with several worker processes: the port, the registry, the workers' lives. Serves no request itself.
+
+    parent ──listening socket, RouterConfig, news of nodes──> worker 0, 1, …     each a router of its own: core, sessions, identity
+           <──up, metrics────────────────────────────────────
+
+Who runs when is worker_pool.py's. A worker that dies takes its clients' streams along, as a router does, and nobody else's; its
+nodes free its work within the session's grace. Connections that wait are taken by the others. Not here: what a router does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, assert_never
+
+from proto import baton_pb2 as pb
+from router.config import RouterConfig
+from router.process import CannotListen, address_of, dying_of, embed_registry, listen, warn_of_what_is_missing
+from router.worker_link import WorkerLink
+from router.worker_metrics import merged
+from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
+from runtime.alarm import Alarm
+from runtime.config import child_environment, to_json
+from runtime.credentials import Credentials, CredentialsError
+from runtime.logs import log_event, set_up_logging
+from runtime.process import die_with_parent, fatal, first_signal, is_everywhere, write_atomically
+from runtime.redis_address import EMBEDDED
+from runtime.session import Peer
+from runtime.session_driver import surface
+
+_LOG: Final = logging.getLogger(__name__)
+_METRICS_S: Final = 1.0  # for the other workers to tell theirs
+_STOP_SPARE_S: Final = 5.0  # beyond the drain timeout, for what ends then to end
+
+Link = WorkerLink[pb.FromWorker, pb.ToWorker]
+
+
+def run_workers(config: RouterConfig) -> int:
+    """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
+    die_with_parent(config.parent_pid)
+    set_up_logging(config.log_level, "router", config.log_format)
+    try:
+        credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
+        warn_of_what_is_missing(config)
+        return asyncio.run(_Parent(config, credentials).run())  # not uvloop: it cannot give a child a process group
+    except (CannotListen, CredentialsError) as error:
+        fatal(f"baton router: {error}")
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    """One worker's process."""
+
+    process: asyncio.subprocess.Process
+    link: Link
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Somebody wants the metrics of all workers."""
+
+    asker: Link
+    number: int  # the asker's
+    texts: dict[int, str]
+    missing: set[int] = field(default_factory=set)
+
+
+class NodeRelay:
+    """RegistryHandler of the parent: keeps what is listed, for workers that are started later, and tells the others."""
+
+    def __init__(self) -> None:
+        self.links: dict[int, Link] = {}
+        self._entries: dict[Peer, pb.NodeEntry] = {}
+
+    def on_listed(self, entry: pb.NodeEntry) -> None:
+        """RegistryHandler."""
+        self._entries[Peer(entry.node.name, entry.node.incarnation)] = entry
+        self._tell(pb.ToWorker(listed=entry))
+
+    def on_missed(self, node: Peer) -> None:
+        """RegistryHandler."""
+        self._entries.pop(node, None)
+        self._tell(pb.ToWorker(missed=node.to_proto()))
+
+    def on_unlisted(self, node: Peer) -> None:
+        """RegistryHandler."""
+        self._entries.pop(node, None)
+        self._tell(pb.ToWorker(unlisted=node.to_proto()))
+
+    def news(self) -> Iterable[pb.ToWorker]:
+        """All that somebody new must hear."""
+        return [pb.ToWorker(listed=entry) for entry in self._entries.values()]
+
+    def _tell(self, message: pb.ToWorker) -> None:
+        for link in self.links.values():
+            link.send(message)
+
+
+class _Parent:
+    """The pool's shell."""
+
+    def __init__(self, config: RouterConfig, credentials: Credentials) -> None:
+        self._config = config
+        self._credentials = credentials
+        self._pool = WorkerPool(config.workers, PoolTiming(stop_s=config.drain_timeout_s + _STOP_SPARE_S))
+        self._relay = NodeRelay()
+        self._children: dict[int, _Child] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._questions: dict[int, _Question] = {}
+        self._num_questions = 0
+        self._registry = config.registry
+
+    async def run(self) -> int:
+        """Start, watch, stop; the exit code. Raises CannotListen."""
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[int] = self._loop.create_future()
+        bug: asyncio.Future[None] = self._loop.create_future()
+        self._loop.set_exception_handler(dying_of(bug))
+        self._alarm = Alarm(self._loop, self._tick)
+        stopped = first_signal()
+        stopped.add_done_callback(lambda first: self._perform(self._pool.stop(first.result(), self._loop.time())))
+        if self._config.api_keys is not None:  # what it tells others, workers see by themselves: they look each second
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        async with AsyncExitStack() as started:
+            self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
+            if self._config.registry == EMBEDDED:
+                self._registry = await embed_registry(self._config, self._relay, self._credentials, started)
+            self._perform(self._pool.begin(self._loop.time()))
+            waits: list[asyncio.Future[Any]] = [self._over, bug]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                task.cancel()
+            if bug.done():
+                await bug  # the workers end with this process
+        log_event(_LOG, logging.INFO, "router_stopped")
+        return self._over.result()
+
+    # ---------------------------------------------------------------- the pool
+
+    def _tick(self) -> None:
+        self._perform(self._pool.tick(self._loop.time()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(index):
+                    self._go(self._live(index), f"worker {index}")
+                case Signal(index, number):
+                    if (child := self._children.get(index)) is not None:
+                        child.process.send_signal(number)
+                case Announce():
+                    self._announce()
+                case Exit(code):
+                    self._over.set_result(code)
+                case _:
+                    assert_never(action)
+        self._alarm.arm(self._pool.next_deadline())
+
+    def _go(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(surface)
+
+    async def _live(self, index: int) -> None:
+        """One process of a worker, from its start to its end."""
+        ours, theirs = socket.socketpair()
+        fds = (self._listener.fileno(), theirs.fileno())
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "router.worker_end",
+            *map(str, fds),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=child_environment(),
+            pass_fds=fds,
+            process_group=0,  # Ctrl-C reaches the parent alone, which passes it on once
+        )
+        theirs.close()
+        link = await Link.opened(pb.FromWorker.FromString, ours)
+        self._children[index] = _Child(process, link)
+        mine = replace(self._config, parent_pid=os.getpid(), ready_file=None)
+        settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry)
+        link.send(pb.ToWorker(settings=settings))
+        for news in self._relay.news():
+            link.send(news)
+        self._relay.links[index] = link
+        reading = self._loop.create_task(self._read(index, link))
+        code = await process.wait()
+        reading.cancel()
+        link.close()
+        del self._relay.links[index], self._children[index]
+        self._forget_in_questions(index)
+        level = logging.INFO if code == 0 else logging.WARNING
+        log_event(_LOG, level, "worker_ended", worker=index, pid=process.pid, code=code)
+        self._perform(self._pool.ended(index, code, self._loop.time()))
+
+    def _announce(self) -> None:
+        url = f"{self._credentials.scheme}://{address_of(self._config, self._listener.getsockname()[1])}"
+        pids = [self._children[index].process.pid for index in sorted(self._children)]
+        log_event(_LOG, logging.INFO, "router_listening", url=url, registry=self._registry, workers=len(pids))
+        if self._config.ready_file is not None:
+            name = self._config.served_model_name or self._config.model.resolve().name
+            told = {"url": url, "registry": self._registry, "pid": os.getpid(), "model": name, "workers": pids}
+            write_atomically(self._config.ready_file, told)
+
+    # ---------------------------------------------------------------- what workers say
+
+    async def _read(self, index: int, link: Link) -> None:
+        while (message := await link.read()) is not None:
+            match message.WhichOneof("kind"):
+                case "up":
+                    self._perform(self._pool.is_up(index, self._loop.time()))
+                case "want_metrics":
+                    self._ask_all(index, link, message.want_metrics)
+                case "metrics":
+                    self._answered(index, message.metrics)
+
+    def _ask_all(self, index: int, asker: Link, wanted: pb.WorkerMetrics) -> None:
+        self._num_questions += 1
+        number, others = self._num_questions, {i for i in self._relay.links if i != index}
+        self._questions[number] = _Question(asker, wanted.question, {index: wanted.text}, others)
+        for other in others:
+            self._relay.links[other].send(pb.ToWorker(tell_metrics=number))
+        self._loop.call_later(_METRICS_S, self._answer, number)
+        self._answer_if_whole(number)
+
+    def _answered(self, index: int, metrics: pb.WorkerMetrics) -> None:
+        question = self._questions.get(metrics.question)
+        if question is not None and index in question.missing:
+            question.texts[index] = metrics.text
+            question.missing.discard(index)
+            self._answer_if_whole(metrics.question)
+
+    def _forget_in_questions(self, index: int) -> None:
+        for number, question in list(self._questions.items()):
+            question.missing.discard(index)
+            self._answer_if_whole(number)
+
+    def _answer_if_whole(self, number: int) -> None:
+        if not self._questions[number].missing:
+            self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        """Answer with what is there; without effect if that was done before."""
+        question = self._questions.pop(number, None)
+        if question is not None:
+            metrics = pb.WorkerMetrics(question=question.number, text=merged(question.texts))
+            question.asker.send(pb.ToWorker(metrics=metrics))

@@ -1,0 +1,92 @@
+"""`python -m bench.router` as a user runs it, for moments, and what its figures follow from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.router_figures import split_cost, streams_for
+from bench.router_load import Heard, Window, window_of
+from bench.router_placement import PLACEMENT_POLICIES
+from tests.architecture.source_tree import ROOT
+from tests.router.tiny_model import write_model_text
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.router", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_a_run_measures_every_side_and_placement(tmp_path: Path) -> None:
+    """It fails by itself where a stream has other tokens than were said."""
+    model, path = write_model_text(tmp_path / "model"), tmp_path / "result.json"
+    short = "--branches 4 --rounds 1 --window-s 0.4 --streams 8 --nodes 1,6 --decisions 20 --load 0.1"
+    result = run("--model", str(model), *short.split(), "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(path.read_text())
+    assert [(each["side"], each["branches"]) for each in found["sides"]] == [
+        ("direct", None),
+        ("uvicorn", None),
+        ("baton", 4),
+    ]
+    assert all(each["tokens_per_s"] > 0 and each["delay_p99_s"] >= each["delay_p50_s"] > 0 for each in found["sides"])
+    assert {(each["policy"], each["nodes"]) for each in found["placement"]} == {
+        (policy, number) for policy in PLACEMENT_POLICIES for number in (1, 6)
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--branches", "0"), "--branches 0"),
+        (("--nodes", "1,x"), "--nodes 1,x"),
+        (("--output", "/no/where.json"), "its folder does not exist"),
+        (("--model", "/no/where"), "has no config.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(tmp_path: Path, flags: tuple[str, str], said: str) -> None:
+    model = write_model_text(tmp_path / "model")
+    result = run("--model", str(model), *flags)
+    assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
+
+
+def window(cpu_s: float, num_tokens: int, num_requests: int) -> Window:
+    return Window(2.0, {"router": cpu_s}, num_tokens, num_tokens, num_requests, [], [])
+
+
+def test_the_costs_of_tokens_and_requests_explain_both_windows() -> None:
+    token_s, request_s = 40e-6, 700e-6
+    short, steady = (window(t * token_s + r * request_s, t, r) for t, r in ((400, 200), (12_800, 101)))
+    assert list(split_cost(short, steady)) == pytest.approx([40, 700])
+    with pytest.raises(ValueError, match="told apart"):
+        split_cost(window(1.0, 20, 10), window(2.0, 40, 20))
+    assert streams_for(window(0.5, 1, 1), 64, 0.75) == 192
+
+
+def heard(*parts: str) -> Heard:
+    one = Heard(10.0)
+    one.parts = [(part.encode(), 10.5 + index) for index, part in enumerate(parts)]
+    return one
+
+
+def event(text: str) -> str:
+    return f'data: {{"id":"cmpl-a","choices":[{{"text":"{text}"}}]}}\n\n'
+
+
+def test_a_tokens_delay_is_from_its_being_said_to_its_being_read() -> None:
+    one = heard(event("a"), event("bc")[:20], event("bc")[20:] + "data: [DONE]\n\n")
+    said = {"a": (10.1, [10.3, 10.4, 12.0])}
+    got = window_of([one], said, 10.0, 11.0, {}, 3)
+    assert got.delays_s == [pytest.approx(0.2), pytest.approx(2.1)], "the third was said behind the window"
+    assert got.first_delays_s == [pytest.approx(0.5 - 0.2)]
+    assert (got.num_tokens, got.num_read, got.num_requests) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("parts", [(event("abc"),), (event("ab"), "data: [DONE]\n\n"), ('data: {"error":{}}\n\n',)])
+def test_a_stream_that_is_not_what_was_said_is_no_measurement(parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError):
+        window_of([heard(*parts)], {"a": (10.1, [10.3, 10.4, 12.0])}, 10.0, 11.0, {}, 3)

@@ -1,0 +1,50 @@
+"""Runs the tests of the Triton kernels in processes that interpret them, where no CUDA device computes.
+
+Triton decides when it is imported whether it compiles or interprets, and with it everything that is made of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.choice import has_triton
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 880  # some 15 s of computing each, however busy the machine is
+RUNS = {
+    "primitives": ["tests/kernels/test_primitives.py", "tests/engine_torch/test_attention.py", "-k", "triton"],
+    "bits": ["tests/kernels/test_triton_kernels.py", "-k", "bits"],
+    "numbers": ["tests/kernels/test_triton_kernels.py", "-k", "not bits"],
+    "engine": ["tests/engine_torch/test_triton_engine.py"],
+}
+
+pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed; make setup does that")
+
+
+@pytest.mark.covers("M04", "M05", "M06")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests have run on the device")
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("run", RUNS)
+def test_in_the_interpreter(run: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::RuntimeWarning",
+        *RUNS[run],
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-2_000:]
+    assert " passed" in result.stdout, result.stdout

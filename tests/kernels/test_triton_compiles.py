@@ -1,0 +1,103 @@
+"""The Triton kernels as machine code of devices that are not there, and the table that says how they are cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.choice import has_triton
+from kernels.triton_tuning import INTERPRETER, NoTuning, next_power_of_two, read_table
+
+if has_triton():
+    import triton
+
+    from tests.kernels.triton_launches import compiled, launches_of
+
+pytestmark = [
+    pytest.mark.covers("M05"),
+    pytest.mark.skipif(not has_triton(), reason="Triton is not installed; make setup does that"),
+]
+# Bytes of shared memory that a block may have: CUDA C++ Programming Guide, "Features and Technical Specifications".
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+# Which instructions multiply tiles.
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async"}
+ARITHMETIC = r"\b(?:mma\.sync|wgmma\.mma_async)[\w.:]*|\bex2[\w.]*|\bshfl\.sync\.bfly[\w.]*"
+NAMES = {
+    "attend_split",
+    "attend_whole",
+    "copy_blocks",
+    "linear",
+    "merge_parts",
+    "rms_norm",
+    "rotate",
+    "rotate_and_write",
+    "silu_gate",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path) -> Iterator[None]:
+    """Compile, and find nothing that an earlier run has compiled."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield
+
+
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_that_a_model_launches_compiles_without_contraction_spills_or_too_much_memory(capability: int) -> None:
+    launches = launches_of(capability, torch.bfloat16, 128)
+    assert {launch.kernel.__name__ for launch in launches} == NAMES
+    attending = set()
+    for launch in launches:
+        found = compiled(launch, capability)
+        ptx, name = found.asm["ptx"], launch.kernel.__name__
+        assert len(found.asm["cubin"]) > 1000
+        assert found.metadata.shared <= SHARED_BYTES[capability], name
+        assert ".local" not in ptx, f"{name}: numbers that do not fit in registers"
+        # Both schedules of attention have the same bits only where a * b + c stays two roundings. (A bf16 product is an fma, + -0.)
+        assert "fma.rn.f32" not in ptx, name
+        is_product = name in ("linear", "attend_split", "attend_whole")
+        assert (TENSOR_CORES[capability] in ptx) == is_product, name
+        if name in ("attend_split", "attend_whole"):
+            attending.add(frozenset(re.findall(ARITHMETIC, ptx)))
+    # A part's arithmetic is one function; its compilations, with a window and without, came out alike.
+    assert len(attending) == 1
+
+
+def test_fp32_is_multiplied_as_fp32() -> None:
+    capability = 80
+    for launch in launches_of(capability, torch.float32, 64):
+        if launch.kernel.__name__ in ("attend_split", "linear"):
+            found = compiled(launch, capability)
+            assert TENSOR_CORES[capability] not in found.asm["ptx"]
+            assert found.metadata.shared <= SHARED_BYTES[capability]
+
+
+def test_every_entry_of_the_table_is_whole_and_has_sides_that_triton_takes() -> None:
+    table = read_table()
+    for device in ("80", "90", INTERPRETER):
+        for dtype in ("fp32", "bf16", "fp16"):
+            linear = table.linear(device, dtype)
+            for side in linear[:4]:
+                assert side == next_power_of_two(side)
+            for head_dim in (8, 64, 80, 128, 256):
+                attention = table.attention(device, dtype, head_dim)
+                for side in attention[:4]:
+                    assert side == next_power_of_two(side)
+                assert attention.part % attention.tile == 0
+                assert min(attention.rows, attention.tile, *linear[:3]) >= 16  # what a product of tiles takes
+            with pytest.raises(NoTuning, match="head_dim 257 in "):
+                table.attention(device, dtype, 257)
+
+
+def test_a_device_gets_its_own_entry_or_the_nearest_older_one() -> None:
+    table = read_table()
+    found = [table.device(each) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), None)]
+    assert found == ["80", "80", "80", "90", "90", INTERPRETER]
+    with pytest.raises(NoTuning, match="as old as sm_75"):
+        table.device((7, 5))

@@ -1,0 +1,95 @@
+"""Bugs of the Triton kernels and of what surrounds them: attention, products, graphs of decode steps."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_BITS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[bits]",)
+_NUMBERS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[numbers]",)
+_PRIMITIVES: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[primitives]",)
+_GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "last-part-left-out",
+        "Rows of a chunk do not see the part that they are in.",
+        "kernels/triton_attention.py",
+        "    for part in range(seen // PART, last_position // PART + 1):\n        more_maximum, more_total, more_mixed = _attend",
+        "    for part in range(seen // PART, last_position // PART):\n        more_maximum, more_total, more_mixed = _attend",
+        _PRIMITIVES,
+    ),
+    Mutant(
+        "values-behind-the-end-read",
+        "Keys and values behind a tile's last row are read: 0 times what is not a number breaks the row.",
+        "kernels/triton_attention.py",
+        "        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
+        "        is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
+        _NUMBERS,
+    ),
+    Mutant(
+        "parts-merged-unscaled",
+        "What a later part gives is added without regard to its own maximum.",
+        "kernels/triton_attention.py",
+        "total * old + more_total * new, mixed",
+        "total * old + more_total, mixed",
+        _PRIMITIVES,
+    ),
+    Mutant(
+        "window-one-short",
+        "A row sees one position less than its window.",
+        "kernels/triton_attention.py",
+        "(seen > own - window)",
+        "(seen > own - window + 1)",
+        _PRIMITIVES,
+    ),
+    Mutant(
+        "values-over-keys",
+        "The fused write puts values where keys lie.",
+        "kernels/triton_rows.py",
+        "tl.where(is_value, plane_stride, 0)",
+        "tl.where(is_value, 0, plane_stride)",
+        _BITS,
+    ),
+    Mutant(
+        "residual-not-kept",
+        "The norm takes the delta in, but the residual stream does not.",
+        "kernels/triton_rows.py",
+        "        tl.store(x + at, narrowed(numbers, dtype), mask=is_there)\n",
+        "",
+        _BITS,
+    ),
+    Mutant(
+        "tile-by-number-of-rows",
+        "A product's depth of tiles follows from the number of rows, and with it the order of its sums.",
+        "kernels/triton_kernels.py",
+        "        num_rows, in_features = x.shape\n",
+        '        num_rows, in_features = x.shape\n        self._launch["DEPTH"] = 32 if num_rows < 8 else 64\n',
+        _BITS,
+    ),
+    Mutant(
+        "padding-repeats-the-longest",
+        "A decode step is filled up with the row that costs most.",
+        "kernels/triton_graphs.py",
+        "spans[:, 2].argmin()",
+        "spans[:, 2].argmax()",
+        _GRAPHS,
+    ),
+    Mutant(
+        "graph-outlives-its-kv",
+        "A graph that was captured over one KV memory is used for another.",
+        "kernels/triton_graphs.py",
+        "next_power_of_two(num_parts), kv_address)",
+        "next_power_of_two(num_parts), 0)",
+        _GRAPHS,
+    ),
+    Mutant(
+        "graph-of-a-chunk",
+        "A step with a prompt's chunk is taken for one of decode rows.",
+        "kernels/triton_graphs.py",
+        " or (spans[:, 1] != 1).any()",
+        "",
+        _GRAPHS,
+    ),
+)

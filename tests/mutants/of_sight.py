@@ -1,0 +1,94 @@
+"""Bugs of what is shown: parts of a request's time, its timeline, the deep look."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_TIMELINE: Final = ("tests/router/test_timeline.py",)
+_CANARY: Final = ("tests/router/test_canary.py",)
+_CORES: Final = ("tests/cores/test_timings.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "prefill-counts-the-queue",
+        "What an attempt waited for at its node is told as computing, too.",
+        "node/timing.py",
+        "prefill_us=to_us(now - begun_at)",
+        "prefill_us=to_us(now - self.came_at)",
+        _TIMELINE,
+    ),
+    Mutant(
+        "reserve-wait-from-the-beginning",
+        "The wait for a lease counts from the Dispatch, though computing goes on beside it.",
+        "node/timing.py",
+        "return 0 if self.told_at is None else to_us(now - self.told_at)",
+        "return to_us(now - self.came_at)",
+        _TIMELINE,
+    ),
+    Mutant(
+        "local-prompt-never-begins",
+        "A node that computes a prompt for itself tells all of it as waiting.",
+        "decode_node/local_prompts.py",
+        "self._not_begun.popleft()[1].begun_at = now",
+        "self._not_begun.popleft()",
+        _CORES,
+    ),
+    Mutant(
+        "admit-from-the-lease",
+        "A receiver counts from the beginning of its lease, not from the Commit.",
+        "decode_node/receiving.py",
+        "lease.commit, lease.committed_at, lease.reply_to = commit, now, reply_to",
+        "lease.commit, lease.reply_to = commit, reply_to",
+        _CORES,
+    ),
+    Mutant(
+        "what-remains-is-lost",
+        "The way between the hosts is no part of anything.",
+        "router/timeline.py",
+        "        take(rest, left, left)\n        left = total - last\n",
+        "        left = total - last\n",
+        _TIMELINE,
+    ),
+    Mutant(
+        "attempts-in-vain-are-queueing",
+        "The time of an attempt that failed is told as waiting for room.",
+        "router/timeline.py",
+        "        self._spend(RETRY, now)\n",
+        "        self._spend(QUEUE, now)\n",
+        _TIMELINE,
+    ),
+    Mutant(
+        "happenings-without-bound",
+        "A request that is refused for hours fills the memory.",
+        "router/timeline.py",
+        "if len(self.happenings) < MAX_EVENTS:",
+        "if len(self.happenings) >= 0:",
+        _TIMELINE,
+    ),
+    Mutant(
+        "canary-compares-nothing",
+        "A pair that gives other tokens is well.",
+        "router/canary.py",
+        "if expected != token_ids:",
+        "if len(expected) != len(token_ids):",
+        _CANARY,
+    ),
+    Mutant(
+        "canary-is-retried",
+        "A pair that fails once and then not is well, and a dead one costs four times as long.",
+        "router/core.py",
+        "replace(self._config, preempt_retry_count=0)",
+        "replace(self._config, preempt_retry_count=3)",
+        _CANARY,
+    ),
+    Mutant(
+        "two-deep-looks",
+        "Who asks again and again keeps the cluster busy with canaries.",
+        "router/canary.py",
+        "        self._is_looking = True\n        try:",
+        "        try:",
+        _CANARY,
+    ),
+)

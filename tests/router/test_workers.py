@@ -1,0 +1,115 @@
+"""`baton router --workers 2` with fake nodes: real processes, of which one is stopped, and one is killed under streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.router_sides import Speaker
+from bench.stepping import Pace
+from tests.router.tiny_model import write_model_text
+
+TEXT = "abcdefgh"  # what the fake nodes say, over and over
+NUM_TOKENS = 80
+
+
+def until(is_so: Callable[[], bool], bound_s: float = 30.0) -> None:
+    end = time.monotonic() + bound_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """A router with two workers, ready to serve with a fake prefill and a fake decode node; and its ready file."""
+    model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
+    flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file)]
+    command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as router:
+        try:
+            until(lambda: ready_file.exists() or router.poll() is not None)
+            ready = json.loads(ready_file.read_text())
+            nodes = [sys.executable, "-m", "bench.fake_node", "--router", ready["registry"]]
+            with subprocess.Popen(nodes, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as speaking:
+                try:
+                    Speaker(speaking).set_pace(Pace(step_ms=40, group=32))
+                    until(lambda: by_worker(ready["url"], "node_up") == {0: 2, 1: 2})
+                    yield router, ready
+                finally:
+                    speaking.kill()
+        finally:
+            router.kill()
+
+
+def by_worker(url: str, name: str) -> dict[int, float]:
+    """A metric's sum, by worker."""
+    found: dict[int, float] = {}
+    for line in httpx.get(f"{url}/metrics", timeout=10).text.splitlines():
+        if match := re.fullmatch(rf'baton_router_{name}{{worker="(\d)".*}} (\S+)', line):
+            found[int(match[1])] = found.get(int(match[1]), 0) + float(match[2])
+    return found
+
+
+async def stream(url: str) -> str:
+    """A completion's text, or nothing if its connection broke."""
+    body = {"model": "model", "prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
+    try:
+        async with httpx.AsyncClient(timeout=30) as client:
+            answer = await client.post(f"{url}/v1/completions", json=body)
+    except httpx.TransportError:
+        return ""
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+async def while_one_dies(url: str, pids: list[int]) -> tuple[list[str], dict[int, float]]:
+    """Streams until both workers have some; then worker 0 is killed. Their texts, and how many each worker had."""
+    streams: list[asyncio.Task[str]] = []
+    live: dict[int, float] = {}
+    while not (live.get(0) and live.get(1)):
+        assert len(streams) < 60
+        streams += [asyncio.create_task(stream(url)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        live = await asyncio.to_thread(by_worker, url, "live_requests")
+    os.kill(pids[0], signal.SIGKILL)
+    return list(await asyncio.gather(*streams)), live
+
+
+@pytest.mark.covers("C05", "R16")
+def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(tmp_path: Path) -> None:
+    with started(tmp_path) as (router, ready):
+        url, pids = ready["url"], ready["workers"]
+        texts, live = asyncio.run(while_one_dies(url, pids))
+        whole = (TEXT * NUM_TOKENS)[:NUM_TOKENS]
+        assert set(texts) == {whole, ""}, "a stream is whole, or its connection broke with its worker"
+        assert texts.count("") == live[0] and texts.count(whole) == live[1], "the other's streams all went on"
+        until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})  # its successor knows the nodes, too
+        os.kill(pids[1], signal.SIGSTOP)
+        assert asyncio.run(stream(url)) == whole, "who hangs keeps no connection waiting"
+        os.kill(pids[1], signal.SIGCONT)
+        router.send_signal(signal.SIGTERM)
+        assert router.wait(10) == 0
+        assert not Path(f"/proc/{pids[1]}").exists()
+
+
+def test_what_keeps_a_worker_from_starting_is_said_and_ends_all_with_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "router", "--model", str(tmp_path / "none"), "--port", "0", "--workers", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("baton router: ")]
+    assert ended.returncode == 2 and len(lines) >= 1 and "none" in lines[0]
+    assert "Traceback" not in ended.stderr
