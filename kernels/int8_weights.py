@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-INT8_SUFFIX: Final = (
-    "-int8"  # of a back end's name, and with it part of the fingerprint: its KV is not that of full weights
-)
+# Of a back end's name, and with it part of the fingerprint: its KV is not that of weights in full.
+INT8_SUFFIX: Final = "-int8"
 GREATEST: Final = 127
 _ROWS_AT_ONCE: Final = 4096  # of what is widened meanwhile
 
