@@ -1,7 +1,8 @@
 """What a mixed node decides: which of its cores hears what, and what the one scheduler that they share does next. Pure.
 
-    Dispatch to another node, what its receiver says, what the KV pool has for it        -> prefill core
-    Dispatch to itself, Reserve, Renew, Release, writes, Commit, moves and their answers -> decode core
+    Dispatch to another node, what its receiver says, what the KV pool has               -> prefill core
+    Dispatch to itself -> waits with the prefill core for what the KV pool has of it     -> decode core
+    Reserve, Renew, Release, writes, Commit, moves and their answers                     -> decode core
     Cancel, router lost, drain                                                           -> both
     StepDone -> completed once; each core reads what its own sequences said
     BlocksStaged -> the scheduler's; what is to be stored is asked for once, at the end of the turn
@@ -16,7 +17,8 @@ It has drained when both have: what one has done, nothing that the other does un
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
 
 from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.scheduler import Scheduler
@@ -24,11 +26,20 @@ from node import events as ev
 from node.identity import NodeIdentity
 from node.steps import StepsAhead, saves_of
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey
+from proto.attempt_key import AttemptKey, attempt_key
 
 
 class FetchingPart(ev.PartOfCore, Protocol):
     """The prefill core, likewise."""
+
+    def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
+        """Whether a prompt of the decode core waits for what the KV pool has, until `take_released` names its first branch."""
+
+    def drop(self, key: AttemptKey) -> None:
+        """Nobody wants such a prompt any more."""
+
+    def take_released(self) -> list[AttemptKey]:
+        """Those that have waited."""
 
     def hold_back(self, is_held_up: bool) -> None:
         """Whether no blocks are to be taken to read the KV pool into."""
@@ -57,6 +68,17 @@ class LeasingPart(ev.PartOfCore, Protocol):
         """See NodeCore."""
 
 
+MAX_HELD: Final = 64  # Dispatches to itself that wait for the KV pool; one more is computed at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A Dispatch to this node itself that waits for the KV pool."""
+
+    event: ev.FromRouter
+    since: float
+
+
 class MixedCore:
     """Two cores over one scheduler and one pool, seen as one."""
 
@@ -71,6 +93,8 @@ class MixedCore:
         self._parts = (prefill, decode)
         self._steps = StepsAhead(scheduler)
         self._num_draining = len(self._parts)  # those that have not said that they have drained
+        self._is_draining = False
+        self._held: dict[AttemptKey, _Held] = {}  # Dispatches to itself, by their first branch
         self._out: list[ev.Action] = []
 
     # ------------------------------------------------------------ the four methods of a core
@@ -91,6 +115,7 @@ class MixedCore:
             case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
                 for part in self._parts:
                     part.take(event, now)
+                self._let_go(event, now)
             case ev.ReserveAnswered() | ev.RenewAnswered() | BlocksTaken() | Answered() | LinkClosed():
                 (self._decode if self._decode.sends(event) else self._prefill).take(event, now)
             case _:
@@ -124,15 +149,56 @@ class MixedCore:
 
     def _dispatch(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> None:
         keys = [AttemptKey(dispatch.request_id, each.choice, dispatch.attempt) for each in dispatch.branches]
-        if dispatch.target.node == self._self:
-            self._decode.take(event, now)
-        elif any(map(self._decode.holds, keys)):  # no right router sends it to two nodes
+        has_lease = any(map(self._decode.holds, keys))  # no right router sends it to two nodes
+        if dispatch.target.node != self._self:
+            if has_lease:
+                self._out.append(ev.Count("stale_refused"))
+            else:
+                self._prefill.take(event, now)
+        elif keys[0] in self._held:
             self._out.append(ev.Count("stale_refused"))
+        elif has_lease or self._is_draining or not self._may_hold(event, dispatch, now):
+            self._decode.take(event, now)
         else:
-            self._prefill.take(event, now)
+            self._held[keys[0]] = _Held(event, now)
+
+    def _may_hold(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> bool:
+        return len(self._held) < MAX_HELD and self._prefill.hold(event.router, dispatch, now)
+
+    def _let_go(self, event: ev.Event, now: float) -> None:
+        """Nobody waits for a router that is gone, or at a node that is to end.
+
+        Of several branches that wait together the decode core's fence refuses those that were cancelled meanwhile.
+        """
+        match event:
+            case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
+                ended = attempt_key(message.cancel.key)
+                for key, held in tuple(self._held.items()):
+                    is_alone = len(held.event.message.dispatch.branches) == 1
+                    if is_alone and key.branch == ended.branch and key.attempt <= ended.attempt:
+                        del self._held[key]
+                        self._prefill.drop(key)
+            case ev.RouterLost(router):
+                for key in [key for key, held in self._held.items() if held.event.router == router]:
+                    del self._held[key]
+                    self._prefill.drop(key)
+            case ev.DrainAsked():
+                self._is_draining = True
+                for key in tuple(self._held):
+                    self._prefill.drop(key)
+                    self._pass_on(key, now)
+
+    def _pass_on(self, key: AttemptKey, now: float) -> None:
+        held = self._held.pop(key)
+        message = pb.RouterMessage()
+        message.CopyFrom(held.event.message)
+        message.dispatch.ms_left = max(1, message.dispatch.ms_left - round(1000 * (now - held.since)))
+        self._decode.take(ev.FromRouter(held.event.router, message), now)
 
     def _finish_turn(self, now: float) -> list[ev.Action]:
         """Plan what can be planned, then let each core go on from there."""
+        for key in self._prefill.take_released():
+            self._pass_on(key, now)
         steps = self._steps.plan()
         self._decode.hold_back(self._steps.is_held_up)
         self._prefill.hold_back(self._decode.has_line)

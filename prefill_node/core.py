@@ -67,6 +67,7 @@ class PrefillCore:
         self._out: list[ev.Action] = []
         self._handovers = Handovers(identity, limits, fingerprint, pool.block_size, self._out)
         self._fetching = Fetching(scheduler, pool, self._out, is_on=limits.reads_kv_pool)
+        self._others_released: list[AttemptKey] = []
 
     # ------------------------------------------------------------ the four methods of a core, and their halves (PartOfCore)
 
@@ -155,6 +156,22 @@ class PrefillCore:
         """Whether no blocks are to be taken to read the KV pool into, because somebody who was here before does not find room."""
         self._fetching.is_held_up = is_held_up
 
+    def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
+        """Whether somebody else's prompt waits for blocks out of the KV pool; then `take_released` names its first branch."""
+        if not self._limits.reads_kv_pool:
+            return False
+        work = work_of(router, dispatch, self._key_seed, self._pool.block_size, now)
+        return self._hold(work, now)
+
+    def drop(self, key: AttemptKey) -> None:
+        """Nobody wants it any more."""
+        self._fetching.drop(key)
+
+    def take_released(self) -> list[AttemptKey]:
+        """Those of somebody else that have waited, once each."""
+        released, self._others_released = self._others_released, []
+        return released
+
     # ------------------------------------------------------------ from the router
 
     def _from_router(self, router: ev.RouterId, message: pb.RouterMessage, now: float) -> None:
@@ -184,15 +201,21 @@ class PrefillCore:
         offer = messages.offer_of(work, self._limits.reserve_wait_s)
         self._tasks.add(PrefillTask(work, Handover(offer), Computed(now)))
         self._timers.set(work.key, work.deadline)
-        matchable, goes_on = work.matchable_keys(self._pool.block_size), bool(work.generated_token_ids)
-        if not self._fetching.hold(work.key, matchable, now, goes_on=goes_on):
+        if not self._hold(work, now):
             self._queue((work.key,))
+
+    def _hold(self, work: Work, now: float) -> bool:
+        matchable, goes_on = work.matchable_keys(self._pool.block_size), bool(work.generated_token_ids)
+        return self._fetching.hold(work.key, matchable, now, goes_on=goes_on)
 
     def _queue(self, keys: Iterable[AttemptKey]) -> None:
         """Have them computed, with what the prefix cache holds by then."""
         for key in keys:
-            self._not_started[key] = None
-            self._scheduler.submit(self._tasks[key].work.to_spec())
+            if key in self._tasks:
+                self._not_started[key] = None
+                self._scheduler.submit(self._tasks[key].work.to_spec())
+            else:
+                self._others_released.append(key)
 
     def _end_below(self, key: AttemptKey, now: float) -> None:
         """End what is older than `key` of its branch."""
@@ -291,7 +314,8 @@ class PrefillCore:
     def _drain(self, deadline: float, now: float) -> None:
         """Take nothing new, give back what is not begun; the rest goes on until it is taken or refused, or the deadline (H15)."""
         self._drain_deadline = min(deadline, self._drain_deadline)
-        self._give_back([self._tasks[key] for key in (*self._fetching.held, *self._not_started)], now)
+        ours = [key for key in self._fetching.held if key in self._tasks]
+        self._give_back([self._tasks[key] for key in (*ours, *self._not_started)], now)
 
     def _give_back(self, tasks: Iterable[PrefillTask], now: float) -> None:
         for task in tasks:

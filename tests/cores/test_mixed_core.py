@@ -214,6 +214,15 @@ class DrainingPart:
     def load(self) -> pb.LoadReport:
         return pb.LoadReport(waiting=3)
 
+    def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
+        return False
+
+    def drop(self, key: AttemptKey) -> None:
+        pass
+
+    def take_released(self) -> list[AttemptKey]:
+        return []
+
     def tell_speed(self, report: pb.LoadReport) -> None:
         report.prefill_tokens_per_s = 100.0
 
