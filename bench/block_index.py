@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.block_caches import PIECE, SHARED, Asked, Caches
+from bench.frame import check_files
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from router.cache_index import CacheIndex
@@ -59,6 +60,7 @@ class CacheIndexConfig:
 
     def __post_init__(self) -> None:
         self.sizes()
+        check_files(self.output)
 
     def sizes(self) -> list[Case]:
         """Those of --cases. ValueError: they are none."""

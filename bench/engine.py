@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from bench.frame import check_files
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
@@ -57,8 +58,7 @@ class EngineConfig:
         for name in ("batches", "contexts"):
             _numbers(name, getattr(self, name))
         _chunks(self.chunks)
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.frame import check_files
 from bench.kv_pool_ways import BASELINE, Blocks, Way, make_ways
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
@@ -56,8 +57,7 @@ class KvPoolBenchConfig:
             raise ValueError("--block-kib: a run holds one block at least")
         if self.folder is not None and not self.folder.is_dir():
             raise ValueError(f"--folder {self.folder}: is no folder")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 class Sample(NamedTuple):

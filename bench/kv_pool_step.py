@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.distribution import percentile
+from bench.frame import check_files
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from connector.kv_record import KvRecords
@@ -64,8 +65,7 @@ class StepBenchConfig:
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
     @property
     def longest(self) -> int:

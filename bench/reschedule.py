@@ -54,7 +54,11 @@ _SLACK_BLOCKS: Final = 2  # of decode-0's pool, when the first stream is as long
 class RescheduleConfig:
     """One run."""
 
-    model: Path = knob(help="model directory; baton model make", metavar="DIR")
+    model: Path = knob(
+        help="model directory; of one whose steps take milliseconds, such as baton model make --like smollm2-135m: a tiny one has "
+        "said all its tokens before it can be preempted",
+        metavar="DIR",
+    )
     rounds: int = knob(2, "preemptions of each way", low=1, high=1000)
     prompt_blocks: int = knob(48, f"of each prompt, {BLOCK_SIZE} tokens each", low=1, high=1 << 16)
     tokens_before: int = knob(
@@ -190,9 +194,10 @@ async def _preempt(fleet: Fleet, way: str, is_cached: bool, bodies: list[dict[st
         now - then for now, then in zip(_counted(fleet, prefill), before, strict=True)
     )
     if retries != 1 or any(run.error for run in runs):
-        errors = [run.error for run in runs]
+        errors = "".join(f"; {run.error}" for run in runs if run.error)
         raise ClusterProblem(
-            f"{way}: {retries:g} preemptions since all were awake, not one: {errors}; a larger --tokens-before leaves more time"
+            f"{way}: {retries:g} preemptions since all were awake, not one{errors}. A larger --tokens-before, or a model "
+            "whose steps take longer, leaves more time"
         )
     stream = runs[1]  # who came later gives way
     cached = stream.prompt_tokens if is_cached else 0

@@ -81,7 +81,7 @@ class UpConfig:
         metavar="URL",
     )
     kv_pool_max_mib: int | None = _of_nodes("MiB that the KV pool may hold")
-    kv_pool_ttl_s: float | None = _of_nodes("seconds that a block stays in a Redis unused")
+    kv_pool_ttl_s: float | None = _of_nodes("seconds that a block stays in a Redis or a directory unused")
     kv_pool_staging_mib: int | None = _of_nodes("MiB for blocks that wait to be written there")
     kv_pool_secret_file: Path | None = knob(
         None, "handed on to every node: file with the secret by which they know their own blocks there", metavar="FILE"

@@ -161,7 +161,7 @@ class NodeConfig:
         None, "MiB that the KV pool may hold, the least recently used block goes first; none: 8192", low=1, high=1 << 40
     )
     kv_pool_ttl_s: float | None = knob(
-        None, "seconds that a block stays in a Redis unused; none: 86400, a day", low=1, high=1 << 30
+        None, "seconds that a block stays in a Redis or a directory unused; none: 86400, a day", low=1, high=1 << 30
     )
     kv_pool_staging_mib: int | None = knob(
         None,

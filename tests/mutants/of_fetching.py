@@ -143,7 +143,7 @@ MUTANTS: Final = (
         "fetch-holds-up-a-drain",
         "A draining node does not give back who waits for the pool.",
         "prefill_node/core.py",
-        "for key in (*self._fetching.held, *self._not_started)",
+        "for key in (*ours, *self._not_started)",
         "for key in self._not_started",
         _CORE,
     ),

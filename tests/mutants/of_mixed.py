@@ -15,6 +15,7 @@ _LIVES: Final = (
     "tests/cores/test_random_lives.py::"
     "test_a_node_that_prefills_for_itself_says_the_right_tokens_once_and_ends_each_branch_once_in_any_order_of_events",
 )
+_READING: Final = ("tests/cores/test_mixed_reading.py",)
 _ROUTER: Final = ("tests/router/test_core_mixed.py",)
 
 MUTANTS: Final = (
@@ -22,8 +23,8 @@ MUTANTS: Final = (
         "mixed-hands-over-to-itself",
         "A mixed node takes a Dispatch to itself for one to another node, and asks itself for a lease.",
         "mixed_node/core.py",
-        "if dispatch.target.node == self._self:",
-        "if dispatch.target.node.name == self._self.name and not self._self.incarnation:",
+        "if dispatch.target.node != self._self:",
+        "if dispatch.target.node != self._self or self._self.incarnation:",
         _WORLD,
     ),
     Mutant(
@@ -38,8 +39,8 @@ MUTANTS: Final = (
         "mixed-attempt-in-two-cores",
         "A Dispatch of an attempt that waits for its Commit starts a second sequence of the same name.",
         "mixed_node/core.py",
-        "if any(map(self._decode.holds, keys)):",
-        "if not keys:",
+        "has_lease = any(map(self._decode.holds, keys))",
+        "has_lease = False",
         _CORE,
     ),
     Mutant(
@@ -244,5 +245,53 @@ MUTANTS: Final = (
         "DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})",
         "DECODING: Final = frozenset({pb.ROLE_DECODE})",
         _ROUTER,
+    ),
+    Mutant(
+        "mixed-reads-nothing-for-itself",
+        "A mixed node looks into the KV pool for other nodes' prompts only.",
+        "mixed_node/core.py",
+        "return len(self._held) < MAX_HELD and self._prefill.hold(event.router, dispatch, now)",
+        "return False",
+        _READING,
+    ),
+    Mutant(
+        "mixed-waiting-is-free",
+        "The time that a prompt waited for the KV pool does not count towards its deadline.",
+        "mixed_node/core.py",
+        "message.dispatch.ms_left - round(1000 * (now - held.since))",
+        "message.dispatch.ms_left",
+        _READING,
+    ),
+    Mutant(
+        "mixed-waits-for-a-lost-router",
+        "What waits for the KV pool is begun although its router has gone.",
+        "mixed_node/core.py",
+        "if held.event.router == router]",
+        "if held.event.router != router]",
+        _READING,
+    ),
+    Mutant(
+        "mixed-drain-forgets-who-waits",
+        "A mixed node that drains tells nobody that it will not begin with who waits for the KV pool.",
+        "mixed_node/core.py",
+        "for key in tuple(self._held):",
+        "for key in ():",
+        _READING,
+    ),
+    Mutant(
+        "mixed-cancel-leaves-who-waits",
+        "A request that waits for the KV pool goes on waiting when it is cancelled.",
+        "mixed_node/core.py",
+        "if is_alone and key.branch == ended.branch",
+        "if not is_alone and key.branch == ended.branch",
+        _READING,
+    ),
+    Mutant(
+        "mixed-repeated-dispatch-goes-past-who-waits",
+        "A Dispatch that comes again while the first one waits for the KV pool is begun beside it.",
+        "mixed_node/core.py",
+        "elif keys[0] in self._held:",
+        "elif not keys:",
+        _READING,
     ),
 )

@@ -126,7 +126,7 @@ MUTANTS: Final = (
         "drained-prefill-forgets-what-it-began",
         "A prefill node that drains gives back what it has begun as well.",
         "prefill_node/core.py",
-        "self._give_back([self._tasks[key] for key in (*self._fetching.held, *self._not_started)], now)",
+        "self._give_back([self._tasks[key] for key in (*ours, *self._not_started)], now)",
         "self._give_back([*self._tasks], now)",
         ("tests/cores/test_prefill_core.py",),
     ),
