@@ -1,7 +1,7 @@
 """Memory for packed weights, on huge pages where the kernel gives them.
 
 A decode step reads every weight once, in order. Where pages are small, hardware prefetchers stop at the end of each, for the
-next one lies elsewhere; on pages of 2 MiB the same reads took 5 to 10 % less time (bench/results/engine.md). Weights are cut off
+next one lies elsewhere; on pages of 2 MiB the same reads take less time. Weights are cut off
 the front of large pieces, one behind the other, as the layers want them. Imports torch only. Not here: KV (engine/shared_bytes.py).
 """
 

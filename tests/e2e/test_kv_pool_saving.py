@@ -105,6 +105,11 @@ def test_every_role_saves_the_same_blocks_under_the_same_keys_and_each_is_writte
     assert sum(by_node["prefill-0"].values()) % num_prompt == 0, "a prefill node's is the prompt"
 
 
+def staging(cluster: RoleByRole) -> list[str]:
+    """Nodes with blocks that are not written yet."""
+    return [name for name in ("decode-0", "mixed-0") if cluster.state(name)["kv_pool"]["staging_blocks_used"]]
+
+
 @pytest.mark.covers("W01", "D08")
 def test_what_is_staged_is_written_before_a_node_that_drains_has_gone(
     all_roles: RoleByRole, redis: RedisServer, fresh_seed: int
@@ -113,7 +118,7 @@ def test_what_is_staged_is_written_before_a_node_that_drains_has_gone(
     rng = random.Random(fresh_seed)
     prompt = [rng.randrange(256) for _ in range(3 * BLOCK_SIZE)]
     keys = keys_of(all_roles, "mixed-0", prompt)
-    body = {"model": "llama-tiny", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    body = {"model": "llama-tiny", "prompt": prompt, "max_tokens": 150, "ignore_eos": True, "stream": True}
     try:
         with all_roles.http.stream("POST", f"{all_roles.url}/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -121,7 +126,8 @@ def test_what_is_staged_is_written_before_a_node_that_drains_has_gone(
             redis.freeze()
             frozen_at = time.monotonic()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        (node,) = (name for name in ("decode-0", "mixed-0") if all_roles.state(name)["kv_pool"]["staging_blocks_used"])
+        wait_until("its blocks are staged", lambda: bool(staging(all_roles)))
+        (node,) = staging(all_roles)
         all_roles.terminate(node)
         wait_until("it has nothing else to do", lambda: "drain_over" in all_roles.log_text(node))
         with pytest.raises(subprocess.TimeoutExpired):

@@ -100,7 +100,15 @@ def test_a_mixed_node_started_by_hand_ends_aborted_work_and_takes_no_stream_with
 ) -> None:
     rng = random.Random(fresh_seed)
     with (
-        started_role_by_role(tiny_model, tmp_path, {"router": (), "mixed-0": (), "mixed-1": ()}) as cluster,
+        started_role_by_role(
+            tiny_model,
+            tmp_path,
+            {
+                "router": ("--placement-prefill", "least_loaded"),
+                "mixed-0": (),
+                "mixed-1": (),
+            },  # not where it was before
+        ) as cluster,
         ThreadPoolExecutor(4) as threads,
     ):
         with cluster.http.stream(

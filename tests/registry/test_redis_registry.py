@@ -357,9 +357,11 @@ def test_a_server_that_does_not_speak_redis_is_a_registry_that_is_down(fresh_see
     )
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1 << 16):
-            writer.write(rng.choice(openings) + rng.randbytes(rng.randrange(60)) + rng.choice((b"", b"\r\n")))
-        writer.close()
+        try:
+            while await reader.read(1 << 16):
+                writer.write(rng.choice(openings) + rng.randbytes(rng.randrange(60)) + rng.choice((b"", b"\r\n")))
+        finally:  # who is still read at the end of the test is cancelled
+            writer.transport.abort()
 
     async def scenario() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)

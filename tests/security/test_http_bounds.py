@@ -59,7 +59,7 @@ class Served:
         except ConnectionError:
             return b""
         finally:
-            writer.close()
+            writer.transport.abort()
 
 
 @asynccontextmanager
@@ -126,7 +126,7 @@ def test_a_head_that_does_not_come_is_closed_and_one_that_dawdles_is_408() -> No
             writer.write(GET + b"GET / HT")
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             assert b"408 Request Timeout" in await reader.read()
-            writer.close()
+            writer.transport.abort()
 
     asyncio.run(run())
 
@@ -144,7 +144,7 @@ def test_a_slow_answer_and_a_slow_body_are_no_slow_head() -> None:
             app.may_answer.set()
             assert (await reader.read()).endswith(b"\r\n\r\n4")
             assert app.refused == []
-            writer.close()
+            writer.transport.abort()
 
     asyncio.run(run())
 
@@ -172,14 +172,14 @@ def test_requests_sent_ahead_of_an_answer_are_bounded() -> None:
             writer.write(GET * (MAX_PIPELINED + 2))
             assert await reader.read() == b""
             assert app.refused == ["pipelined"]
-            writer.close()
+            writer.transport.abort()
             app.may_answer.set()
             reader, writer = await app.connect()
             writer.write(GET * 3)
             for _ in range(3):
                 assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
                 assert await reader.readexactly(1) == b"0"
-            writer.close()
+            writer.transport.abort()
 
     asyncio.run(run())
 
@@ -224,7 +224,7 @@ def test_over_the_bound_on_connections_requests_are_503_and_probes_are_answered(
             assert await app.say(probe) == b""
             assert app.refused == ["connections"] * 2
             for _, writer in held:
-                writer.close()
+                writer.transport.abort()
             last = GET.replace(b"host: a", b"connection: close")
             async with asyncio.timeout(10):
                 while status(await app.say(last) or b"x 503 ") != 200:  # noqa: ASYNC110 - they close one by one

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from engine.block_pool import BlockCounts, BlockState
+from mixed_node.core import MAX_HELD
 from prefill_node.fetching import MAX_FETCHES, MAX_LOOKS, POOL_SHARE
 from proto import baton_pb2 as pb
 from router.core import RouterCore
@@ -144,7 +145,7 @@ def check_bounds(node: SimNode, state: Mapping[str, object]) -> None:
         "waiting_reserves": limits.max_waiting_reserves,
         "links": 2 * MAX_HOSTS,
         "reserves_unanswered": MAX_UNANSWERED,
-        "waiting_for_kv": limits.max_attempts,
+        "waiting_for_kv": limits.max_attempts + (MAX_HELD if is_mixed else 0),
         "kv_looks": MAX_LOOKS,
         "kv_fetches": MAX_FETCHES,
         "blocks_of_fetches": node.pool.num_blocks // POOL_SHARE,
