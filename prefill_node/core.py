@@ -301,7 +301,8 @@ class PrefillCore:
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
         self._fetching.cost.turned(self._scheduler.steps_in_flight > 0, now)
-        is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.num_saves)
+        # What was cancelled is in the scheduler until the step that computes it has been read.
+        is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.has_sequences)
         if self._drain_deadline < inf and is_empty and not self._has_said_drained:
             self._has_said_drained = True
             self._out.append(ev.Drained())

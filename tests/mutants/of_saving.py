@@ -112,7 +112,7 @@ MUTANTS: Final = (
         "prefill-node-drained-before-it-is-staged",
         "A prefill node says that it has drained while blocks are being copied.",
         "prefill_node/core.py",
-        "self._handovers.num_asked or self._scheduler.num_saves)",
+        "self._handovers.num_asked or self._scheduler.has_sequences)",
         "self._handovers.num_asked)",
         _CORES,
     ),

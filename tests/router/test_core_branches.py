@@ -319,6 +319,18 @@ def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended
 
 
 @pytest.mark.covers("A02", "R11")
+def test_a_request_all_of_whose_choices_lack_logprobs_that_died_ends_once() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=0)
+    world.submit("a", num_choices=3, num_logprobs=0, wants_prompt_logprobs=True)
+    for choice in range(3):
+        world.tokens_from("d1", "a", 0, [7], choice=choice, **scored(1))
+    assert len(world.cancels("a")) == 0
+    world.feed(SessionLost(ref("p1")))
+    assert world.failure("a").code == "NODE_LOST"
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.covers("A02", "R11")
 @pytest.mark.parametrize("is_drained", [False, True])
 def test_a_stream_whose_prompts_logprobs_died_is_begun_anew_at_once_and_not_at_its_end(is_drained: bool) -> None:
     world = CoreWorld.with_nodes("p1", "d1", "p2", preempt_retry_count=int(not is_drained))
