@@ -196,7 +196,8 @@ class RouterCore:
             for branch in self._live.unscored_at(ref):
                 if ref in change.died:
                     branch.tries.saw_death(ref)
-                if branch.pair is not None and self._live.find(branch.key) is branch:  # else its request has ended for another's
+                is_here = self._live.find(branch.key) is branch  # else its request has ended for another's sake
+                if branch.pair is not None and is_here:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions
         if self._caches is not None and (change.has_other_pool or not isinstance(event, ev.LoadReported)):
