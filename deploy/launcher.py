@@ -228,8 +228,8 @@ class _Launcher:
         return [*command, "--registry-port", "0", *self._shared_file()]
 
     def _node_command(self, name: str, registry: str, threads: int) -> list[str]:
-        config = self._config
-        command = ["deploy.node_process", name.split("-")[0], "--model", str(config.model), "--node-id", name]
+        config, role = self._config, name.split("-")[0]
+        command = ["deploy.node_process", role, "--model", str(config.model), "--node-id", name]
         command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
         if config.registry == EMBEDDED:
             command += ["--router", registry]
@@ -237,6 +237,8 @@ class _Launcher:
             value = getattr(config, field)
             if value is not None:
                 command += ["--" + field.replace("_", "-"), str(value)]
+        if (tp := config.tp_of(role)) is not None:
+            command += ["--tp", str(tp)]
         return [*command, "--threads", str(threads), *self._shared_file()]
 
     def _shared_file(self) -> list[str]:

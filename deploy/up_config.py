@@ -88,6 +88,9 @@ class UpConfig:
     )
     save_preempted_kv: Literal["on", "off"] | None = _of_nodes("whether who gave way is saved there", low=None)
     save_finished_kv: Literal["on", "off"] | None = _of_nodes("whether who is done is saved there", low=None)
+    tp: int | None = knob(None, "handed on to nodes: ranks of each that compute together, tensor parallel", low=1)
+    prefill_tp: int | None = knob(None, "the same for prefill nodes; none: as --tp", low=1)
+    decode_tp: int | None = knob(None, "the same for decode nodes; none: as --tp", low=1)
     threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
@@ -98,6 +101,11 @@ class UpConfig:
         """How many nodes of each role there are to be; only roles that have any."""
         numbers = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return {role: number for role, number in numbers.items() if number}
+
+    def tp_of(self, role: str) -> int | None:
+        """What nodes of this role are told, if anything."""
+        own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role)
+        return self.tp if own is None else own
 
     @property
     def may_prefill(self) -> bool:

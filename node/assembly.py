@@ -64,6 +64,11 @@ class NodeEngine:
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
     @property
+    def rank_pids(self) -> Sequence[int]:
+        """Process ids of the other ranks."""
+        return () if self.ranks is None else self.ranks.pids
+
+    @property
     def rank_ends(self) -> Sequence[tuple[int, Future[None]]]:
         """See RankProcesses.ends."""
         return () if self.ranks is None else self.ranks.ends

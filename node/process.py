@@ -328,6 +328,7 @@ class _NodeProcess:
             is_bit_exact=self._engine.inexactness is None,
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
+            rank_pids=self._engine.rank_pids,
         )
         told = (transport.snapshot, routers.sessions.snapshot, kv_pool.snapshot)
         return NodeView(facts, Sources(self._core, self._counters, self._measures, *told, self._ending))
@@ -346,6 +347,7 @@ class _NodeProcess:
             started_ms=self._started_ms,
             draining=self._ending.is_draining,
             local_prefill=self._prefills_locally,
+            num_ranks=self._config.tp,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:

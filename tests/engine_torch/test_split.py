@@ -28,9 +28,11 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from engine.split import Split, check_split
 from kernels.choice import WeightDtype
+from kernels.interface import AttentionBatch, Kernels
 from tests.engine_torch.conftest import TINY
 from tests.engine_torch.rank_threads import RankThreads, rank_threads
 from tests.engine_torch.test_row_bits import Scenario, scenarios, tokens
+from tests.kernels.back_ends import BACK_ENDS, TRITON
 from tests.kernels_choice import KERNELS
 
 SHAPES: dict[str, ModelSize] = {
@@ -145,6 +147,54 @@ def test_a_runner_with_followers_says_what_one_alone_says(split_dirs: MakeModel,
     ):
         assert tokens_of(runner, 20) == expected
     assert mirror or np.array_equal(shared.bytes, alone.bytes)
+
+
+@pytest.mark.covers("H14", "M06")
+@pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_part_of_a_products_columns_has_the_bits_of_the_whole(kernels: Kernels, dtype: torch.dtype) -> None:
+    for width_in, width_out in ((100, 60), (576, 576), (1536, 576), (4864, 128)):
+        generator = torch.Generator().manual_seed(width_in)
+        weight = torch.randn(width_out, width_in, generator=generator).to(dtype)
+        x = torch.randn(40, width_in, generator=generator).to(dtype)
+        whole = kernels.pack_linear(weight)(x)
+        for split in (Split(0, 2), Split(1, 2), Split(2, 4), Split(1, 3)):
+            part = split.part(width_out)
+            linear = kernels.pack_linear(weight[part])
+            assert all(torch.equal(linear(x[:count]), whole[:count, part]) for count in (1, 2, 7, 40))
+
+
+@pytest.mark.covers("H14", "M06")
+@pytest.mark.parametrize(
+    "kernels", [each for each in BACK_ENDS if each not in TRITON], ids=lambda kernels: kernels.name
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_attention_over_some_of_a_pools_heads_has_the_bits_of_attention_over_all(
+    kernels: Kernels, dtype: torch.dtype, block_size: int
+) -> None:
+    num_kv_heads, group, head_dim, num_rows = 4, 2, 24, 150
+    num_blocks = -(-num_rows // block_size)
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_blocks, 2, 2, block_size, num_kv_heads, head_dim)
+    queries = torch.randn(num_rows, num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, num_rows, num_kv_heads, head_dim, generator=generator).to(dtype)
+    spans = [[0, 100, 0], *([row, 1, row] for row in range(100, num_rows))]  # a chunk, then each by itself
+    tables = torch.arange(num_blocks).flip(0).repeat(len(spans), 1)
+    positions = torch.arange(num_rows)
+    writes = (num_blocks - 1 - positions // block_size) * block_size + positions % block_size
+    batch = AttentionBatch(np.array(spans, np.int32), tables, writes)
+    whole, parts = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
+    attention = kernels.step_attention(whole, batch, num_kv_heads * group)
+    attention.write(1, keys, values)
+    expected = attention.attend(1, queries, 70)
+    for rank in range(2):
+        heads, of_queries = Split(rank, 2).part(num_kv_heads), Split(rank, 2).part(num_kv_heads * group)
+        attention = kernels.step_attention(parts[..., heads, :], batch, num_kv_heads * group // 2)
+        attention.write(1, keys[:, heads], values[:, heads])
+        found = attention.attend(1, queries[:, of_queries].contiguous(), 70)
+        assert torch.equal(found, expected[:, of_queries])
+    assert torch.equal(parts.view(torch.uint8), whole.view(torch.uint8))
 
 
 @pytest.mark.parametrize("size", range(1, 9))
