@@ -130,16 +130,8 @@ def build_engine(
         key_seed=key_seed,
     )
     runner = TorchRunner(model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers)
-    return NodeEngine(
-        model_config=model_config,
-        sizes=sizes,
-        memory=machine.memory,
-        runner=runner,
-        ranks=machine.ranks,
-        parts=parts,
-        inexactness=machine.inexactness,
-        kernels_shortfall=model.shortfall,
-    )
+    found = (machine.inexactness, model.shortfall)
+    return NodeEngine(model_config, sizes, machine.memory, runner, machine.ranks, parts, *found)
 
 
 class _Machine(NamedTuple):

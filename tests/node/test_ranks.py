@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,7 @@ def wait_for_end(descriptors: Sequence[int]) -> None:
 def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_one_engine(
     model_dir: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    """From nodes of two and of one to nodes of two and of one, two requests each way. Then a node is killed, and a rank of another."""
+    """From nodes of two and of one to nodes of two and of one. Then a node is killed, and a rank of another."""
     draw = random.Random(fresh_seed)
     lengths = (1, 16, 31, 49, 96, 130, 200, 17)  # around block (16) and chunk (48) borders
     specs = [
@@ -77,7 +78,7 @@ def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_on
                     await stream.end.wait()
                     assert stream.error is None and stream.from_receiver > 1
                 for (_, size), entry in entries.items():
-                    state = await until_free(entry)
+                    state: dict[str, Any] = await until_free(entry)
                     assert state["tp"] == size
                     assert len(state["kv_bytes_sent"]) + len(state["kv_bytes_received"]) == 2, "of both sizes"
         finally:
