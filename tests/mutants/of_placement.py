@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 
 _RANKING: Final = ("tests/router/test_ranking.py",)
 _KINDS: Final = ("tests/router/test_node_kinds.py",)
+_CACHES: Final = ("tests/router/test_core_caches.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -72,7 +73,7 @@ MUTANTS: Final = (
         "router/nodes.py",
         "            self._kinds.look_at_rates()\n",
         "            pass\n",
-        _KINDS,
+        _CACHES,
     ),
     Mutant(
         "lost-node-keeps-its-kind",

@@ -21,6 +21,7 @@ from router.placement import (
     PowerOfTwo,
     Prompt,
     RoundRobin,
+    estimate,
 )
 from router.ranking import NOBODY, Among, Candidate, Load, Ranking
 from tests.router.plain_placement import PlainCacheAware, PlainLeastLoaded, PlainPolicy, PlainTurns
@@ -91,7 +92,7 @@ candidates = st.builds(
     Candidate,
     refs,
     st.sampled_from((b"x", b"y")),
-    st.tuples(st.sampled_from((0, 16, 100, 400, 2000)), st.sampled_from((0.0, 0.5))),
+    st.tuples(st.sampled_from((0, 0, 0, 100, 2000)), st.sampled_from((0.0, 0.0, 0.5))),
     st.builds(PrefillSpeed, st.sampled_from((1e-4, 4e-4)), st.just(16), fetches),
     st.sampled_from((b"", b"", b"one")),
 )
@@ -174,6 +175,22 @@ def test_power_of_two_never_takes_who_is_left_out_nor_the_most_loaded_of_all(
         assert chosen in able
         worse = [ref for ref, load in able.items() if load >= able[chosen] and ref != chosen]
         assert worse or len(able) == 1
+
+
+@pytest.mark.covers("R02")
+def test_where_a_pool_has_the_prompt_nobody_stands_for_the_others() -> None:
+    """Fetching is a little sooner than computing, rounded it is a little later; that it would compute sooner does not count."""
+    slow = FetchSpeed(0.0, 0.0155, 1.0, 0.0)
+    fetches = Candidate(NodeRef("a", 1), b"x", (0, 0.0), PrefillSpeed(1e-3, 16, slow), b"one")
+    computes = Candidate(NodeRef("b", 1), b"x", (20, 0.0), PrefillSpeed(1e-3, 16))
+    prompt = Prompt(950, {}, {(b"one", b"x"): 944})
+    assert 0.9 < estimate(fetches, prompt).seconds < 0.95 and estimate(fetches, prompt).num_fetched
+    assert estimate(computes, prompt).seconds == 0.97
+    world = World()
+    world.put(fetches)
+    world.put(computes)
+    assert PlainCacheAware(Imbalance()).choose([fetches, computes], prompt) == computes.node
+    assert CacheAware(Imbalance()).choose(world.among(set(), None), prompt) == computes.node
 
 
 def test_the_first_of_all_is_nobodys_name() -> None:
