@@ -91,7 +91,9 @@ class UpConfig:
     tp: int | None = knob(None, "handed on to nodes: ranks of each that compute together, tensor parallel", low=1)
     prefill_tp: int | None = knob(None, "the same for prefill nodes; none: as --tp", low=1)
     decode_tp: int | None = knob(None, "the same for decode nodes; none: as --tp", low=1)
-    threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
+    threads: int | None = _of_nodes(
+        "threads that compute; none: the machine's cores, in equal parts for all ranks of all nodes"
+    )
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
     )
@@ -106,6 +108,12 @@ class UpConfig:
         """What nodes of this role are told, if anything."""
         own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role)
         return self.tp if own is None else own
+
+    def threads_by_role(self, num_cores: int) -> dict[str, int]:
+        """Compute threads of a node of each role that there is: at least one a rank."""
+        ranks = {role: self.tp_of(role) or 1 for role in self.nodes}
+        num_ranks = sum(ranks[role] * number for role, number in self.nodes.items())
+        return {role: self.threads or max(num_cores // num_ranks, 1) * ranks[role] for role in ranks}
 
     @property
     def may_prefill(self) -> bool:

@@ -189,3 +189,11 @@ def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
     assert told("--tp", "2") == [2, 2, 2]
     assert told("--tp", "2", "--decode-tp", "1") == [2, 1, 2]
     assert told("--prefill-tp", "4") == [4, None, None]
+
+    def threads(num_cores: int, *flags: str) -> dict[str, int]:
+        return load(UpConfig, "baton up", "", ["--model", str(tmp_path), *flags]).threads_by_role(num_cores)
+
+    assert threads(8) == {"prefill": 4, "decode": 4}
+    assert threads(8, "--decode-tp", "3") == {"prefill": 2, "decode": 6}
+    assert threads(2, "--mixed", "2", "--tp", "2") == {"prefill": 2, "decode": 2, "mixed": 2}
+    assert threads(8, "--tp", "2", "--threads", "1") == {"prefill": 1, "decode": 1}
