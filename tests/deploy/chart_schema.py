@@ -130,7 +130,7 @@ def make_schema() -> Schema:
         mixed=node,
         redis=exactly(
             url=TEXT | {"pattern": "^(|rediss?://.+)$"},
-            urlSecret=secret,
+            urlSecret=exactly(name=TEXT, key=TEXT, port=PORT),
             image=TEXT,
             passwordSecret=secret,
             resources=resources,
