@@ -1,6 +1,6 @@
-"""A stand-in for Kubernetes' API server, as far as `helm install` asks one: it says which kinds there are, has nothing, and takes all.
+"""A stand-in for Kubernetes' API server, as far as `helm install` asks one: it names the kinds, has nothing, takes all.
 
-What it is given it keeps, in order. It judges nothing (tests/deploy/kubernetes_types.py does), runs nothing, and listens on loopback.
+What it is given it keeps, in order. It judges nothing (kubernetes_types.py does), runs nothing, and listens on loopback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def answer_to(path: str) -> dict[str, Any] | None:
             "apiVersion": "v1",
             "groupVersion": f"{group}/{version}".lstrip("/"),
             "resources": [
-                {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get", "create", "patch"]}
+                {
+                    "name": name,
+                    "singularName": "",
+                    "namespaced": True,
+                    "kind": kind,
+                    "verbs": ["get", "create", "patch"],
+                }
                 for kind, name in kinds.items()
             ],
         }

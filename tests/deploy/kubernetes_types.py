@@ -1,7 +1,8 @@
-"""What Kubernetes takes: objects held against the classes of its own Python client, strictly: unknown and missing fields, and types.
+"""What Kubernetes takes: objects held against the classes of its own Python client: no unknown or missing field, right types.
 
 The classes are generated from the API's OpenAPI description (v1.37). They are read as text: a package of 75 MB with its
-dependencies would be imported else. The two kinds of others are spelled here, as far as the chart goes. Not here: what an object means (pods.py, policies.py).
+dependencies would be imported else. The two kinds of others are spelled here, as far as the chart goes. Not here: what an
+object means (pods.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CHOICES: Final = {
     "whenUnsatisfiable": {"DoNotSchedule", "ScheduleAnyway"},
 }
 _SECRET_KEY: Final = {"name!": "str", "key!": "str"}
-# https://cert-manager.io/docs/reference/api-docs, https://prometheus-operator.dev/docs/api-reference/api (both of 2026); !: must be there
+# https://cert-manager.io/docs/reference/api-docs, https://prometheus-operator.dev/docs/api-reference/api; !: must be there
 _OF_OTHERS: Final[dict[str, dict[str, Any]]] = {
     "Certificate": {
         "apiVersion!": "str",

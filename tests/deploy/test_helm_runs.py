@@ -1,7 +1,8 @@
-"""What the chart's pods would run, run here: their commands, variables, ports, probes and secrets as Helm rendered them, with TLS and keys.
+"""What the chart's pods would run, run here: their commands, variables, ports, probes and secrets as Helm rendered them.
 
-Each pod is a process with an address of loopback of its own, and a mount namespace in which the cluster's names are known. What it opens to
-others is held against the network policies. Not here: Kubernetes, so neither containers nor Services; images: tests/compose.
+With TLS, keys and a password. Each pod is a process with an address of loopback of its own, and a mount namespace in which
+the cluster's names are known. What it opens to others is held against the network policies. Not here: Kubernetes, so neither
+containers nor Services; images: tests/compose.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import httpx
 import psutil
 import pytest
 
-from engine.make_model import SIZES, make_model
+from engine.make_model import make_model
+from engine.model_sizes import SIZES
 from runtime.certificates import make_authority, sign_host
 from tests.deploy.chart_cases import SWITCHES, TINY, TLS, together
 from tests.deploy.installs import ROOT, run_helm
@@ -87,7 +89,14 @@ class Cluster:
         else:
             command = [sys.executable, "-m", "deploy.cli", *arguments]
         command = [part.replace("$(REDIS_PASSWORD)", PASSWORD) for part in command]
-        own = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(self._folder / "hosts")]
+        own = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            'mount --bind "$0" /etc/hosts && exec "$@"',
+            str(self._folder / "hosts"),
+        ]
         with (self._folder / f"{role}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*own, *command], cwd=ROOT, env={"PATH": os.environ["PATH"]} | variables, stdout=log, stderr=log
@@ -121,7 +130,9 @@ class Cluster:
             for each in psutil.Process(pod.process.pid).net_connections("tcp"):
                 if each.status != psutil.CONN_ESTABLISHED:
                     continue
-                own, other = (end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr))  # gRPC's are both kinds
+                own, other = (
+                    end.ip.removeprefix("::ffff:") for end in (each.laddr, each.raddr)
+                )  # gRPC's are both kinds
                 was_dialled = own == self.addresses[role] and each.laddr.port in pod.pods.ports.values()
                 if other in places and not was_dialled:
                     found.add((role, places[other], each.raddr.port))
@@ -170,7 +181,10 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """All pods, ready. It needs a mount namespace, so root."""
     need_redis()
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    ):
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no mount namespaces here: they are root's")
     outcome = run_helm({"": VALUES}).outcomes[""]
     assert outcome.error == ""
