@@ -9,7 +9,7 @@ import dataclasses
 import json
 import random
 import re
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from runtime.config import parse
 from tests.conftest import RUN_SEED
 from tests.deploy.chart_cases import MIXED_ONLY, SWITCHES, TINY, TLS, WRONG, Values, drawn, together, values_of
-from tests.deploy.chart_schema import CHART, OF_THE_CHART, SCHEMA_FILE, make_schema
+from tests.deploy.chart_schema import CHART
 from tests.deploy.installs import ROOT, Engine, run_helm
 from tests.deploy.kubernetes_types import problems_of
 from tests.deploy.pods import (
@@ -90,34 +90,6 @@ def test_kubernetes_would_take_every_object(engine: Engine) -> None:
 def test_a_wrong_value_is_refused_by_its_name(engine: Engine, name: str) -> None:
     outcome = engine.outcomes[name]
     assert WRONG[name][1] in outcome.error and outcome.install.manifests == []
-
-
-def test_the_schema_is_what_the_knobs_say() -> None:
-    assert json.loads(SCHEMA_FILE.read_text()) == make_schema(), "python -m tests.deploy.chart_schema"
-    knobs = {field.name for config in (NodeConfig, RouterConfig) for field in dataclasses.fields(config)}
-    assert knobs >= OF_THE_CHART, "the chart keeps knobs to itself that nobody has"
-    every = set(make_schema()["properties"]["config"]["properties"])
-    assert every == knobs - OF_THE_CHART
-
-
-def test_every_value_of_the_schema_has_its_default_in_the_file() -> None:
-    values: Values = yaml.safe_load((CHART / "values.yaml").read_text())
-
-    def missing(schema: dict[str, Any], found: Any, where: str) -> list[str]:
-        schema = make_schema()["definitions"]["node"] if "$ref" in schema else schema
-        if "properties" not in schema or where.endswith(".config") or where == ".config":
-            return []
-        return [
-            each
-            for name, inner in schema["properties"].items()
-            for each in (
-                [f"{where}.{name}"]
-                if name not in found and name not in ("global", "requests", "limits", "claims")
-                else missing(inner, found.get(name, {}), f"{where}.{name}")
-            )
-        ]
-
-    assert missing(make_schema(), values, "") == []
 
 
 def resolved(pods: Pods) -> dict[str, str]:
