@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-TOOLS: Final = Path(__file__).resolve().parents[2] / ".venv" / "helm"  # filled by `make setup`
+TOOLS: Final = Path(sys.prefix) / "helm"  # in .venv, filled by `make setup`
 MODELS: Final = TOOLS / "kubernetes" / "client" / "models"
 CLASSES: Final = {
     ("v1", "Service"): "V1Service",

@@ -324,6 +324,16 @@ def test_the_network_lets_through_every_channel_of_the_design_and_nothing_else(e
             assert install.is_allowed(peer(source, install), OUTSIDE, 53, "UDP") or source.role == "redis"
 
 
+def test_a_redis_elsewhere_is_reached_at_its_port(engine: Engine) -> None:
+    for case, port in {"own redis": 6380, "own redis, port left out": REDIS_PORT, "redis of a secret": 7000}.items():
+        install = engine.outcomes[case].install
+        for pods in install.pods():
+            reached = [
+                each for each in (REDIS_PORT, 6380, 7000) if install.is_allowed(peer(pods, install), OUTSIDE, each)
+            ]
+            assert reached == [port], (case, pods.role)
+
+
 def channels(source: str, target: str, values: Values) -> set[int]:
     """Section 4 of the design: the ports of `target` that `source` dials, and what else the switches leave open."""
     policy = values.get("networkPolicy", {})
