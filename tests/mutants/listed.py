@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants import (
     of_answers,
     of_caches,
+    of_chart,
     of_engine,
     of_fetching,
     of_handoff,
@@ -39,6 +40,7 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
     *of_caches.MUTANTS,
+    *of_chart.MUTANTS,
     *of_fetching.MUTANTS,
     *of_int8.MUTANTS,
     *of_kernels.MUTANTS,
