@@ -85,8 +85,18 @@ class NodeConfig:
         "auto",
         "where weights and KV lie and what computes; auto: CUDA where there is one, else the CPU",
     )
+    tp: int = knob(
+        1,
+        "ranks that compute together, tensor parallel: processes on CPUs, one for each CUDA device (never run there), with equal "
+        "parts of every layer and of its KV; nodes of any number work together, and say the same tokens",
+        low=1,
+        high=64,
+    )
     threads: int | None = knob(
-        None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
+        None,
+        "compute threads, of all ranks together; none: every core (a launcher shares the cores out)",
+        low=1,
+        high=1024,
     )
     block_size: int = knob(16, "token positions of a KV block; equal on all nodes of a cluster", low=1, high=1024)
     num_blocks: int | None = knob(
@@ -280,6 +290,11 @@ class NodeConfig:
     def saves_finished(self) -> bool:
         """Whether the blocks of who is done here go to the KV pool."""
         return self.kv_pool is not None and self.save_finished_kv == "on"
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Each rank's share of them, one at least."""
+        return max(1, self.num_threads // self.tp)
 
     @property
     def num_threads(self) -> int:

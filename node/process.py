@@ -118,6 +118,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
+    finally:
+        engine.close()
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
@@ -246,6 +248,8 @@ class _NodeProcess:
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
         _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        for rank, ended in self._engine.rank_ends:
+            _keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))
         for end in listeners.transport.ended:
             _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
         peers = HandoffClient(inbox.post, tasks.create_task, self._credentials)
