@@ -25,7 +25,7 @@ import httpx
 from bench.cluster import BATON, ClusterProblem, environment_of_a_cluster
 from bench.fleet import wait_until
 from bench.http_exchange import Server
-from bench.router_load import Said, cpu_s
+from bench.router_load import Said, cpu_s, wait_s
 from bench.stepping import Pace
 
 _START_S: Final = 60.0
@@ -78,9 +78,10 @@ class Side:
     pids: Sequence[int]  # of what is measured; their children count, too
 
     def read_cpu(self) -> dict[str, float]:
-        """Of what is measured, of who says the tokens, and of this process."""
+        """Of what is measured, of who says the tokens, and of this process; of the first and the last how long they waited, too."""
         own = time.process_time()
-        return {"router": sum(map(cpu_s, self.pids)), "speaker": cpu_s(self.speaker.pid), "client": own}
+        waits = {"router waits": sum(map(wait_s, self.pids)), "client waits": wait_s(os.getpid())}
+        return {"router": sum(map(cpu_s, self.pids)), "speaker": cpu_s(self.speaker.pid), "client": own, **waits}
 
 
 @dataclass(frozen=True, slots=True)
