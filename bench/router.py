@@ -9,7 +9,8 @@ In each round every side has the same four loads: short requests; a fixed number
 the step; tokens as fast as the side takes them; and so many streams that a router's process is busy for `--load` of a core, where
 delays are read. CPU of a token and of a request follow from the first two. What is no router, and shows what the measurement and
 uvicorn add by themselves, has as many streams there as the router that had most. Tokens are said by a clock, whoever is late. Who
-is measured has a core of its own. Placement (router_placement.py) is measured apart, without sockets.
+is measured has a core of its own; a router of several processes has as many, of which the first alone is its own where there are no
+more than that. Placement (router_placement.py) is measured apart, without sockets.
 """
 
 from __future__ import annotations
@@ -120,9 +121,8 @@ def _start(config: RouterBenchConfig, started: Started, groups: Sequence[int]) -
         ("uvicorn", started.floor(), None),
     ]
     for workers in whole_numbers("--workers", config.workers, 64):
-        flags = ["--workers", str(workers)] if workers > 1 else []
         name = "baton" if workers == 1 else f"baton, {workers} workers"
-        side = started.baton(config.model, flags, config.decode, _letters(config.model), name)
+        side = started.baton(config.model, workers, config.decode, _letters(config.model), name)
         cases += [(f"{name}, {group} a message", side, group) for group in groups]
     if config.peer is not None:
         cases.append(("peer", started.peer(config.peer), None))
