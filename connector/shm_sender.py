@@ -24,8 +24,8 @@ import time
 from collections import deque
 from typing import Final
 
+from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.sender_thread import SenderLink, SenderThread
-from connector.shm_channel import Channel, ChannelBroken, FrameKind
 from connector.shm_socket import find_connection
 from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, Bytes, OutgoingWrite, describe

@@ -62,7 +62,7 @@ class IncomingWrite:
     secret: bytes
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
-    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8
+    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8; none of a write that stands in memory already
 
     @property
     def num_bytes(self) -> int:
@@ -153,15 +153,9 @@ def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNoti
 
 def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | WriteRefused:
     """Check the form of a header made by `describe`; peer_memory: the sender's, [num_blocks, block_bytes]."""
-    if len(header) > MAX_WRITE_HEADER_BYTES:
-        return _malformed(f"a header of {len(header)} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
-    try:
-        message = pb.DataMessage.FromString(header)
-    except DecodeError:
-        return _malformed("a header that is no DataMessage")
-    write = message.write
-    if not 1 <= len(write.pieces) <= MAX_PIECES:
-        return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    write = _parse_header(header)
+    if isinstance(write, WriteRefused):
+        return write
     num_blocks, block_bytes = peer_memory.shape
     sources: list[Bytes] = []
     for piece in write.pieces:
@@ -171,6 +165,12 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
             return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
         sources.append(peer_memory[block, begin:end])
     return _incoming(write, tuple(sources))
+
+
+def decode_written(header: bytes) -> IncomingWrite | WriteRefused:
+    """Check the form of a header made by `describe` for bytes that its sender has put in place itself."""
+    write = _parse_header(header)
+    return write if isinstance(write, WriteRefused) else _incoming(write, ())
 
 
 def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool = True) -> Span | None:
@@ -188,6 +188,15 @@ def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool =
     return None
 
 
+def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
+    """The first span of a granted write that does not stand in memory ([num_blocks, block_bytes]) as its sender read it."""
+    for span, block_id, checksum in zip(grant.spans, grant.block_ids, checksums, strict=True):
+        piece = memory[block_id, span.offset : span.offset + span.length]
+        if piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
+            return span
+    return None
+
+
 def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite | WriteRefused:
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
@@ -197,6 +206,18 @@ def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite
     cuts = accumulate((piece.length for piece in write.pieces), initial=0)
     whole = np.frombuffer(payload, np.uint8)
     return _incoming(write, tuple(whole[begin:end] for begin, end in pairwise(cuts)))
+
+
+def _parse_header(header: bytes) -> pb.Write | WriteRefused:
+    if len(header) > MAX_WRITE_HEADER_BYTES:
+        return _malformed(f"a header of {len(header)} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
+    try:
+        message = pb.DataMessage.FromString(header)
+    except DecodeError:
+        return _malformed("a header that is no DataMessage")
+    if not 1 <= len(message.write.pieces) <= MAX_PIECES:
+        return _malformed(f"a write of {len(message.write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    return message.write
 
 
 def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:

@@ -34,6 +34,7 @@ from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
+from connector.nixl_agent import NixlFault
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.cache_feed import TellingCore
 from node.config import NodeConfig
@@ -228,8 +229,10 @@ class _NodeProcess:
             )
         except zmq.ZMQError as error:
             raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+        except NixlFault as error:
+            raise _CannotListen(f"--transport {config.transport}: {error}") from None
         except OSError as error:
-            raise _CannotListen(f"--transport {config.transport}: shm cannot listen: {error.strerror}") from None
+            raise _CannotListen(f"--transport {config.transport}: cannot listen: {error.strerror}") from None
 
     async def _start(
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
