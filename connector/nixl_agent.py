@@ -62,8 +62,8 @@ class NixlLibrary:
         except (ImportError, OSError) as fault:  # a library that is missing, of another release, …
             raise NixlFault(f"NIXL cannot be loaded: {fault}") from None
         # The bindings have a type for each status, and none for all of them.
-        kinds = (each for each in bindings.values() if isinstance(each, type) and issubclass(each, Exception))
-        self._fault_kinds = (*kinds, RuntimeError, ValueError, TypeError)
+        kinds = [each for each in bindings.values() if isinstance(each, type) and issubclass(each, Exception)]
+        self._fault_kinds: tuple[type[Exception], ...] = (*kinds, RuntimeError, ValueError, TypeError)
         logging.getLogger("nixl").setLevel(logging.WARNING)  # what it says goes to stdout
         self._ucx: Final = {"engine_config": "NET_DEVICES=lo"} if _is_loopback(host) else {}
         self.agent("first", np.zeros((1, 4096), np.uint8)).close()  # loads the plugins
