@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from typing import Final
+from typing import Final, Never
 
 from google.protobuf.message import DecodeError
 
@@ -54,7 +54,7 @@ class _Link(SenderLink):
         self.has_said_moving = False
 
 
-class NixlSender(SenderThread[_Link]):
+class NixlSender(SenderThread[_Link, Never]):
     """Implements transport.Sender; `start` it once. Bytes sent are those that NIXL was told to move."""
 
     def __init__(self, library: NixlLibrary, memory: Bytes, user_name: str, emit: Emit, checksums: bool = True) -> None:
