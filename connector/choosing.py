@@ -38,7 +38,7 @@ from connector.transport import (
     Transport,
 )
 from connector.writes import Bytes
-from connector.zmq_options import LinkRules
+from connector.zmq_options import LinkRules, Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 
@@ -214,14 +214,15 @@ def choose_transports(
     descriptor: int,
     me: tuple[str, int],
     emit: Emit,
-    host: str,
+    place: Place,
     *,
     is_encrypted: bool,
 ) -> ChoosingTransport:
     """A node's transport: shm, nixl, zmq for "auto", else the one; see their classes for what they raise.
 
-    `me`: node id and incarnation. `is_encrypted`: zmq's links are; shm's bytes never leave the host. nixl has no such links: "auto"
-    leaves it out then, and a node that is told to use it does not start (node/config.py).
+    `me`: node id and incarnation. `place`: zmq's, and nixl's but that it takes a port of its own beside zmq. `is_encrypted`: zmq's
+    links are; shm's bytes never leave the host. nixl has no such links: "auto" leaves it out then, and a node that is told to use
+    it does not start (node/config.py).
 
     "auto" has nixl where it is installed and the host has RDMA: over TCP it is slower than zmq (bench/results/transport.md). A host
     without abstract unix sockets (a sandbox may forbid them) is no error for "auto", nor is a NIXL that does not run.
@@ -243,9 +244,8 @@ def choose_transports(
                 _LOG.warning("event=transport_left_out transport=shm reason=%s", fault.strerror)
         if choice == "nixl" or (choice == "auto" and not is_encrypted and _is_worth_nixl()):
             try:
-                chosen.add(
-                    "nixl", lambda landing, tell: NixlTransport(memory, node_id, incarnation, tell, host, landing)
-                )
+                at = place if choice == "nixl" else replace(place, port=0)
+                chosen.add("nixl", lambda landing, tell: NixlTransport(memory, node_id, incarnation, tell, at, landing))
             except nixl_agent.NixlFault as fault:
                 if choice == "nixl":
                     raise
@@ -254,7 +254,7 @@ def choose_transports(
             rules = LinkRules(is_encrypted=is_encrypted)
             chosen.add(
                 "zmq",
-                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing, rules),
+                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, place, landing, rules),
             )
         undo.pop_all()
         return chosen

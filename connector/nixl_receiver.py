@@ -35,6 +35,7 @@ from connector.one_sided import Attach, OneSidedWriters
 from connector.receiver_thread import LeaseEnded, ReplyTo
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import Bytes, IncomingNotice, decode, decode_written
+from connector.zmq_options import Place
 from proto import baton_pb2 as pb
 
 _STOP_S: Final = 2.0  # from OVER to STOPPED
@@ -55,10 +56,10 @@ class NixlReceiver(AcceptingReceiver[_Link]):
     """Implements transport.Receiver on a socket of its own; `start` it once."""
 
     def __init__(
-        self, library: NixlLibrary, memory: Bytes, landing: Landing, emit: Emit, host: str, checksums: bool = True
+        self, library: NixlLibrary, memory: Bytes, landing: Landing, emit: Emit, place: Place, checksums: bool = True
     ) -> None:
-        """Raise OSError if `host` cannot be bound."""
-        listener, self._address = listen(host)
+        """Raise OSError if `place` cannot be bound."""
+        listener, self._address = listen(place)
         super().__init__("nixl", listener, landing, emit)
         self._library = library
         self._memory = memory

@@ -17,6 +17,7 @@ from connector.nixl_sender import NixlSender
 from connector.transport import Emit
 from connector.two_ends import TwoEnds
 from connector.writes import Bytes, checked_memory
+from connector.zmq_options import LOOPBACK, Place
 from proto import baton_pb2 as pb
 
 
@@ -26,7 +27,7 @@ class NixlTransport(TwoEnds):
     memory: [num_blocks, block_bytes] u8, contiguous. `landing`: where writes land, if other transports of this node let them into
     the same memory; none: one of its own. `emit` is called from both threads, and from inside `revoke`; not after `stop` has
     returned. `checksums` is the same on all nodes. Raises nixl_agent.NixlFault where NIXL is not installed or does not run, OSError
-    if `host` cannot be bound, ValueError for a memory or a name that does not fit.
+    if `place` cannot be bound, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class NixlTransport(TwoEnds):
         node_id: str,
         incarnation: int,
         emit: Emit,
-        host: str = "127.0.0.1",
+        place: Place = LOOPBACK,
         landing: Landing | None = None,
         *,
         checksums: bool = True,
     ) -> None:
         checked_memory(memory)
         name = user_name(node_id, incarnation)
-        library = NixlLibrary(host)
-        receiver = NixlReceiver(library, memory, landing or Landing(memory, emit), emit, host, checksums)
+        library = NixlLibrary(place.host)
+        receiver = NixlReceiver(library, memory, landing or Landing(memory, emit), emit, place, checksums)
         super().__init__(NixlSender(library, memory, name, emit, checksums), receiver)
 
     def reaches(self, endpoint: pb.Endpoint) -> bool:

@@ -29,7 +29,16 @@ from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Bytes, OutgoingWrite, describe, gather, whole_source
 from connector.zmq_curve import KEY_BYTES, sender_keys
-from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, LinkRules, Socket, bound_link
+from connector.zmq_options import (
+    OPEN_S,
+    QUEUED_MESSAGES,
+    Context,
+    LinkRules,
+    Socket,
+    bound_link,
+    numeric,
+    tcp_address,
+)
 from proto import baton_pb2 as pb
 
 # What libzmq's monitor says when a link is at its end.
@@ -125,7 +134,9 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         return link
 
     def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint) -> None:
-        bound_link(socket, endpoint.address, MAX_MESSAGE_BYTES)
+        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+        address = tcp_address(numeric(host.strip("[]")), port)
+        bound_link(socket, address, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._is_encrypted:
@@ -133,7 +144,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         else:
             socket.setsockopt_string(zmq.PLAIN_USERNAME, self._user_name)
             socket.setsockopt_string(zmq.PLAIN_PASSWORD, endpoint.link_secret.hex())
-        socket.connect(endpoint.address)
+        socket.connect(address)
 
     def _set_keys(self, socket: Socket, endpoint: pb.Endpoint) -> None:
         if len(endpoint.curve_key) != KEY_BYTES:
