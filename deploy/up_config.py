@@ -72,7 +72,7 @@ class UpConfig:
         None, "handed on to the router: how a prefill node is chosen"
     )
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
-    transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
+    transport: Literal["auto", "shm", "zmq", "nixl"] | None = _of_nodes("how KV travels between nodes", low=None)
     cache_generated: Literal["on", "off"] | None = _of_nodes("whether completion tokens are cached", low=None)
     kv_pool: str | None = knob(
         None,
