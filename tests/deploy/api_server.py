@@ -42,7 +42,13 @@ def answer_to(path: str) -> dict[str, Any] | None:
             "apiVersion": "v1",
             "groupVersion": f"{group}/{version}".lstrip("/"),
             "resources": [
-                {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get", "create", "patch"]}
+                {
+                    "name": name,
+                    "singularName": "",
+                    "namespaced": True,
+                    "kind": kind,
+                    "verbs": ["get", "create", "patch"],
+                }
                 for kind, name in kinds.items()
             ],
         }

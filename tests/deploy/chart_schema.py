@@ -119,9 +119,7 @@ def make_schema() -> Schema:
                 maxReplicas=COUNT | {"minimum": 1},
                 targetCPUUtilizationPercentage={"type": "integer", "minimum": 1, "maximum": 100},
             ),
-            service=exactly(
-                type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, annotations=TEXTS
-            ),
+            service=exactly(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, annotations=TEXTS),
             ingress=exactly(enabled=FLAG, className=TEXT, annotations=TEXTS, host=TEXT, tlsSecret=TEXT),
             **pods,
         ),
@@ -146,9 +144,7 @@ def make_schema() -> Schema:
             ),
             clusterDomain=TEXT,
         ),
-        networkPolicy=exactly(
-            enabled=FLAG, clients=OBJECTS, scrapers=OBJECTS, egress=FLAG, extraEgress=OBJECTS
-        ),
+        networkPolicy=exactly(enabled=FLAG, clients=OBJECTS, scrapers=OBJECTS, egress=FLAG, extraEgress=OBJECTS),
         podMonitor=exactly(enabled=FLAG, interval=DURATION, labels=TEXTS, keySecret=secret),
         serviceAccount=exactly(create=FLAG, name=TEXT, annotations=TEXTS),
         podSecurityContext=OBJECT,

@@ -45,9 +45,7 @@ class Helm:
         }
         config = yaml.safe_dump(where).encode()
         self._checked(
-            self._library.helm_sdkpy_config_create(
-                namespace.encode(), config, None, b"{}", ctypes.byref(self._handle)
-            )
+            self._library.helm_sdkpy_config_create(namespace.encode(), config, None, b"{}", ctypes.byref(self._handle))
         )
 
     def close(self) -> None:
@@ -65,7 +63,12 @@ class Helm:
     def install(self, release: str, chart: Path, values: dict[str, Any]) -> None:
         """Install without waiting for anything to run. Raises HelmError."""
         out = ctypes.c_char_p()
-        options = {"wait": False, "timeout_seconds": 30, "server_side_apply": "false", "disable_openapi_validation": True}
+        options = {
+            "wait": False,
+            "timeout_seconds": 30,
+            "server_side_apply": "false",
+            "disable_openapi_validation": True,
+        }
         self._checked(
             self._library.helm_sdkpy_install(
                 self._handle,

@@ -107,7 +107,9 @@ def peer(pods: Pods, install: Install) -> Peer:
 
 def test_helm_finds_nothing_wrong_and_installs_every_case(engine: Engine) -> None:
     assert [each for each in engine.lint if each["Severity"] > 1] == []
-    assert {name: outcome.error for name, outcome in engine.outcomes.items() if name not in WRONG and outcome.error} == {}
+    assert {
+        name: outcome.error for name, outcome in engine.outcomes.items() if name not in WRONG and outcome.error
+    } == {}
 
 
 def test_kubernetes_would_take_every_object(engine: Engine) -> None:
@@ -230,7 +232,9 @@ def test_selectors_mean_the_pods_they_are_written_for(engine: Engine) -> None:
 
 
 def test_budgets_are_there_unless_they_are_not_wanted(engine: Engine) -> None:
-    roles = {budget["metadata"]["labels"][COMPONENT] for budget in engine.outcomes["mixed"].install.of("PodDisruptionBudget")}
+    roles = {
+        budget["metadata"]["labels"][COMPONENT] for budget in engine.outcomes["mixed"].install.of("PodDisruptionBudget")
+    }
     assert roles == {"router", *NODE_ROLES}
     assert engine.outcomes["no budgets"].install.of("PodDisruptionBudget") == []
 
@@ -258,9 +262,14 @@ def test_the_network_lets_through_every_channel_of_the_design_and_nothing_else(e
             assert install.is_allowed(scraper, to, HTTP_PORT) == (scraped and target.role in NODE_ROLES)
             for other in (stranger, OUTSIDE):
                 reached = [
-                    port for port in (ROUTER_PORT, HTTP_PORT, GRPC_PORT, KV_PORT, REDIS_PORT) if install.is_allowed(other, to, port)
+                    port
+                    for port in (ROUTER_PORT, HTTP_PORT, GRPC_PORT, KV_PORT, REDIS_PORT)
+                    if install.is_allowed(other, to, port)
                 ]
-                assert set(reached) <= ({ROUTER_PORT} if target.role == "router" else {HTTP_PORT}), (target.role, reached)
+                assert set(reached) <= ({ROUTER_PORT} if target.role == "router" else {HTTP_PORT}), (
+                    target.role,
+                    reached,
+                )
                 if has_egress:
                     assert not install.is_allowed(to, other, 22)
         for source in workloads:
