@@ -37,7 +37,7 @@ SWITCHES: Final[dict[str, Values]] = {
     "password": {"redis": {"passwordSecret": {"name": "redis-password"}}},
     "own redis": {"redis": {"url": "rediss://cache.example.com:6380/2"}},
     "own redis, port left out": {"redis": {"url": "redis://cache.example.com/2"}},
-    "redis of a secret": {"redis": {"urlSecret": {"name": "redis-url"}}},
+    "redis of a secret": {"redis": {"urlSecret": {"name": "redis-url", "port": 7000}}},
     "no policies": {"networkPolicy": {"enabled": False}},
     "no egress": {"networkPolicy": {"egress": False}},
     "clients": {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "chat"}}}]}},

@@ -1,9 +1,11 @@
-"""Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json`: each case installed, what came of it as JSON.
+"""Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json` installs each, and says what came of it.
 
-LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup` puts it
-into .venv/helm. A process of its own, since Go's runtime lives in it. Not here: what an install must look like (test_helm_*.py).
+LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup`
+puts it into .venv/helm. A process of its own, since Go's runtime lives in it. Not here: what an install must look like
+(test_helm_*.py).
 
-    [{"values": {…}, "release": "baton", "namespace": "inference"}]  ->  {"lint": […], "installs": [{"error", "manifests", "notes"}]}
+    [{"values": {…}, "release": "baton", "namespace": "inference"}]
+    {"lint": […], "installs": [{"error": "", "manifests": […], "notes": "…"}]}
 """
 
 from __future__ import annotations
