@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "make setup: .venv with $$($$python --version); the first time takes a minute or two"; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
 	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,numba,triton]'; \
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
 	touch $(STAMP)
 
 # Seconds, once; without a C++ compiler numba's functions are, and a line says what that costs.
