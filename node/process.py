@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import grpc
 import zmq
@@ -34,8 +34,10 @@ from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
+from connector.nixl_agent import NixlFault
 from connector.zmq_options import Place
 from node.assembly import CoreParts, NodeEngine, build_engine
+from node.bugs import ThreadEnded, dying_of, keep
 from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending, Means
@@ -78,10 +80,6 @@ GRPC_STOP_GRACE_S: Final = 0.2
 KV_POOL_STOP_S: Final = 0.2  # for threads to end that have nothing to do, however little time there is
 STAGING_MIB: Final = 256
 _BACKLOG: Final = 128
-
-
-class ThreadEnded(RuntimeError):
-    """A thread died of an exception, which it has written to stderr itself."""
 
 
 def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts], NodeCore]) -> int:
@@ -188,11 +186,11 @@ class _NodeProcess:
         inbox = Inbox()
         first_signal().add_done_callback(self._on_signal)
         bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+        asyncio.get_running_loop().set_exception_handler(dying_of(bug))
         async with AsyncExitStack() as bound:
             listeners = await self._bind(inbox, bound)
             async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
-                _keep(tasks, started, bug)
+                keep(tasks, started, bug)
                 entry, means = await self._start(listeners, inbox, tasks, started)
                 kernels = entry.fingerprint.kernels
                 log_event(
@@ -237,8 +235,10 @@ class _NodeProcess:
         except zmq.ZMQError as error:
             told = f"--kv-port {config.kv_port}: zmq cannot listen on {config.host}: {error.strerror}"
             raise _CannotListen(told) from None
+        except NixlFault as error:
+            raise _CannotListen(f"--transport {config.transport}: {error}") from None
         except OSError as error:
-            raise _CannotListen(f"--transport {config.transport}: shm cannot listen: {error.strerror}") from None
+            raise _CannotListen(f"--transport {config.transport}: cannot listen: {error.strerror}") from None
 
     async def _start(
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
@@ -247,11 +247,11 @@ class _NodeProcess:
         kv_pool = self._start_kv_pool(inbox, tasks, started)
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
-        _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
         for rank, ended in self._engine.rank_ends:
-            _keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))
+            keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))
         for end in listeners.transport.ended:
-            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
+            keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
         peers = HandoffClient(inbox.post, tasks.create_task, self._credentials)
         started.push_async_callback(peers.close)
         bounds = Bounds(
@@ -309,7 +309,7 @@ class _NodeProcess:
 
         started.push_async_callback(stop)
         for end in pool.ended:
-            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
+            keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
         return pool
 
     def _open_spans(self, started: AsyncExitStack) -> AttemptSpans | None:
@@ -335,6 +335,7 @@ class _NodeProcess:
             is_bit_exact=self._engine.inexactness is None,
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
+            rank_pids=self._engine.rank_pids,
         )
         told = (transport.snapshot, routers.sessions.snapshot, kv_pool.snapshot)
         return NodeView(facts, Sources(self._core, self._counters, self._measures, *told, self._ending))
@@ -353,6 +354,7 @@ class _NodeProcess:
             started_ms=self._started_ms,
             draining=self._ending.is_draining,
             local_prefill=self._prefills_locally,
+            num_ranks=self._config.tp,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:
@@ -369,35 +371,3 @@ def _listen(flag: str, host: str, port: int) -> socket.socket:
         return listening_socket(host, port, _BACKLOG)
     except OSError as error:
         raise _CannotListen(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None
-
-
-def _keep(
-    tasks: asyncio.TaskGroup,
-    started: AsyncExitStack,
-    end: asyncio.Future[None],
-    error: Exception | None = None,
-) -> None:
-    """Let the process die when `end` comes: of its exception, or of `error`."""
-
-    async def watch() -> None:
-        await asyncio.shield(end)
-        if error is not None:
-            raise error
-
-    started.callback(tasks.create_task(watch()).cancel)
-
-
-def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
-
-    What asyncio reports without one of these two (a connection that broke in an odd way, a result that nobody fetched) is logged:
-    a peer must not be able to end the process with it.
-    """
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        loop.default_exception_handler(context)
-        error = context.get("exception")
-        if error is not None and ("handle" in context or "task" in context) and not bug.done():
-            bug.set_exception(error)
-
-    return handle

@@ -238,6 +238,7 @@ class NodeEntry(_message.Message):
     STARTED_MS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     grpc_address: _builtins.str
     """host:port of its Session and handoff services"""
@@ -253,6 +254,8 @@ class NodeEntry(_message.Message):
     """it takes no new work, hands over what it has, and ends"""
     local_prefill: _builtins.bool
     """it computes prompts whose target is itself, whatever its role"""
+    num_ranks: _builtins.int
+    """that compute together, --tp; 0: one"""
     @_builtins.property
     def node(self) -> Global___PeerId: ...
     @_builtins.property
@@ -271,10 +274,11 @@ class NodeEntry(_message.Message):
         started_ms: _builtins.int = ...,
         draining: _builtins.bool = ...,
         local_prefill: _builtins.bool = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "num_ranks", b"num_ranks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1620,7 +1624,7 @@ class Endpoint(_message.Message):
     LINK_SECRET_FIELD_NUMBER: _builtins.int
     CURVE_KEY_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"shm", "zmq", "memory" """
+    """"shm", "zmq", "nixl", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
     curve_key: _builtins.bytes
@@ -1741,7 +1745,7 @@ Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 class LinkHello(_message.Message):
     """---------------------------------------------------------------- data plane, in band
 
-    First on a shm link, with the descriptor of the sender's KV memory beside it.
+    First on a shm link, with the descriptor of the sender's KV memory beside it; first on a nixl link.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1774,9 +1778,112 @@ class LinkHello(_message.Message):
 Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
 
 @_typing.final
+class LinkWelcome(_message.Message):
+    """nixl: the answer, by which the sender's hardware finds the receiver's KV memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    agent: _builtins.bytes
+    """NIXL's metadata of the agent that the receiver made for this link"""
+    address: _builtins.int
+    """of the memory in the receiver's process"""
+    num_blocks: _builtins.int
+    block_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        agent: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "block_bytes", b"block_bytes", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkWelcome: _TypeAlias = LinkWelcome  # noqa: Y015
+
+@_typing.final
+class Attach(_message.Message):
+    """nixl: where does this lease lie? Asked once, before the first write into it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    secret: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attach: _TypeAlias = Attach  # noqa: Y015
+
+@_typing.final
+class Attached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_ADMITTED_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    is_admitted: _builtins.bool
+    """false: write nothing"""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the receiver, by index in the lease; -1: not to be written"""
+
+    def __init__(
+        self,
+        *,
+        is_admitted: _builtins.bool = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "is_admitted", b"is_admitted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
+class LeaseOver(_message.Message):
+    """nixl: the receiver has ended a lease; back: the sender writes no more into it, and what it had written came before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseOver: _TypeAlias = LeaseOver  # noqa: Y015
+
+@_typing.final
 class Write(_message.Message):
     """zmq: frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most. shm: all of it; the pieces say where
-    the receiver finds the bytes.
+    the receiver finds the bytes. nixl: behind the bytes, which the sender has put in place.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
