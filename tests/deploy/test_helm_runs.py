@@ -67,7 +67,7 @@ class Cluster:
         self._folder = folder
         net = f"127.{random.randrange(16, 250)}.{random.randrange(250)}"
         self.addresses = {each.role: f"{net}.{i + 2}" for i, each in enumerate(install.pods())}
-        self._paths = {"/model": folder / "model", "/etc/baton/tls": folder / "tls", "/etc/baton/keys": folder / "keys"}
+        self.paths = {"/model": folder / "model", "/etc/baton/tls": folder / "tls", "/etc/baton/keys": folder / "keys"}
         self._write_secrets()
         names = [(self.addresses[role], name) for role in self.addresses for name in self._names_of(role)]
         (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
@@ -94,7 +94,7 @@ class Cluster:
         for name, value in variables.items():
             for other, known in variables.items():
                 value = value.replace(f"$({other})", known)
-            for path, real in self._paths.items():
+            for path, real in self.paths.items():
                 value = value.replace(path, str(real)) if value.startswith(path) else value
             variables[name] = value
         hosts = str(self._folder / "hosts")
@@ -170,12 +170,12 @@ class Cluster:
         authority = make_authority(1)
         pair = sign_host(authority, order["spec"]["dnsNames"], 1)
         files = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
-        self._paths["/etc/baton/tls"].mkdir()
+        self.paths["/etc/baton/tls"].mkdir()
         for name, content in files.items():
-            (self._paths["/etc/baton/tls"] / name).write_bytes(content)
-        self._paths["/etc/baton/keys"].mkdir()
-        (self._paths["/etc/baton/keys"] / "keys").write_text(KEY + "\n")
-        make_model(SIZES["llama-tiny"], "fp32", 0, self._paths["/model"] / "llama-tiny")
+            (self.paths["/etc/baton/tls"] / name).write_bytes(content)
+        self.paths["/etc/baton/keys"].mkdir()
+        (self.paths["/etc/baton/keys"] / "keys").write_text(KEY + "\n")
+        make_model(SIZES["llama-tiny"], "fp32", 0, self.paths["/model"] / "llama-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def ask(cluster: Cluster, key: str) -> httpx.Response:
     """A completion, by the Service's name in the certificate."""
-    context = ssl.create_default_context(cafile=str(cluster._paths["/etc/baton/tls"] / "ca.crt"))
+    context = ssl.create_default_context(cafile=str(cluster.paths["/etc/baton/tls"] / "ca.crt"))
     port = cluster.install.pods_of("router").ports["http"]
     with httpx.Client(verify=context, timeout=PATIENCE_S) as client:
         return client.post(
