@@ -188,7 +188,26 @@ def test_power_of_two_never_takes_who_is_left_out_nor_the_most_loaded_of_all(
 
 
 @pytest.mark.covers("R02")
-def test_where_a_pool_has_the_prompt_nobody_stands_for_the_others() -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from((0, 50, 100, 150)), st.sampled_from((0, 100, 200))), min_size=1, max_size=8),
+    st.sampled_from((0, 100, 200)),
+    st.integers(1, 4),
+)
+def test_by_cache_few_are_looked_at_and_the_soonest_is_among_them(
+    nodes: list[tuple[int, int]], most: int, num_turns: int
+) -> None:
+    """Each node: its queue, what it holds of the prompt. Sums are equal often, so the turns matter, too."""
+    world = World()
+    for ref, (queued, _) in zip(NAMES, nodes, strict=False):
+        world.put(Candidate(ref, b"x", (queued, 0.0)))
+    prompt = prompt_with({ref: held for ref, (_, held) in zip(NAMES, nodes, strict=False) if held}, {}, most)
+    policy, plain = CacheAware(Imbalance(120, 1.0)), PlainCacheAware(Imbalance(120, 1.0))
+    for _ in range(num_turns):
+        assert policy.choose(world.among(set(), None), prompt) == plain.choose(list(world.here.values()), prompt)
+
+
+@pytest.mark.covers("R02")
+def test_where_a_pool_has_the_prompt_every_node_is_taken_by_what_it_would_do() -> None:
     """Fetching is a little sooner than computing, rounded it is a little later; that it would compute sooner does not count."""
     slow = FetchSpeed(0.0, 0.0155, 1.0, 0.0)
     fetches = Candidate(NodeRef("a", 1), b"x", (0, 0.0), PrefillSpeed(1e-3, 16, slow), b"one")
