@@ -80,6 +80,9 @@ class _Service(pb_grpc.NodeServicer):
     async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
         yield pb.DrainProgress(has_ended=True)
 
+    async def ChangeRole(self, request: pb.RoleRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_changed=True)
+
 
 class _Node:
     """One node as routers see it."""

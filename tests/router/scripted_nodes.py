@@ -59,6 +59,9 @@ class _Service(pb_grpc.NodeServicer):
     async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
         yield pb.DrainProgress(has_ended=True)
 
+    async def ChangeRole(self, request: pb.RoleRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_changed=True)
+
 
 class ScriptedNode:
     """One node process, as far as a router can tell."""
