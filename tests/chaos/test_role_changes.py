@@ -41,7 +41,7 @@ def has_worked(state: dict[str, Any]) -> bool:
     return bool(by_role[state["role"]])
 
 
-@pytest.mark.covers("C07", "D08", "H15", "C03", "R19", "H05")
+@pytest.mark.covers("C11", "D08", "H15", "R19", "C06")
 def test_every_change_of_role_under_load_fails_no_request_and_loads_nothing_again(
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:

@@ -37,6 +37,7 @@ class GrpcNode:
     counters: Counters
     routers: Routers
     ending: Ending
+    service: NodeService
     events: list[ev.Event] = field(default_factory=list)
 
 
@@ -82,7 +83,7 @@ async def serve_node(
     ending.take_up(ScriptedCore())
     service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
-    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending)
+    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending, service)
     await server.start()
     stream = await _open_session(node.address)
     try:

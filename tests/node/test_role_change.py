@@ -127,7 +127,7 @@ class Reader:
         assert self.drain.stage in (Stage.OVER, Stage.SWITCHING)
 
 
-@pytest.mark.covers("D08")
+@pytest.mark.covers("C11", "D08")
 def test_a_role_changes_behind_all_that_was_there_an_end_wins_and_no_wish_is_granted_beside_another() -> None:
     """Every history of four moves, behind the beginning of a change and without it."""
     for beginning in ((), (("decode", 3.0),)):
@@ -165,7 +165,7 @@ def run(scene: object) -> None:
     asyncio.run(within())
 
 
-@pytest.mark.covers("D08")
+@pytest.mark.covers("C11", "D08")
 def test_the_next_role_waits_until_nothing_touches_a_block_and_who_watches_hears_that_it_serves() -> None:
     async def scene() -> None:
         world = World()
@@ -196,7 +196,7 @@ def test_the_next_role_waits_until_nothing_touches_a_block_and_who_watches_hears
     run(scene)
 
 
-@pytest.mark.covers("D08")
+@pytest.mark.covers("C11", "D08")
 def test_an_end_that_is_asked_for_while_the_roles_switch_is_what_follows() -> None:
     async def scene() -> None:
         world = World()
@@ -217,7 +217,7 @@ def test_an_end_that_is_asked_for_while_the_roles_switch_is_what_follows() -> No
     run(scene)
 
 
-@pytest.mark.covers("D08")
+@pytest.mark.covers("C11", "D08")
 def test_a_role_that_never_comes_to_rest_is_a_bug_that_names_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.drain.ROLE_LATE_S", 0.1)
 
@@ -263,7 +263,7 @@ async def _nothing() -> None:
     pass
 
 
-@pytest.mark.covers("D08", "C06")
+@pytest.mark.covers("C11", "C06")
 def test_an_operators_call_changes_the_role_or_says_why_not() -> None:
     for incarnation in (0, INCARNATION):
         heard, code, _ = ask(pb.RoleRequest(to_incarnation=incarnation, role=pb.ROLE_MIXED, timeout_ms=4000))
