@@ -101,7 +101,7 @@ class Breakers:
     def listed(self, name: str, role: int) -> None:
         """Note the role in which a node is to be used: what it failed at in another one is not held against it."""
         if self._roles.pop(name, role) != role:
-            self._circuits.pop(name, None)
+            self.succeeded(name)  # or as good as that
         elif len(self._roles) >= _MAX_NODES:
             del self._roles[next(iter(self._roles))]
         self._roles[name] = role
