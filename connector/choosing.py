@@ -35,7 +35,7 @@ from connector.transport import (
     Transport,
 )
 from connector.writes import Bytes
-from connector.zmq_options import LinkRules
+from connector.zmq_options import LinkRules, Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 
@@ -211,13 +211,13 @@ def choose_transports(
     descriptor: int,
     me: tuple[str, int],
     emit: Emit,
-    host: str,
+    place: Place,
     *,
     is_encrypted: bool,
 ) -> ChoosingTransport:
     """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise.
 
-    `me`: node id and incarnation. `is_encrypted`: zmq's links are; shm's bytes never leave the host.
+    `me`: node id and incarnation. `place`: zmq's. `is_encrypted`: zmq's links are; shm's bytes never leave the host.
 
     A host without abstract unix sockets (a sandbox may forbid them) is no error for "auto".
     """
@@ -238,7 +238,7 @@ def choose_transports(
             rules = LinkRules(is_encrypted=is_encrypted)
             chosen.add(
                 "zmq",
-                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing, rules),
+                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, place, landing, rules),
             )
         undo.pop_all()
         return chosen

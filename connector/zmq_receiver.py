@@ -22,7 +22,7 @@ from connector.receiver_thread import ReceiverThread, Reply, ReplyTo
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
-from connector.zmq_options import Context, LinkRules, Socket, bound_link
+from connector.zmq_options import Context, LinkRules, Place, Socket, bound_link, numeric, tcp_address
 from proto import baton_pb2 as pb
 
 _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
@@ -31,15 +31,17 @@ _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
 class ZmqReceiver(ReceiverThread):
     """Implements transport.Receiver on a port of its own; `start` it once."""
 
-    def __init__(self, context: Context, landing: Landing, emit: Emit, host: str, rules: LinkRules) -> None:
+    def __init__(self, context: Context, landing: Landing, emit: Emit, place: Place, rules: LinkRules) -> None:
         self._has_checksums = rules.has_checksums
         self._gate = ZmqGate(context, is_encrypted=rules.is_encrypted)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)
-        address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        address = tcp_address(numeric(place.host), place.port or "*")
         bound_link(self._socket, address, MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if place.known_as is not None:
+            self._address = tcp_address(place.known_as, self._address.rpartition(":")[2])
         super().__init__("zmq-receiver", landing, emit)  # has descriptors of its own: behind what may fail
 
     def endpoint(self) -> pb.Endpoint:

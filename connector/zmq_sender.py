@@ -26,7 +26,16 @@ from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import MAX_PAYLOAD_BYTES, Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, Bytes, gather
 from connector.zmq_curve import KEY_BYTES, sender_keys
-from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, LinkRules, Socket, bound_link
+from connector.zmq_options import (
+    OPEN_S,
+    QUEUED_MESSAGES,
+    Context,
+    LinkRules,
+    Socket,
+    bound_link,
+    numeric,
+    tcp_address,
+)
 from proto import baton_pb2 as pb
 
 # What libzmq's monitor says when a link is at its end.
@@ -103,7 +112,9 @@ class ZmqSender(SenderThread[_Link]):
         return link
 
     def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint) -> None:
-        bound_link(socket, endpoint.address, MAX_FRAME_BYTES)
+        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+        address = tcp_address(numeric(host.strip("[]")), port)
+        bound_link(socket, address, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._is_encrypted:
@@ -111,7 +122,7 @@ class ZmqSender(SenderThread[_Link]):
         else:
             socket.setsockopt_string(zmq.PLAIN_USERNAME, self._user_name)
             socket.setsockopt_string(zmq.PLAIN_PASSWORD, endpoint.link_secret.hex())
-        socket.connect(endpoint.address)
+        socket.connect(address)
 
     def _set_keys(self, socket: Socket, endpoint: pb.Endpoint) -> None:
         if len(endpoint.curve_key) != KEY_BYTES:

@@ -24,7 +24,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -34,6 +34,7 @@ from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
+from connector.zmq_options import Place
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.bugs import ThreadEnded, dying_of, keep
 from node.config import NodeConfig
@@ -64,11 +65,12 @@ from node.spans import AttemptSpans
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
+from runtime.advertise import known_host, with_port
 from runtime.credentials import Credentials
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
-from runtime.registry_choice import choose_registries
+from runtime.process import die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed, write_atomically
+from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
 from runtime.tracing import Tracing, open_tracing
@@ -81,6 +83,7 @@ MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRP
 GRPC_STOP_GRACE_S: Final = 0.2
 KV_POOL_STOP_S: Final = 0.2  # for threads to end that have nothing to do, however little time there is
 STAGING_MIB: Final = 256
+_BACKLOG: Final = 128
 
 
 def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, CoreMaker]) -> int:
@@ -94,7 +97,9 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     identity = NodeIdentity(name, draw_incarnation())
     measures = Measures()
     try:
-        credentials = Credentials(config.tls_dir, config.host)
+        servers = registry_servers(config.registry, config.router)
+        config = replace(config, advertise=config.advertise or known_host(name, config.host, servers))
+        credentials = Credentials(config.tls_dir, config.known_as)
         engine = build_engine(config, identity, **asdict(rules_of(role, config)))
         tracing = open_tracing(config.otlp_endpoint, role, name)
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
@@ -114,6 +119,8 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
+    finally:
+        engine.close()
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
@@ -138,14 +145,6 @@ class _Listeners:
     http_address: str
     grpc: grpc.aio.Server
     grpc_address: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Doors:
-    """What others see of the incarnation that is there."""
-
-    port: NodePort
-    view: NodeView
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,7 @@ class _NodeProcess:
     async def _run_roles(self, listeners: _Listeners, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> None:
         """Serve in one role after the other, each as a new incarnation; `started` stops what they share, in reverse order."""
         threads = self._start_threads(tasks, started)
-        doors: _Doors | None = None
+        doors: tuple[NodePort, NodeView] | None = None
         first = self._built.role
         incarnation = first_incarnation(first, self._around, self._make_cores[first], _now_ms())
         while True:
@@ -210,9 +209,9 @@ class _NodeProcess:
                 if doors is None:
                     doors = await self._open_doors(running, threads, listeners, tasks, started)
                 else:
-                    doors.view.show(*self._shown(running, threads))
-                    doors.port.turn_to(running.service)
-                taken_up.callback(doors.port.close)
+                    doors[0].turn_to(running.service)
+                    doors[1].show(*self._shown(running, threads))
+                taken_up.callback(doors[0].close)
                 role = await self._serve(running, listeners, taken_up)
             if role is None:
                 return
@@ -247,17 +246,18 @@ class _NodeProcess:
         _listen("--grpc-port", config.host, config.grpc_port).close()
         # Without so_reuseport: a second node on a taken port is an error, not a second half of the first one's traffic.
         options = (*CHANNEL_OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
-        host = f"[{config.host}]" if ":" in config.host else config.host
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
         try:
-            grpc_port = self._credentials.bind(server, f"{host}:{config.grpc_port}")
+            grpc_port = self._credentials.bind(server, with_port(config.host, config.grpc_port))
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
-        return _Listeners(http, f"{host}:{http.getsockname()[1]}", server, f"{host}:{grpc_port}")
+        http_address = with_port(config.known_as, http.getsockname()[1])
+        return _Listeners(http, http_address, server, with_port(config.known_as, grpc_port))
 
     def _make_transport(self, identity: NodeIdentity, post: Callable[[Event], None]) -> ChoosingTransport:
         config, memory = self._config, self._engine.memory
+        place = Place(config.host, config.kv_port, config.known_as)
         try:
             return choose_transports(
                 config.transport,
@@ -265,11 +265,12 @@ class _NodeProcess:
                 memory.descriptor,
                 (identity.name, identity.incarnation),
                 post,
-                config.host,
+                place,
                 is_encrypted=self._credentials.is_encrypted,
             )
         except zmq.ZMQError as error:
-            raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+            told = f"--kv-port {config.kv_port}: zmq cannot listen on {config.host}: {error.strerror}"
+            raise _CannotListen(told) from None
         except OSError as error:
             raise _CannotListen(f"--transport {config.transport}: shm cannot listen: {error.strerror}") from None
 
@@ -284,6 +285,8 @@ class _NodeProcess:
         runner = RunnerThread(self._engine.runner, lambda result: post(StepDone(result)))
         started.push_async_callback(runner.stop)
         keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        for rank, ended in self._engine.rank_ends:
+            keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))
         return Threads(runner, kv_pool, self._open_spans(started))
 
     async def _open_doors(
@@ -293,7 +296,7 @@ class _NodeProcess:
         listeners: _Listeners,
         tasks: asyncio.TaskGroup,
         started: AsyncExitStack,
-    ) -> _Doors:
+    ) -> tuple[NodePort, NodeView]:
         """Serve gRPC and HTTP, whichever incarnation there is."""
         port, view = NodePort(first.incarnation.identity.name, first.service), NodeView(*self._shown(first, threads))
         pb_grpc.add_NodeServicer_to_server(port, listeners.grpc)
@@ -301,7 +304,7 @@ class _NodeProcess:
         http = self._http_server(make_app(view), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)
-        return _Doors(port, view)
+        return port, view
 
     def _http_server(self, app: FastAPI, listener: socket.socket) -> HttpServer:
         count = partial(self._measures.add, "refused_http")
@@ -388,8 +391,6 @@ def _now_ms() -> int:
 def _listen(flag: str, host: str, port: int) -> socket.socket:
     """A listening socket; raises _CannotListen."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
-        )
+        return listening_socket(host, port, _BACKLOG)
     except OSError as error:
         raise _CannotListen(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -20,8 +20,10 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.answer import Arrival, Delivery
 from router.canary import AlreadyLooking, DeepLook
@@ -60,6 +62,28 @@ class ApiSettings:
     metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _ShortWay:
+    """The application; nearly all requests reach their endpoints without the framework's routing, which they do not need."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints`: by path, of what is posted; `app` has them, too, and describes them."""
+        self._app = app
+        self._endpoints = endpoints
+        self._posted = ServerErrorMiddleware(self._post, _answer_bug)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the application's whole life."""
+        is_posted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints
+        await (self._posted if is_posted else self._app)(scope, receive, send)
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoints[scope["path"]](Request(scope, receive))
+        await response(scope, receive, send)
+
+
 class Api:
     """The endpoints, over one shell and one model's text."""
 
@@ -73,7 +97,7 @@ class Api:
         self._deep = DeepLook(shell, text)
         self._started = unix_seconds()
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None)
         for path, endpoint, body_type in (
@@ -98,7 +122,7 @@ class Api:
         app.add_exception_handler(HTTPException, _answer_http_exception)
         app.add_exception_handler(Exception, _answer_bug)
         app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
-        return app
+        return _ShortWay(app, {"/v1/completions": self.completions, "/v1/chat/completions": self.chat_completions})
 
     # ---------------------------------------------------------------- operators
 

@@ -51,6 +51,7 @@ from runtime.process import (
     fatal,
     first_signal,
     is_everywhere,
+    listening_socket,
     warn_if_exposed,
     write_atomically,
 )
@@ -265,9 +266,8 @@ def _make_cache_map(config: RouterConfig) -> CacheMap:
 
 def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
     """A socket that listens there; `flag` is for the error, CannotListen."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
+        return listening_socket(config.host, port, BACKLOG)
     except OSError as error:
         raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 

@@ -12,6 +12,7 @@ import zmq
 
 from connector.choosing import ChoosingTransport, TransportChoice, choose_transports
 from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from connector.zmq_options import LOOPBACK, Place
 from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
 from tests.transport.net import WAIT_S, Recorder, answer, commit, fill_at_random
@@ -28,7 +29,7 @@ class ChoosingNode:
         self.memory = self.shared.bytes
         self.said = Recorder(changed)
         self.transport: ChoosingTransport = choose_transports(
-            choice, self.memory, self.shared.descriptor, (name, 1), self.said, "127.0.0.1", is_encrypted=False
+            choice, self.memory, self.shared.descriptor, (name, 1), self.said, LOOPBACK, is_encrypted=False
         )
 
     def shows(self, name: str) -> Mapping[str, object]:
@@ -208,7 +209,13 @@ def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     num_threads = threading.active_count()
     with pytest.raises(zmq.ZMQError):
         choose_transports(
-            "auto", shared.bytes, shared.descriptor, ("node", 1), lambda event: None, "192.0.2.1", is_encrypted=False
+            "auto",
+            shared.bytes,
+            shared.descriptor,
+            ("node", 1),
+            lambda event: None,
+            Place("192.0.2.1"),
+            is_encrypted=False,
         )
     assert threading.active_count() == num_threads
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from connector.zmq_options import Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 from tests.transport.net import WAIT_S, Node, Recorder, ZmqNet, answer, commit, fill_at_random
@@ -253,7 +254,7 @@ def test_a_thread_that_stop_does_not_wait_for_leaves_nothing_open_when_it_ends(z
 def test_a_host_that_cannot_be_bound_raises_and_leaves_nothing() -> None:
     num_threads = threading.active_count()
     with pytest.raises(zmq.ZMQError, match="assign requested address"):
-        ZmqTransport(np.zeros((1, 512), np.uint8), "node", 1, ignore, host="192.0.2.1")
+        ZmqTransport(np.zeros((1, 512), np.uint8), "node", 1, ignore, Place("192.0.2.1"))
     assert threading.active_count() == num_threads
 
 
@@ -279,7 +280,7 @@ def test_other_names_of_loopback_work_as_well(host: str) -> None:
     arrived = threading.Event()
     memory = np.zeros((1, 512), np.uint8)
     try:
-        receiver = ZmqTransport(memory, "receiver", 1, lambda event: arrived.set(), host)
+        receiver = ZmqTransport(memory, "receiver", 1, lambda event: arrived.set(), Place(host))
     except zmq.ZMQError as fault:
         pytest.skip(f"this machine has no {host}: {fault}")
     sender = ZmqTransport(memory, "sender", 1, ignore)
