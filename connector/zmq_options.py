@@ -1,6 +1,6 @@
 """What both ends of a zmq link agree on: how long silence may last, how much may queue.
 
-What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of about 1 MiB at each end, besides what the two kernels
+What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of 4 MiB at most at each end, besides what the two kernels
 hold. Answers are small and not limited so tightly: a ROUTER that has no room drops what it should send.
 """
 
@@ -17,7 +17,8 @@ import zmq
 OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s in which a dead node must be found
 HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
-QUEUED_MESSAGES: Final = 8
+QUEUED_MESSAGES: Final = 3
+_CIPHER_BYTES: Final = 64  # that CURVE adds to a frame
 MAX_SOCKETS: Final = 16_384  # three for each link
 
 _M_TRIM_THRESHOLD: Final = -1  # malloc.h
@@ -57,7 +58,7 @@ def bound_link(link: Socket, address: str, max_frame_bytes: int) -> None:
     link.setsockopt(zmq.IPV6, int("[" in address))
     link.setsockopt(zmq.LINGER, 0)
     link.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    link.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    link.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _CIPHER_BYTES)
     link.setsockopt(zmq.HANDSHAKE_IVL, int(OPEN_S * 1000))
     link.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     link.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)

@@ -102,13 +102,13 @@ def rendered(url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str,
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("node", "role", "session", box=None, pad_edge=False)
-    for name in ("running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
+    for name in ("tp", "running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
         table.add_column(name, justify="right")
     for node in sorted(nodes, key=lambda each: (str(each["role"]), str(each["name"]))):
         is_well = node["session"] == "up" and node["circuit"] == "closed"
         told = [node["session"]] + [word for word in ("draining",) if node[word]]
         told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
-        numbers = [node[name] for name in ("running", "waiting", "prefilling")]
+        numbers = [node[name] for name in ("tp", "running", "waiting", "prefilling")]
         numbers += [*node["blocks"].values(), node["num_blocks"]]
         session = Text(", ".join(told), "green" if is_well and not node["draining"] else "yellow")
         table.add_row(Text(node["name"]), node["role"], session, *map(str, numbers))

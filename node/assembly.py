@@ -64,6 +64,11 @@ class NodeEngine:
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
     @property
+    def rank_pids(self) -> Sequence[int]:
+        """Process ids of the other ranks."""
+        return () if self.ranks is None else self.ranks.pids
+
+    @property
     def rank_ends(self) -> Sequence[tuple[int, Future[None]]]:
         """See RankProcesses.ends."""
         return () if self.ranks is None else self.ranks.ends
@@ -125,16 +130,8 @@ def build_engine(
         key_seed=key_seed,
     )
     runner = TorchRunner(model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers)
-    return NodeEngine(
-        model_config=model_config,
-        sizes=sizes,
-        memory=machine.memory,
-        runner=runner,
-        ranks=machine.ranks,
-        parts=parts,
-        inexactness=machine.inexactness,
-        kernels_shortfall=model.shortfall,
-    )
+    found = (machine.inexactness, model.shortfall)
+    return NodeEngine(model_config, sizes, machine.memory, runner, machine.ranks, parts, *found)
 
 
 class _Machine(NamedTuple):

@@ -204,8 +204,10 @@ class NodeConfig:
         "node; it fills the pool with every prompt",
     )
 
-    transport: Literal["auto", "shm", "zmq"] = knob(
-        "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
+    transport: Literal["auto", "shm", "zmq", "nixl"] = knob(
+        "auto",
+        "how KV travels between nodes; auto: shared memory where both are on one host, else nixl where both have it and RDMA, else "
+        "zmq over TCP; nixl needs baton[nixl], encrypts nothing, and trusts the other nodes with this one's KV",
     )
     lease_life_s: float = knob(
         10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600
@@ -246,6 +248,8 @@ class NodeConfig:
         if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
             raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")
         self._check_kv_pool()
+        if self.transport == "nixl" and self.tls_dir is not None:
+            raise ValueError("--transport nixl: encrypts nothing, so not together with --tls-dir; zmq does")
         if self.new_token_ratio_min > self.new_token_ratio_init:
             raise ValueError(
                 f"--new-token-ratio-min {self.new_token_ratio_min}: must not be above new_token_ratio_init "

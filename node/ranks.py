@@ -9,6 +9,7 @@ them. One that ends before is the end of the node (node/process.py): its heads a
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from typing import IO, Final
 
 from node.rank_process import LOADED, RankJob, meeting_path
 from runtime.config import child_environment
+from runtime.logs import log_event
 from runtime.threads import started_thread
 
+LOG: Final = logging.getLogger(__name__)
 END_TIMEOUT_S: Final = 2.0  # for who has nothing left to do but return
 
 
@@ -41,6 +44,7 @@ class RankProcesses:
     def __init__(self, job: RankJob) -> None:
         """Start them, on the main thread, whose end is theirs; `job` as rank 1 is told it, the meeting's descriptor left out."""
         self._meeting = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+        self._kills = False  # from now on ends are this process's doing
         self._ranks: list[_Rank] = []
         for number in range(1, job.size):
             self._ranks.append(self._started(replace(job, rank=number, meeting_descriptor=self._meeting)))
@@ -59,7 +63,8 @@ class RankProcesses:
             process.stdin.flush()
 
         def wait_for_end() -> None:
-            process.wait()
+            if process.wait() and not self._kills:
+                log_event(LOG, logging.ERROR, "rank_ended", rank=job.rank, pid=process.pid, how=how_it_ended(process))
 
         ended = started_thread(f"rank-{job.rank}", wait_for_end)
         return _Rank(job.rank, process, process.stdin, process.stdout, ended)
@@ -104,6 +109,7 @@ class RankProcesses:
             with suppress(BrokenPipeError):  # what it did not read any more
                 rank.steps.close()
         wait([rank.ended for rank in self._ranks], END_TIMEOUT_S)
+        self._kills = True
         for rank in self._ranks:
             rank.process.kill()  # does nothing to who has ended
             rank.ended.result()

@@ -45,9 +45,13 @@ from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from router.worker_metrics import merged
+from router.worker_pages import METRICS, REQUESTS, STATE, TIMELINE, found_timeline, whole_requests, whole_state
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
+
+PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class ApiSettings:
     max_body_bytes: int
     max_prompt_tokens: int | None = None
     max_n: int = 16
-    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
+    all_workers: tuple[int, PartsOfPage] | None = None  # which of several this is, and what all of them say
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -91,6 +95,10 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
+        self._worker: int = 0
+        self._all: PartsOfPage | None = None
+        if settings.all_workers is not None:
+            self._worker, self._all = settings.all_workers
         limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
         self._intake = Intake(shell, text, settings.model_name, limits)
         self._sight = Sight(shell)
@@ -162,12 +170,13 @@ class Api:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
-        text = own if of_all is None else await of_all(own)
+        text: bytes | str = self._shell.metrics.render() if self._all is None else merged(await self._all(METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:
         """The nodes, as they are."""
+        if self._all is not None:
+            return json_answer(whole_state(await self._all(STATE), self._worker))
         return json_answer(self._sight.state())
 
     async def requests(self, request: Request) -> Response:
@@ -175,11 +184,14 @@ class Api:
         limit = request.query_params.get("limit", str(USUALLY_LISTED))
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
             return refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), id_header(request))
+        if self._all is not None:
+            return json_answer(whole_requests(await self._all(REQUESTS + limit), int(limit)))
         return json_answer(self._sight.requests(int(limit)))
 
     async def timeline(self, name: str, request: Request) -> Response:
         """Where one request's time went, and what happened to it."""
-        found = self._sight.timeline(name)
+        of_all = None if self._all is None else await self._all(TIMELINE + name)
+        found = self._sight.timeline(name) if of_all is None else found_timeline(of_all)
         if found is None:
             error = ApiError(
                 404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"

@@ -7,8 +7,9 @@ import os
 import random
 import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.timeout(1800)  # the first one builds the images
 OURS: Final = ("router-0", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1")
 USER: Final = 10001
 KEY: Final = "sk-of-the-compose-test-0123456789"
-NUM_TOKENS: Final = 1500
+NUM_STREAMS: Final = 6
+NUM_TOKENS: Final = 2000
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +80,29 @@ def test_prometheus_scrapes_every_process_by_https(containers: Containers) -> No
     wait_until("all six are up", lambda: [each["value"][1] for each in containers.query("sum(up)")] == ["6"])
 
 
-@pytest.mark.covers("X03", "R16")
-def test_a_container_that_crashes_costs_a_stream_nothing_and_is_back_under_its_name(
-    containers: Containers, client: httpx.Client
-) -> None:
-    fields = body(random.Random(2), 60, NUM_TOKENS)
-    token_ids: list[int] = []
-    crashed = ""
+def take(client: httpx.Client, fields: dict[str, Any], token_ids: list[int]) -> None:
+    """Stream it; what has come of it is in `token_ids`."""
     with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 token_ids += json.loads(line.removeprefix("data: "))["choices"][0]["completion_token_ids"]
-            if not crashed and len(token_ids) > 20:
-                (crashed,) = (name for name in ("decode-0", "decode-1") if containers.state(name)["running"])
-                containers.crash(crashed)
-                assert len(token_ids) < NUM_TOKENS
-    assert crashed and len(token_ids) == NUM_TOKENS
-    wait_until("it was started again", lambda: containers.inspect(crashed, ".RestartCount") == "1")
+
+
+@pytest.mark.covers("X03", "R16")
+def test_a_container_that_crashes_costs_a_stream_nothing_and_is_back_under_its_name(
+    containers: Containers, client: httpx.Client
+) -> None:
+    bodies = [body(random.Random(seed), 60, NUM_TOKENS) for seed in range(NUM_STREAMS)]
+    expected = [tokens_of(client.post("/v1/completions", json=fields)) for fields in bodies]
+    told: list[list[int]] = [[] for _ in bodies]
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        ends = [threads.submit(take, client, *each) for each in zip(bodies, told, strict=True)]
+        wait_until("all of them run", lambda: all(len(token_ids) > 50 for token_ids in told))
+        containers.crash("decode-0")
+        assert any(len(token_ids) < NUM_TOKENS for token_ids in told)
+        for end in ends:
+            end.result()
+    assert told == expected
+    wait_until("it was started again", lambda: containers.inspect("decode-0", ".RestartCount") == "1")
     containers.wait_until_ready()
-    assert tokens_of(client.post("/v1/completions", json=fields)) == token_ids

@@ -1,6 +1,6 @@
-"""A stand-in for Kubernetes' API server, as far as `helm install` asks one: it says which kinds there are, has nothing, and takes all.
+"""A stand-in for Kubernetes' API server, as far as `helm install` asks one: it names the kinds, has nothing, takes all.
 
-What it is given it keeps, in order. It judges nothing (tests/deploy/kubernetes_types.py does), runs nothing, and listens on loopback.
+What it is given it keeps, in order. It judges nothing (kubernetes_types.py does), runs nothing, and listens on loopback.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, Final
-
-import yaml
 
 VERSION: Final = "v1.33.0"
 # (group, version) -> kind -> its name in a path
@@ -42,7 +40,13 @@ def answer_to(path: str) -> dict[str, Any] | None:
             "apiVersion": "v1",
             "groupVersion": f"{group}/{version}".lstrip("/"),
             "resources": [
-                {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get", "create", "patch"]}
+                {
+                    "name": name,
+                    "singularName": "",
+                    "namespaced": True,
+                    "kind": kind,
+                    "verbs": ["get", "create", "patch"],
+                }
                 for kind, name in kinds.items()
             ],
         }
@@ -60,6 +64,7 @@ def _group(group: str, version: str) -> dict[str, Any]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in one piece: the second of two would wait 40 ms for the first one's acknowledgement
     server: StandIn
 
     def do_GET(self) -> None:
@@ -72,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind.endswith("protobuf"):
             self.server.memories.append(body)
         else:
-            self.server.given.append(yaml.load(body, yaml.CSafeLoader))
+            self.server.given.append(json.loads(body))
         self._say(201, body, kind)
 
     do_PATCH = do_PUT = do_POST

@@ -37,7 +37,7 @@ SWITCHES: Final[dict[str, Values]] = {
     "password": {"redis": {"passwordSecret": {"name": "redis-password"}}},
     "own redis": {"redis": {"url": "rediss://cache.example.com:6380/2"}},
     "own redis, port left out": {"redis": {"url": "redis://cache.example.com/2"}},
-    "redis of a secret": {"redis": {"urlSecret": {"name": "redis-url"}}},
+    "redis of a secret": {"redis": {"urlSecret": {"name": "redis-url", "port": 7000}}},
     "no policies": {"networkPolicy": {"enabled": False}},
     "no egress": {"networkPolicy": {"egress": False}},
     "clients": {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "chat"}}}]}},
@@ -55,9 +55,16 @@ SWITCHES: Final[dict[str, Values]] = {
         }
     },
     "knobs": {
-        "config": {"block_size": 32, "local_prefill": True, "max_num_batched_tokens": 1048576, "kv_pool": "redis://kv:6379/0"},
+        "config": {
+            "block_size": 32,
+            "local_prefill": True,
+            "max_num_batched_tokens": 1048576,
+            "kv_pool": "redis://kv:6379/0",
+        },
         "decode": {"config": {"local_prefill": False, "num_blocks": 20000, "new_token_ratio_min": 0.05, "threads": 3}},
-        "router": {"config": {"request_timeout_s": 3600, "preempt_retry_exclude_decode": False, "placement_seed": None}},
+        "router": {
+            "config": {"request_timeout_s": 3600, "preempt_retry_exclude_decode": False, "placement_seed": None}
+        },
         "networkPolicy": {"extraEgress": [{"ports": [{"protocol": "TCP", "port": 6379}]}]},
     },
     "extras": {

@@ -53,18 +53,17 @@ def knobs(*configs: type) -> Schema:
 
 
 def _knob(hint: Any, told: Any) -> Schema:
-    """What a value of the knob must be. null is: not said, the knob's default."""
+    """What a value of the knob must be; what it means --help says. null is: not said, the knob's default."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = members[0]
     choices = get_args(kind) if get_origin(kind) is Literal else tuple(told["choices"] or ())
-    schema: Schema = {"description": told["help"]}
     if kind is bool or set(choices) == {"on", "off"}:  # YAML's own word for off is false
-        return schema | {"enum": ["on", "off", True, False, None]}
+        return {"enum": ["on", "off", True, False, None]}
     if choices:
-        return schema | {"enum": [*choices, None]}
+        return {"enum": [*choices, None]}
     name = {int: "integer", float: "number"}.get(kind, "string")
     bounds = {"minimum": told["low"], "maximum": told["high"]}
-    return schema | {"type": [name, "null"]} | {key: bound for key, bound in bounds.items() if bound is not None}
+    return {"type": [name, "null"]} | {key: bound for key, bound in bounds.items() if bound is not None}
 
 
 def make_schema() -> Schema:
@@ -91,6 +90,7 @@ def make_schema() -> Schema:
         "extraVolumes": OBJECTS,
         "extraVolumeMounts": OBJECTS,
     }
+    of_node: Schema = {"$ref": "#/definitions/node"}
     node = exactly(replicas=COUNT, config=knobs(NodeConfig), shmSize=QUANTITY, runtimeClassName=TEXT, **pods)
     schema = exactly(
         nameOverride=TEXT,
@@ -119,18 +119,16 @@ def make_schema() -> Schema:
                 maxReplicas=COUNT | {"minimum": 1},
                 targetCPUUtilizationPercentage={"type": "integer", "minimum": 1, "maximum": 100},
             ),
-            service=exactly(
-                type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, annotations=TEXTS
-            ),
+            service=exactly(type={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}, port=PORT, annotations=TEXTS),
             ingress=exactly(enabled=FLAG, className=TEXT, annotations=TEXTS, host=TEXT, tlsSecret=TEXT),
             **pods,
         ),
-        prefill=node,
-        decode=node,
-        mixed=node,
+        prefill=of_node,
+        decode=of_node,
+        mixed=of_node,
         redis=exactly(
             url=TEXT | {"pattern": "^(|rediss?://.+)$"},
-            urlSecret=secret,
+            urlSecret=exactly(name=TEXT, key=TEXT, port=PORT),
             image=TEXT,
             passwordSecret=secret,
             resources=resources,
@@ -146,15 +144,14 @@ def make_schema() -> Schema:
             ),
             clusterDomain=TEXT,
         ),
-        networkPolicy=exactly(
-            enabled=FLAG, clients=OBJECTS, scrapers=OBJECTS, egress=FLAG, extraEgress=OBJECTS
-        ),
+        networkPolicy=exactly(enabled=FLAG, clients=OBJECTS, scrapers=OBJECTS, egress=FLAG, extraEgress=OBJECTS),
         podMonitor=exactly(enabled=FLAG, interval=DURATION, labels=TEXTS, keySecret=secret),
         serviceAccount=exactly(create=FLAG, name=TEXT, annotations=TEXTS),
         podSecurityContext=OBJECT,
         securityContext=OBJECT,
     )
     schema["properties"]["global"] = OBJECT  # of a chart that this one is a part of
+    schema["definitions"] = {"node": node}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart"} | schema
 
 

@@ -1,9 +1,11 @@
-"""Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json`: each case installed, what came of it as JSON.
+"""Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json` installs each, and says what came of it.
 
-LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup` puts it
-into .venv/helm. A process of its own, since Go's runtime lives in it. Not here: what an install must look like (test_helm_*.py).
+LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup`
+puts it into .venv/helm. A process of its own, since Go's runtime lives in it. Not here: what an install must look like
+(test_helm_*.py).
 
-    [{"values": {…}, "release": "baton", "namespace": "inference"}]  ->  {"lint": […], "installs": [{"error", "manifests", "notes"}]}
+    [{"values": {…}, "release": "baton", "namespace": "inference"}]
+    {"lint": […], "installs": [{"error": "", "manifests": […], "notes": "…"}]}
 """
 
 from __future__ import annotations
@@ -45,9 +47,7 @@ class Helm:
         }
         config = yaml.safe_dump(where).encode()
         self._checked(
-            self._library.helm_sdkpy_config_create(
-                namespace.encode(), config, None, b"{}", ctypes.byref(self._handle)
-            )
+            self._library.helm_sdkpy_config_create(namespace.encode(), config, None, b"{}", ctypes.byref(self._handle))
         )
 
     def close(self) -> None:
@@ -65,7 +65,12 @@ class Helm:
     def install(self, release: str, chart: Path, values: dict[str, Any]) -> None:
         """Install without waiting for anything to run. Raises HelmError."""
         out = ctypes.c_char_p()
-        options = {"wait": False, "timeout_seconds": 30, "server_side_apply": "false", "disable_openapi_validation": True}
+        options = {
+            "wait": False,
+            "timeout_seconds": 30,
+            "server_side_apply": "false",
+            "disable_openapi_validation": True,
+        }
         self._checked(
             self._library.helm_sdkpy_install(
                 self._handle,

@@ -1,18 +1,20 @@
-"""What Kubernetes takes: objects held against the classes of its own Python client, strictly: unknown and missing fields, and types.
+"""What Kubernetes takes: objects held against the classes of its own Python client: no unknown or missing field, right types.
 
 The classes are generated from the API's OpenAPI description (v1.37). They are read as text: a package of 75 MB with its
-dependencies would be imported else. The two kinds of others are spelled here, as far as the chart goes. Not here: what an object means (pods.py, policies.py).
+dependencies would be imported else. The two kinds of others are spelled here, as far as the chart goes. Not here: what an
+object means (pods.py).
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-TOOLS: Final = Path(__file__).resolve().parents[2] / ".venv" / "helm"  # filled by `make setup`
+TOOLS: Final = Path(sys.prefix) / "helm"  # in .venv, filled by `make setup`
 MODELS: Final = TOOLS / "kubernetes" / "client" / "models"
 CLASSES: Final = {
     ("v1", "Service"): "V1Service",
@@ -39,7 +41,7 @@ CHOICES: Final = {
     "whenUnsatisfiable": {"DoNotSchedule", "ScheduleAnyway"},
 }
 _SECRET_KEY: Final = {"name!": "str", "key!": "str"}
-# https://cert-manager.io/docs/reference/api-docs, https://prometheus-operator.dev/docs/api-reference/api (both of 2026); !: must be there
+# https://cert-manager.io/docs/reference/api-docs, https://prometheus-operator.dev/docs/api-reference/api; !: must be there
 _OF_OTHERS: Final[dict[str, dict[str, Any]]] = {
     "Certificate": {
         "apiVersion!": "str",

@@ -60,7 +60,9 @@ class Pods:
     @property
     def probes(self) -> dict[str, dict[str, Any]]:
         """Those over HTTP."""
-        return {name: probe["httpGet"] for name, probe in self.container.items() if "Probe" in name and "httpGet" in probe}
+        return {
+            name: probe["httpGet"] for name, probe in self.container.items() if "Probe" in name and "httpGet" in probe
+        }
 
     @property
     def is_ours(self) -> bool:
@@ -100,7 +102,9 @@ class Install:
 
     def is_allowed(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
         """Whether the policies let the one open a connection to a port of the other."""
-        return self._lets("ingress", target, source, port, protocol) and self._lets("egress", source, target, port, protocol)
+        return self._lets("ingress", target, source, port, protocol) and self._lets(
+            "egress", source, target, port, protocol
+        )
 
     def _lets(self, way: str, subject: Peer, other: Peer, port: int, protocol: str) -> bool:
         """`subject` is whom policies are about; whom none is about may do everything."""
