@@ -26,6 +26,7 @@ from router.placement import (
 from router.ranking import NOBODY, Among, Candidate, Load, Ranking
 from tests.router.plain_placement import PlainCacheAware, PlainLeastLoaded, PlainPolicy, PlainTurns
 
+NOBODY_AT_ALL: set[NodeRef | None] = {None}
 NAMES = [NodeRef(name, incarnation) for name in "abcdef" for incarnation in (1, 2)]
 refs = st.sampled_from(NAMES)
 loads = st.tuples(st.integers(0, 3), st.sampled_from((0.0, 0.5, 1.0)))
@@ -96,12 +97,21 @@ candidates = st.builds(
     st.builds(PrefillSpeed, st.sampled_from((1e-4, 4e-4)), st.just(16), fetches),
     st.sampled_from((b"", b"", b"one")),
 )
+
+
+def prompt_with(cached: dict[NodeRef, int], pooled: dict[tuple[bytes, bytes], int], most: int) -> Prompt:
+    """A prompt, and who holds more of it than `most`."""
+    holders = [ref for ref, tokens in cached.items() if tokens > most]
+    most_of_others = max((tokens for tokens in cached.values() if tokens <= most), default=0)
+    return Prompt(1000, cached, pooled, holders, most_of_others)
+
+
 prompts = st.builds(
-    Prompt,
-    st.just(1000),
-    st.dictionaries(refs, st.sampled_from((16, 96, 400, 999)), max_size=6),
+    prompt_with,
+    st.dictionaries(refs, st.sampled_from((16, 96, 100, 400, 999))),
     st.just({})
     | st.dictionaries(st.tuples(st.just(b"one"), st.sampled_from((b"x", b"y"))), st.sampled_from((96, 960))),
+    st.sampled_from((0, 16, 100, 1000)),
 )
 PAIRS: dict[str, Callable[[Imbalance], tuple[Policy, PlainPolicy]]] = {
     "round_robin": lambda _: (RoundRobin(), PlainTurns()),
@@ -141,7 +151,7 @@ def test_each_number_drawn_is_another_node_and_every_one_that_is_not_left_out_ha
     able = {ref for ref in world.here if ref not in without}
     drawn = [world.among(without, None).draw(lambda bound, number=number: number) for number in range(len(able))]  # type: ignore[misc]
     assert Counter(drawn) == Counter(able)
-    assert world.among(without, None).draw(lambda bound: 0) in ([*able] or [None])
+    assert world.among(without, None).draw(lambda bound: 0) in (able or NOBODY_AT_ALL)
     odd = {ref for ref in able if ref.incarnation == 1}
     bounds: list[int] = []
 
@@ -150,7 +160,7 @@ def test_each_number_drawn_is_another_node_and_every_one_that_is_not_left_out_ha
         return 0 if len(bounds) <= 16 else bound - 1
 
     found = world.among(without, lambda ref: ref.incarnation == 1).draw(below)
-    assert found in ([*odd] or [None])
+    assert found in (odd or NOBODY_AT_ALL)
     assert all(bound in (len(able), len(odd)) for bound in bounds), (
         "first among all, in the end among those that may be"
     )
