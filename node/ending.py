@@ -56,9 +56,8 @@ class Ending:
         self._loop = asyncio.get_running_loop()
         self._wished = asyncio.Event()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._changed: asyncio.Future[None] = (
-            self._loop.create_future()
-        )  # the change of role that is under way has come to its end
+        self._begun: asyncio.Future[None] = self._loop.create_future()  # the last change begun can be found
+        self._taken_up = self._begun  # the last one taken up
         self._watches: set[asyncio.Future[None]] = set()  # done when the watcher has heard the last word, or has gone
 
     @property
@@ -90,7 +89,7 @@ class Ending:
         answer = self._drain.ask_role(role, timeout_s, self._loop.time())
         log_event(LOG, logging.INFO, "role_asked", role=role, timeout_s=timeout_s, answer=answer.name)
         if answer is Answer.BEGUN:
-            self._changed = self._loop.create_future()
+            self._begun = self._loop.create_future()
             self._wished.set()
         return answer
 
@@ -120,12 +119,13 @@ class Ending:
         if self._drain.stage is not Stage.SWITCHING:
             return False
         self._drain.take_up()
+        self._taken_up = self._begun
         self._wished.clear()
         return True
 
     def tell_changed(self) -> None:
-        """The node can be found in its new role."""
-        self._changed.set_result(None)
+        """The node can be found in its new role, whatever has been asked for meanwhile."""
+        self._taken_up.set_result(None)
 
     async def _until_over(self, means: Means) -> None:
         shown, show_at = (-1, -1), 0.0
@@ -166,7 +166,7 @@ class Ending:
 
     def watch_change(self) -> AsyncIterator[pb.DrainProgress]:
         """How far the change of role is that was just begun, until the node serves in it, or is over."""
-        changed = self._changed
+        changed = self._begun
 
         def last_word() -> pb.DrainProgress:
             was_cut_short, has_changed = self._drain.was_cut_short, changed.done()

@@ -115,6 +115,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ("tests/router/test_breaker.py",),
     ),
     Mutant(
+        "role-answers-the-next-wish",
+        "Who asks for a role while the node is still about to be found in the last one hears at once that it serves.",
+        "node/ending.py",
+        "        self._taken_up.set_result(None)\n",
+        "        self._begun.set_result(None)\n",
+        _CHANGE,
+    ),
+    Mutant(
         "role-watched-for-ever",
         "Who asked for a change of role hears nothing once the node serves in it.",
         "node/ending.py",

@@ -196,6 +196,31 @@ def test_the_next_role_waits_until_nothing_touches_a_block_and_who_watches_hears
     run(scene)
 
 
+@pytest.mark.covers("C11")
+def test_who_asks_again_before_the_node_can_be_found_waits_for_a_change_of_his_own() -> None:
+    async def scene() -> None:
+        world = World()
+        ending = world.ending
+        watches = []
+        for role in ROLES[::-1]:
+            assert ending.ask_role(role, 9.0) is Answer.BEGUN
+            watches.append(ending.watch_change())
+            await anext(watches[-1])
+            if len(watches) == 1:
+                ending.has_drained.set()
+                assert await ending.run(world.means) == role and ending.take_up(ScriptedCore())
+        ending.tell_changed()
+        assert (await anext(watches[0])).has_changed
+        ending.ask("SIGTERM", 0)
+        end = asyncio.create_task(ending.run(world.means))
+        assert (await anext(watches[1])).has_ended
+        for watch in watches:
+            await watch.aclose()  # type: ignore[attr-defined]
+        assert await end is None
+
+    run(scene)
+
+
 @pytest.mark.covers("C11", "D08")
 def test_an_end_that_is_asked_for_while_the_roles_switch_is_what_follows() -> None:
     async def scene() -> None:
