@@ -20,12 +20,12 @@ from engine.config_values import ModelError
 from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
-from engine.rope import attention_factor, inverse_frequencies
+from engine.rope import Angles, attention_factor, inverse_frequencies
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
-from kernels.interface import Kernels, LayerStack, Linear, StackLayer
+from kernels.interface import Kernels, LayerStack, Linear, ModelEnds, StackLayer, StepRows, WholeModel
 from kernels.upload import upload
 
 
@@ -55,14 +55,18 @@ class Model:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
     head: Linear  # hidden_size to vocab_size
-    inverse_frequencies: Tensor  # [head_dim / 2] fp32
-    stack: LayerStack | None  # the layers once more, where the back end runs all of them in one call
+    angles: Angles
+    # All of it, or the layers, once more, where the back end runs that in one call.
+    whole: WholeModel | None
+    stack: LayerStack | None
 
     def first_layers(self, count: int) -> Model:
         """The same model with fewer layers; weights are shared."""
         layers = self.layers[:count]
         config = replace(self.config, num_layers=count)
-        return replace(self, config=config, layers=layers, stack=_stack(self.kernels, config, layers))
+        ends = ModelEnds(self.embedding, self.final_norm, self.head)
+        whole, stack = _in_one_call(self.kernels, config, layers, ends)
+        return replace(self, config=config, layers=layers, whole=whole, stack=stack)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, memory: StepTensors | None = None) -> Tensor:
@@ -72,8 +76,15 @@ class Model:
         makes may lie, the logits included; they are good until the next step with the same memory. None: in fresh memory.
         """
         memory = StepTensors() if memory is None else memory
+        cos, sin = self.angles.up_to(batch.attention.block_tables.shape[1] * kv.shape[3])
+        if self.whole is not None:
+            logits = self._room_for_logits(len(batch.logit_rows), memory)
+            self.whole.logits(StepRows(*batch[:3]), cos, sin, kv, batch.attention, logits)
+            return logits
         num_rows, device = len(batch.token_ids), self.embedding.device
-        cos, sin = self._angles(upload(batch.positions, device), memory)
+        positions, shape = upload(batch.positions, device), (num_rows, cos.shape[1])
+        cos = torch.index_select(cos, 0, positions, out=memory.take("cos", shape, cos))
+        sin = torch.index_select(sin, 0, positions, out=memory.take("sin", shape, sin))
         hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
         torch.index_select(self.embedding, 0, upload(batch.token_ids, device), out=hidden)
         if self.stack is not None:
@@ -89,17 +100,13 @@ class Model:
         normed = self.kernels.rms_norm(
             last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
-        if num_logits > memory.max_logits:
-            return self.head(normed)
-        return self.head(normed, memory.take("logits", (num_logits, self.config.vocab_size), hidden))
+        return self.head(normed, self._room_for_logits(num_logits, memory))
 
-    def _angles(self, positions: Tensor, memory: StepTensors) -> tuple[Tensor, Tensor]:
-        """cos and sin of each row's rotations, each [num_rows, head_dim / 2] fp32."""
-        shape = (len(positions), len(self.inverse_frequencies))
-        turns, cos, sin = (memory.take(name, shape, self.inverse_frequencies) for name in ("turns", "cos", "sin"))
-        scale = attention_factor(self.config.rope)
-        torch.mul(turns.copy_(positions[:, None]), self.inverse_frequencies, out=turns)
-        return torch.cos(turns, out=cos).mul_(scale), torch.sin(turns, out=sin).mul_(scale)
+    def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
+        shape = (num_logits, self.config.vocab_size)
+        if num_logits > memory.max_logits:
+            return self.embedding.new_empty(shape)
+        return memory.take("logits", shape, self.embedding)
 
     def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
@@ -178,18 +185,26 @@ def load_model(
             )
 
         layers = tuple(layer(f"model.layers.{index}") for index in range(config.num_layers))
+        ends = ModelEnds(
+            embedding=read("model.embed_tokens.weight"),
+            final_norm=read("model.norm.weight"),
+            # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
+            head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
+        )
+        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        whole, stack = _in_one_call(kernels, config, layers, ends)
         return Model(
             config=config,
             dtype=dtype,
             kernels=kernels,
             shortfall=shortfall,
-            embedding=read("model.embed_tokens.weight"),
+            embedding=ends.embedding,
             layers=layers,
-            final_norm=read("model.norm.weight"),
-            # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
-            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
-            stack=_stack(kernels, config, layers),
+            final_norm=ends.final_norm,
+            head=ends.head,
+            angles=Angles(frequencies, attention_factor(config.rope)),
+            whole=whole,
+            stack=stack,
         )
 
 
@@ -200,7 +215,10 @@ def _chosen_kernels(name: str, dtype: torch.dtype, device: torch.device, weight_
         raise ModelError(str(error)) from None
 
 
-def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...]) -> LayerStack | None:
+def _in_one_call(
+    kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...], ends: ModelEnds
+) -> tuple[WholeModel | None, LayerStack | None]:
+    """The whole model where there is such a thing, else the layers where there are those."""
     stacked = [
         StackLayer(
             each.attention_norm,
@@ -215,4 +233,5 @@ def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ..
         )
         for each, window in zip(layers, config.windows[: len(layers)], strict=True)
     ]
-    return kernels.stack(stacked, config.num_heads, config.rms_norm_eps)
+    whole = kernels.whole(ends, stacked, config.num_heads, config.rms_norm_eps)
+    return whole, None if whole is not None else kernels.stack(stacked, config.num_heads, config.rms_norm_eps)
