@@ -116,9 +116,9 @@ class Steps:
 
     def parts(self, num_steps: int) -> dict[str, float]:
         """Seconds of one step by what they went for, the mean of some."""
-        head, whole = _TimedLinear(self._model.head), self._model.whole
+        head, whole = _TimedLinear(self._model.ends.head), self._model.whole
         kept = _KeepsLogits(whole) if isinstance(whole, CpuModel) else None
-        runner = self._new_runner(replace(self._model, head=head, whole=kept))
+        runner = self._new_runner(replace(self._model, ends=self._model.ends._replace(head=head), whole=kept))
         before = whole.seconds if isinstance(whole, CpuModel) else {}
         head.seconds = 0.0
         begin = time.perf_counter()

@@ -20,7 +20,7 @@ from engine.config_values import ModelError
 from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
-from engine.rope import Angles, attention_factor, inverse_frequencies
+from engine.rope import Angles
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
@@ -51,10 +51,8 @@ class Model:
     dtype: str  # "fp32", "bf16" or "fp16"
     kernels: Kernels
     shortfall: str  # why the kernels are not those that were asked for; "" where they are
-    embedding: Tensor  # [vocab_size, hidden_size]
+    ends: ModelEnds
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden_size]
-    head: Linear  # hidden_size to vocab_size
     angles: Angles
     # All of it, or the layers, once more, where the back end runs that in one call.
     whole: WholeModel | None
@@ -64,8 +62,7 @@ class Model:
         """The same model with fewer layers; weights are shared."""
         layers = self.layers[:count]
         config = replace(self.config, num_layers=count)
-        ends = ModelEnds(self.embedding, self.final_norm, self.head)
-        whole, stack = _in_one_call(self.kernels, config, layers, ends)
+        whole, stack = _in_one_call(self.kernels, config, layers, self.ends)
         return replace(self, config=config, layers=layers, whole=whole, stack=stack)
 
     @torch.inference_mode()
@@ -81,12 +78,12 @@ class Model:
             logits = self._room_for_logits(len(batch.logit_rows), memory)
             self.whole.logits(StepRows(*batch[:3]), cos, sin, kv, batch.attention, logits)
             return logits
-        num_rows, device = len(batch.token_ids), self.embedding.device
+        num_rows, device = len(batch.token_ids), self.ends.embedding.device
         positions, shape = upload(batch.positions, device), (num_rows, cos.shape[1])
         cos = torch.index_select(cos, 0, positions, out=memory.take("cos", shape, cos))
         sin = torch.index_select(sin, 0, positions, out=memory.take("sin", shape, sin))
-        hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
-        torch.index_select(self.embedding, 0, upload(batch.token_ids, device), out=hidden)
+        hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.ends.embedding)
+        torch.index_select(self.ends.embedding, 0, upload(batch.token_ids, device), out=hidden)
         if self.stack is not None:
             hidden = self.stack(hidden, cos, sin, kv, batch.attention)
         else:
@@ -98,15 +95,15 @@ class Model:
         last = memory.take("last", shape, hidden)
         torch.index_select(hidden, 0, upload(batch.logit_rows, device), out=last)
         normed = self.kernels.rms_norm(
-            last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
+            last, self.ends.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
-        return self.head(normed, self._room_for_logits(num_logits, memory))
+        return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
     def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
         shape = (num_logits, self.config.vocab_size)
         if num_logits > memory.max_logits:
-            return self.embedding.new_empty(shape)
-        return memory.take("logits", shape, self.embedding)
+            return self.ends.embedding.new_empty(shape)
+        return memory.take("logits", shape, self.ends.embedding)
 
     def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
@@ -191,21 +188,9 @@ def load_model(
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
             head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
         )
-        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
-        whole, stack = _in_one_call(kernels, config, layers, ends)
-        return Model(
-            config=config,
-            dtype=dtype,
-            kernels=kernels,
-            shortfall=shortfall,
-            embedding=ends.embedding,
-            layers=layers,
-            final_norm=ends.final_norm,
-            head=ends.head,
-            angles=Angles(frequencies, attention_factor(config.rope)),
-            whole=whole,
-            stack=stack,
-        )
+    angles = Angles.of(config.rope, config.head_dim, device)
+    whole, stack = _in_one_call(kernels, config, layers, ends)
+    return Model(config, dtype, kernels, shortfall, ends, layers, angles, whole, stack)
 
 
 def _chosen_kernels(name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype) -> Choice:

@@ -38,6 +38,11 @@ class Angles:
         self._frequencies, self._factor = frequencies, factor
         self._cos = self._sin = frequencies.new_empty((0, len(frequencies)))
 
+    @classmethod
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Angles:
+        """A model's, on its device."""
+        return cls(inverse_frequencies(rope, head_dim).to(device), attention_factor(rope))
+
     def up_to(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin of at least positions 0 .. num_positions - 1, each [positions, head_dim / 2] fp32."""
         if len(self._cos) < num_positions:
