@@ -22,6 +22,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 KERNELS := kernels/cpu/built/.built
 REDIS := .venv/.redis
+HELM := .venv/.helm
 TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
@@ -31,7 +32,7 @@ PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) $(KERNELS) $(REDIS) ## fill .venv with the pinned versions, compile the kernels, find a redis-server; a second call does nothing
+setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) ## fill .venv with the pinned versions, compile the kernels, find a redis-server and Helm; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -45,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "make setup: .venv with $$($$python --version); the first time takes a minute or two"; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
 	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,numba,triton]'; \
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
 	touch $(STAMP)
 
 # Seconds, once; without a C++ compiler numba's functions are, and a line says what that costs.
@@ -65,6 +66,16 @@ $(REDIS): | $(STAMP)
 	else echo "make setup: redis-server cannot be installed ($@.log says why): the tests of the Redis registry will say so"; fi
 	@touch $@
 
+# For the tests of the chart: Helm's own code as a library (the package around it wants a newer Python than we do), and the classes of
+# Kubernetes' objects, which are read as text. 55 MB. Tried once, and never a reason to fail, as above.
+$(HELM): constraints.txt | $(STAMP)
+	@rm -rf .venv/helm && mkdir .venv/helm
+	@echo "make setup: Helm and the classes of Kubernetes' objects, for tests"
+	@if $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt -d .venv/helm helm-sdkpy kubernetes >$@.log 2>&1 && \
+	  for wheel in .venv/helm/*.whl; do $(BIN)/python -m zipfile -e $$wheel .venv/helm; done; then rm .venv/helm/*.whl; \
+	else echo "make setup: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
+	@touch $@
+
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
@@ -74,7 +85,7 @@ $(TINY)/config.json: | $(STAMP)
 up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-test: lint $(KERNELS) $(REDIS) ## lint, types, then every test
+test: lint $(KERNELS) $(REDIS) $(HELM) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
@@ -95,9 +106,10 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
 
-docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md anew, from the registries and the machines' tables
+docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md and the schema of the chart's values anew, from what the code says
 	@$(BIN)/python -m tests.router.metrics_table
 	@$(BIN)/python -m tests.architecture.protocol_page
+	@$(BIN)/python -m tests.deploy.chart_schema
 
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
@@ -118,7 +130,7 @@ mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of 
 compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of deploy/compose.yaml; needs a Docker engine, and root for a partition
 	@$(BIN)/python -m pytest tests/compose $(TEST_FLAGS)
 
-coverage-table: $(STAMP) $(KERNELS) $(REDIS) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+coverage-table: $(STAMP) $(KERNELS) $(REDIS) $(HELM) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included

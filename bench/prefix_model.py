@@ -33,7 +33,8 @@ from router.cache_map import CacheMap
 from router.entrance import RouterCoreConfig
 from router.events import GenerationRequest, NodeRef, Sampling
 from router.node_state import Node, Session
-from router.placement import CACHE_AWARE, Candidate, Imbalance, Placement, Prompt
+from router.placement import CACHE_AWARE, Imbalance, Placement, Prompt
+from router.ranking import Among, Candidate, Ranking
 from router.requests import LiveBranch
 from router.retry import Tries
 from runtime.config import knob, load
@@ -110,12 +111,16 @@ class Model:
         fields = {each.name: getattr(_FINGERPRINT, each.name) for each in _FINGERPRINT.DESCRIPTOR.fields}
         self._seed = seed_key(fingerprint_bytes(fields))
         self._servers: dict[NodeRef, _Server] = {}
+        self._ranking = Ranking(b"model", lambda ref: Candidate(ref, b"model", (self._servers[ref].queued_tokens, 0.0)))
+        self._decode = Ranking(b"model", lambda ref: Candidate(ref, b"model", (0.0, 0.0)))
         for number in range(config.nodes):
             ref = NodeRef(f"prefill-{number}", 1)
             entry = pb.NodeEntry(role=pb.ROLE_PREFILL, fingerprint=_FINGERPRINT)
             pool = BlockPool(num_blocks, BLOCK)
             node = Node(ref, entry, b"model", Session.UP)
             self._servers[ref] = _Server(node, pool, CacheFeed(pool))
+            self._ranking.put(ref, True)
+        self._decode.put(NodeRef("decode", 1), True)
         if self._map is not None:
             self._map.look([server.node for server in self._servers.values()], 0.0)
         self.computed = 0
@@ -138,13 +143,13 @@ class Model:
         request = GenerationRequest(str(number), ask.prompt, 0, Sampling(0.0, 1, ()), 1e9)
         branch = LiveBranch(request, 0, number, Tries(RouterCoreConfig()), ask.at_s)
         prompt = self._map.prompt(branch) if self._map is not None else Prompt(len(ask.prompt), {})
-        prefills = [Candidate(ref, b"model", (each.queued_tokens, 0.0)) for ref, each in self._servers.items()]
-        pair = self._placement.choose(prefills, [Candidate(NodeRef("decode", 1), b"model", (0.0, 0.0))], prompt=prompt)
+        pair = self._placement.choose(Among([self._ranking]), Among([self._decode]), prompt=prompt)
         assert pair is not None, "nobody is excluded"
         server = self._servers[pair.prefill]
         num_tokens = len(ask.prompt) - prompt.cached.get(pair.prefill, 0)
         server.queue.append((ask, num_tokens))
         server.queued_tokens += num_tokens
+        self._ranking.put(server.node.ref, True)
         return server
 
     def _begin(self, server: _Server, now: float, ends: list[tuple[float, str, NodeRef]]) -> None:
@@ -161,6 +166,7 @@ class Model:
         server = self._servers[ref]
         ask, num_tokens = server.queue.popleft()
         server.queued_tokens -= num_tokens
+        self._ranking.put(server.node.ref, True)
         self.ttfts.append(now - ask.at_s)
         for block_id, key in zip(server.held, block_keys(self._seed, ask.prompt, BLOCK), strict=False):
             server.pool.publish(block_id, key)

@@ -6,9 +6,11 @@
     client ──HTTP──> bench.mock_backend                         what client and machine add by themselves
 
 In each round every side has the same four loads: short requests; a fixed number of long streams, a token every step, spread over
-the step; tokens as fast as the side takes them; and so many streams that its process is busy for `--load` of a core, where delays
-are read. CPU of a token and of a request follow from the first two. Who is measured has a core of its own. Placement
-(router_placement.py) is measured apart, without sockets.
+the step; tokens as fast as the side takes them; and so many streams that a router's process is busy for `--load` of a core, where
+delays are read. CPU of a token and of a request follow from the first two. What is no router, and shows what the measurement and
+uvicorn add by themselves, has as many streams there as the router that had most. Tokens are said by a clock, whoever is late. Who
+is measured has a core of its own; a router of several processes has as many, of which the first alone is its own where there are no
+more than that. Placement (router_placement.py) is measured apart, without sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import uvloop
 from rich.console import Console
@@ -30,6 +32,7 @@ from bench.router_figures import Round, SideFigures, figures_of, streams_for
 from bench.router_load import Shape, Window, run_window, window_of
 from bench.router_placement import PLACEMENT_POLICIES, PlacementCost, placement_costs
 from bench.router_plot import plot
+from bench.router_report import tables
 from bench.router_sides import Cores, Side, Started
 from bench.stepping import Pace
 from router.text import ModelText
@@ -40,6 +43,9 @@ _PROMPT: Final = "Tell me how a baton is handed over, and what becomes of it if 
 _SHORT_STREAMS: Final = 8
 _LONG_TOKENS: Final = 128
 _MOST_TIMES: Final = 6  # as many streams, where delays are measured: the client is to keep up
+_NO_ROUTER: Final = ("direct", "uvicorn")
+
+Case = tuple[str, Side, int | None]  # its name, what is measured, branches a message where that means anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +108,21 @@ def measure(config: RouterBenchConfig, console: Console) -> Result:
         with StepProgress(console, "measurements", num_steps) as progress:
             rounds: dict[str, list[Round]] = {name: [] for name, _, _ in cases}
             for number in range(config.rounds):
-                for name, side, group in cases if number % 2 else cases[::-1]:
-                    rounds[name].append(_round(config, side, group or 8, name, progress))
+                for each in _round(config, cases if number % 2 else cases[::-1], progress):
+                    rounds[each.name].append(each.windows)
             costs = placement_costs(PLACEMENT_POLICIES, nodes, config.decisions, progress.advance)
     return Result([figures_of(side.name, group, rounds[name]) for name, side, group in cases], costs)
 
 
-def _start(config: RouterBenchConfig, started: Started, groups: Sequence[int]) -> list[tuple[str, Side, int | None]]:
-    """Cases: their names, sides, and branches a message where that means anything."""
-    cases: list[tuple[str, Side, int | None]] = [
+def _start(config: RouterBenchConfig, started: Started, groups: Sequence[int]) -> list[Case]:
+    """What is measured."""
+    cases: list[Case] = [
         ("direct", started.direct(), None),
         ("uvicorn", started.floor(), None),
     ]
     for workers in whole_numbers("--workers", config.workers, 64):
-        flags = ["--workers", str(workers)] if workers > 1 else []
         name = "baton" if workers == 1 else f"baton, {workers} workers"
-        side = started.baton(config.model, flags, config.decode, _letters(config.model), name)
+        side = started.baton(config.model, workers, config.decode, _letters(config.model), name)
         cases += [(f"{name}, {group} a message", side, group) for group in groups]
     if config.peer is not None:
         cases.append(("peer", started.peer(config.peer), None))
@@ -135,71 +140,51 @@ def _letters(model: Path) -> list[int]:
     return letters[:16]
 
 
-def _round(config: RouterBenchConfig, side: Side, group: int, name: str, progress: StepProgress) -> Round:
-    """The four loads, one behind the other."""
+class _Measured(NamedTuple):
+    name: str
+    windows: Round
 
-    def run(what: str, streams: int, max_tokens: int, step_ms: int) -> Window:
+
+def _round(config: RouterBenchConfig, cases: Sequence[Case], progress: StepProgress) -> list[_Measured]:
+    """The four loads of every case, the last one once all have had the others."""
+
+    def run(case: Case, what: str, streams: int, max_tokens: int, step_ms: int) -> Window:
+        name, side, group = case
         shape = Shape(streams, max_tokens, step_ms, config.window_s)
-        side.speaker.set_pace(Pace(step_ms, group))
+        side.speaker.set_pace(Pace(step_ms, group or 8))
         found = uvloop.run(run_window(side.server, side.model, _PROMPT, shape, side.read_cpu))
         progress.advance(f"{name}, {what}")
         return window_of(found[0], side.speaker.said(), *found[1:], max_tokens)
 
-    short = run("short", _SHORT_STREAMS, 2, config.step_ms)
-    steady = run("steady", config.streams, _LONG_TOKENS, config.step_ms)
-    full = run("as fast as can be", config.streams, _LONG_TOKENS, 0)
-    most = min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
-    if side.name == "direct":
-        most = config.streams  # who is measured is not there: what the rest adds at the same streams
-    return Round(short, steady, full, run("loaded", most, _LONG_TOKENS, config.step_ms))
+    costs = [
+        (
+            run(case, "short", _SHORT_STREAMS, 2, config.step_ms),
+            run(case, "steady", config.streams, _LONG_TOKENS, config.step_ms),
+            run(case, "as fast as can be", config.streams, _LONG_TOKENS, 0),
+        )
+        for case in cases
+    ]
+    most = [
+        0 if name in _NO_ROUTER else min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
+        for (name, _, _), (_, steady, _) in zip(cases, costs, strict=True)
+    ]
+    found = []
+    for case, windows, streams in zip(cases, costs, most, strict=True):
+        streams = streams or max(most)
+        loaded = run(case, "loaded", streams, _LONG_TOKENS, config.step_ms)
+        found.append(_Measured(case[0], Round(*windows, streams, loaded)))
+    return found
 
 
 def show(console: Console, result: Result) -> None:
-    """Two tables."""
-    table = Table(title=None, box=None, pad_edge=False)
-    headings = (
-        "side",
-        "a message",
-        "µs a token",
-        "beyond uvicorn",
-        "µs a request",
-        "tokens/s",
-        "at load",
-        "delay p50",
-        "p99",
-    )
-    for heading in (*headings, "first p50", "p99", "speaker µs", "client µs"):
-        table.add_column(heading, justify="left" if heading == "side" else "right")
-    floor = next(each for each in result.sides if each.side == "uvicorn")
-    for each in result.sides:
-        delays = (each.delay_p50_s, each.delay_p99_s, each.first_delay_p50_s, each.first_delay_p99_s)
-        table.add_row(
-            each.side,
-            str(each.branches or ""),
-            f"{each.token_us:.1f}",
-            f"{each.token_us - floor.token_us:.1f}",
-            f"{each.request_us:.0f}",
-            f"{each.tokens_per_s:.0f}",
-            "" if each.load is None else f"{each.load:.0%}",
-            *("" if delay is None else f"{1000 * delay:.2f}" for delay in delays),
-            f"{each.speaker_us:.1f}",
-            f"{each.client_us:.1f}",
-        )
-    console.print(table)
-    console.print(
-        "CPU of the measured process, in microseconds; tokens/s as clients read them while tokens come as fast as can be; delays "
-        "in milliseconds from a token's being said to its being read, and of a first token all but what it took behind the router"
-    )
-    if result.placement:
-        numbers = sorted({each.nodes for each in result.placement})
-        costs = Table(title=None, box=None, pad_edge=False)
-        costs.add_column("µs of a placement", no_wrap=True)
-        for number in numbers:
-            costs.add_column(f"{number} nodes", justify="right")
-        for policy in PLACEMENT_POLICIES:
-            of_policy = {each.nodes: each.decision_us for each in result.placement if each.policy == policy}
-            costs.add_row(policy, *(f"{of_policy[number]:.0f}" for number in numbers))
-        console.print(costs)
+    """The tables of the page."""
+    for title, rows in tables(to_json(result)):
+        table = Table(title=None, box=None, pad_edge=False)
+        for index, heading in enumerate(title):
+            table.add_column(heading, justify="right" if index else "left", no_wrap=not index)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Round:
     short: Window  # requests of two tokens
     steady: Window  # long streams, the same number for every side
     full: Window  # as fast as can be
+    streams: int  # of the last one
     loaded: Window | None  # so many streams that the process is busy for the share asked for; None: not measured
 
 
@@ -30,7 +31,12 @@ class SideFigures:
     request_us: float  # per request, what tokens cost apart
     tokens_per_s: float  # at saturation
     busy_at_saturation: float  # of a core; a router of several processes may be busy for more than one
-    load: float | None  # of a core, as reached where delays were measured
+    streams: int  # under way where delays were measured
+    load: float | None  # of a core, as reached there
+    wait: (
+        float | None
+    )  # the share of that time for which the measured process was ready and had no core: a busy machine's
+    client_wait: float | None  # the same of the client, whose delays are in all of them
     delay_p50_s: float | None
     delay_p99_s: float | None
     first_delay_p50_s: float | None
@@ -67,6 +73,9 @@ def figures_of(side: str, branches: int | None, rounds: Sequence[Round]) -> Side
         pools = [each.first_delays_s if is_first else each.delays_s for each in loaded]
         return median([percentile(sorted(pool), percent) for pool in pools if pool])
 
+    def share_of(name: str) -> float | None:
+        return median([each.cpu_s[name] / each.seconds for each in loaded])
+
     return SideFigures(
         side=side,
         branches=branches,
@@ -74,7 +83,10 @@ def figures_of(side: str, branches: int | None, rounds: Sequence[Round]) -> Side
         request_us=statistics.median(request_us for _, request_us in splits),
         tokens_per_s=statistics.median(each.full.tokens_per_s for each in rounds),
         busy_at_saturation=statistics.median(each.full.cpu_s["router"] / each.full.seconds for each in rounds),
-        load=median([each.cpu_s["router"] / each.seconds for each in loaded]),
+        streams=round(statistics.median(each.streams for each in rounds)),
+        load=share_of("router"),
+        wait=share_of("router waits"),
+        client_wait=share_of("client waits"),
         delay_p50_s=of_delays(50, is_first=False),
         delay_p99_s=of_delays(99, is_first=False),
         first_delay_p50_s=of_delays(50, is_first=True),

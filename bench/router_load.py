@@ -2,12 +2,14 @@
 
 A token's delay runs from the instant when whoever stands behind the router said it to the instant when the client read it: both
 are time.monotonic's of one host. The window begins when the streams are spread evenly and ends before the last ones do, so that
-neither start nor end is in it. Answers are parsed when the run is over, since that would delay others.
+neither start nor end is in it. Answers are parsed when the run is over, since that would delay others; for the same reason nothing
+of the client's is collected meanwhile: it keeps every part of every answer, and a collection would walk over all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,13 @@ def cpu_s(pid: int) -> float:
     own = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return own + sum(cpu_s(int(child)) for child in children)
+
+
+def wait_s(pid: int) -> float:
+    """For how long the first threads of a process and its living children were ready to run while somebody else had their cores."""
+    waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1])
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    return waited_ns / 1e9 + sum(wait_s(int(child)) for child in children)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +86,7 @@ class Window:
     """What happened in it."""
 
     seconds: float
-    cpu_s: dict[str, float]  # by whose
+    cpu_s: dict[str, float]  # by whose; "… waits": wait_s
     num_tokens: int  # said in it
     num_read: int  # by clients in it
     num_requests: int  # asked for in it
@@ -111,14 +120,19 @@ async def run_window(
             if one.error:
                 await asyncio.sleep(0.1)
 
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(shape.streams):
-            tasks.create_task(keep_one(index))
-        await asyncio.sleep(1.2 * spread_s + 0.2)
-        began_at, before = monotonic(), read_cpu()
-        await asyncio.sleep(shape.window_s)
-        ended_at, after = monotonic(), read_cpu()
-        is_over.set()
+    gc.collect()
+    gc.disable()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(shape.streams):
+                tasks.create_task(keep_one(index))
+            await asyncio.sleep(1.2 * spread_s + 0.2)
+            began_at, before = monotonic(), read_cpu()
+            await asyncio.sleep(shape.window_s)
+            ended_at, after = monotonic(), read_cpu()
+            is_over.set()
+    finally:
+        gc.enable()
     return heard, began_at, ended_at, {name: after[name] - before[name] for name in after}
 
 

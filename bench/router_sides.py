@@ -25,7 +25,7 @@ import httpx
 from bench.cluster import BATON, ClusterProblem, environment_of_a_cluster
 from bench.fleet import wait_until
 from bench.http_exchange import Server
-from bench.router_load import Said, cpu_s
+from bench.router_load import Said, cpu_s, wait_s
 from bench.stepping import Pace
 
 _START_S: Final = 60.0
@@ -78,23 +78,31 @@ class Side:
     pids: Sequence[int]  # of what is measured; their children count, too
 
     def read_cpu(self) -> dict[str, float]:
-        """Of what is measured, of who says the tokens, and of this process."""
+        """Of what is measured, of who says the tokens, and of this process; of the first and the last how long they waited, too."""
         own = time.process_time()
-        return {"router": sum(map(cpu_s, self.pids)), "speaker": cpu_s(self.speaker.pid), "client": own}
+        waits = {"router waits": sum(map(wait_s, self.pids)), "client waits": wait_s(os.getpid())}
+        return {"router": sum(map(cpu_s, self.pids)), "speaker": cpu_s(self.speaker.pid), "client": own, **waits}
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Who runs where; both sets are equal on one core."""
+    """Who runs where."""
 
-    measured: frozenset[int]
-    rest: frozenset[int]
+    mine: tuple[int, ...]  # that we may use
 
     @staticmethod
     def split() -> Cores:
-        """The first core of those that we may use for what is measured, the others for the rest."""
-        mine = sorted(os.sched_getaffinity(0))
-        return Cores(frozenset(mine[:1]), frozenset(mine[1:] or mine))
+        """All that there are."""
+        return Cores(tuple(sorted(os.sched_getaffinity(0))))
+
+    def measured(self, number: int = 1) -> frozenset[int]:
+        """The first so many are for what is measured: beside it nothing else runs on the first, if there are two."""
+        return frozenset(self.mine[:number])
+
+    @property
+    def rest(self) -> frozenset[int]:
+        """For everything else: all but the first."""
+        return frozenset(self.mine[1:] or self.mine)
 
     @contextmanager
     def on(self, cores: frozenset[int]) -> Iterator[None]:
@@ -116,7 +124,7 @@ class Started:
 
     def floor(self) -> Side:
         """uvicorn and FastAPI alone."""
-        speaker = self._speaker("bench.sse_floor", [], self._cores.measured)
+        speaker = self._speaker("bench.sse_floor", [], self._cores.measured())
         return Side("uvicorn", Server.parse(speaker.told["url"]), "m", speaker, [speaker.pid])
 
     def direct(self) -> Side:
@@ -124,12 +132,13 @@ class Started:
         speaker = self._speaker("bench.mock_backend", [], self._cores.rest)
         return Side("direct", Server.parse(speaker.told["url"]), "m", speaker, [speaker.pid])
 
-    def baton(self, model: Path, flags: Sequence[str], num_decodes: int, token_ids: Sequence[int], name: str) -> Side:
-        """A router and its fake nodes."""
+    def baton(self, model: Path, workers: int, num_decodes: int, token_ids: Sequence[int], name: str) -> Side:
+        """A router of so many processes, on as many cores, and its fake nodes."""
+        flags = ["--workers", str(workers)] if workers > 1 else []
         ready = self._folder / f"{name}.ready.json"
         command = [BATON, "router", "--model", str(model.absolute()), "--port", "0", "--ready-file", str(ready)]
         command += ["--log-level", "warning", "--parent-pid", str(os.getpid()), *flags]
-        router = self._process(name, command, self._cores.measured)
+        router = self._process(name, command, self._cores.measured(workers))
         _wait(f"{name} listens", ready.exists, router, self._folder / f"{name}.log")
         told: dict[str, Any] = json.loads(ready.read_text(encoding="utf-8"))
         nodes = ["--router", told["registry"], "--decode", str(num_decodes)]
@@ -147,7 +156,7 @@ class Started:
             port, spare = listener.getsockname()[1], other.getsockname()[1]
         places = {"port": str(port), "spare": str(spare), "prefill": prefill.told["url"], "decode": decode.told["url"]}
         words = [word.format(**places) for word in shlex.split(command)]
-        process = self._process("peer", words, self._cores.measured)
+        process = self._process("peer", words, self._cores.measured())
         url = f"http://127.0.0.1:{port}"
 
         def is_up() -> bool:

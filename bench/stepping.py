@@ -68,6 +68,11 @@ class Stepper:
         """From the next stream on; to be set while there is none."""
         self._pace = pace
 
+    @property
+    def group(self) -> int:
+        """Streams of one step, at most."""
+        return self._pace.group
+
     def note(self, stream: Stream) -> None:
         """Keep it for `taken`."""
         self._log.append(stream)

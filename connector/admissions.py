@@ -17,6 +17,9 @@ written again, so nothing can follow a checksum that was found right.
 Pieces are cut at fixed places (multiples of `piece_bytes`), so that what arrived of a block is a few bits, however hostile the
 sender.
 
+A sender that writes by itself (one_sided.py) is a write that runs from `attach`, when it learns where the lease lies, to `detach`,
+when it can do so no more: what it writes needs nobody's leave, so the lease is not quiet before.
+
 Not here: bytes, checksums, clocks, who the sender is.
 """
 
@@ -68,7 +71,7 @@ class _Lease:
         all_pieces = (1 << pieces_per_block) - 1
         self.unbegun = [all_pieces] * len(block_ids)  # per block, a bit per piece that no write has begun
         self.missing = [pieces_per_block] * len(block_ids)  # per block, how many pieces have not landed
-        self.num_running = 0
+        self.num_running = 0  # writes, and senders that write by themselves
         self.is_revoked = False
 
 
@@ -131,6 +134,25 @@ class Admissions:
                 if lease.missing[span.block_index] == 0:
                     landed.append(span.block_index)
             return Ended(tuple(landed), is_quiet=False)
+
+    def attach(self, lease_id: int, secret: bytes) -> tuple[int, ...] | None:
+        """Where the lease lies, for a sender that will write by itself until `detach`; None: no lease with that id and secret."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.is_revoked or not hmac.compare_digest(lease.secret, secret):
+                return None
+            lease.num_running += 1
+            return lease.block_ids
+
+    def detach(self, lease_id: int) -> bool:
+        """Such a sender can write no more; once for each `attach`. True: the lease was revoked, and is quiet now."""
+        with self._lock:
+            lease = self._leases[lease_id]
+            lease.num_running -= 1
+            if not lease.is_revoked or lease.num_running > 0:
+                return False
+            del self._leases[lease_id]
+            return True
 
     def revoke(self, lease_id: int) -> bool:
         """End the lease. True: its blocks are quiet now. False: an `end` will say so, or has said so, or there is no such lease."""

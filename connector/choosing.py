@@ -1,7 +1,8 @@
 """All transports of one node as one: each link takes the best way that both ends have and that gets there.
 
-    receiver's lease names its endpoints, best first        [shm, zmq]
-    sender opens a link with the first that it has and reaches    same host: shm, else zmq; forced by giving a node one only
+    receiver's lease names its endpoints, best first        [shm, nixl, zmq]
+    sender opens a link with the first that it has and reaches    same host: shm, else nixl where both have it, else zmq; forced by
+                                                                  giving a node one only
     a way that failed before it carried anything                  comes last for a while: the peer may never let us in that way
 
 Which way a write comes in, it lands in the same leases of the same memory: the transports share one landing, so a block is written
@@ -21,7 +22,9 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final, Literal, Protocol, cast
 
+from connector import nixl_agent
 from connector.landing import Landing
+from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
 from connector.transport import (
     Answered,
@@ -35,11 +38,11 @@ from connector.transport import (
     Transport,
 )
 from connector.writes import Bytes
-from connector.zmq_options import LinkRules
+from connector.zmq_options import LinkRules, Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 
-TransportChoice = Literal["auto", "shm", "zmq"]
+TransportChoice = Literal["auto", "shm", "zmq", "nixl"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -211,21 +214,26 @@ def choose_transports(
     descriptor: int,
     me: tuple[str, int],
     emit: Emit,
-    host: str,
+    place: Place,
     *,
     is_encrypted: bool,
 ) -> ChoosingTransport:
-    """A node's transport: shm before zmq for "auto", else the one; see ShmTransport and ZmqTransport for what they raise.
+    """A node's transport: shm, nixl, zmq for "auto", else the one; see their classes for what they raise.
 
-    `me`: node id and incarnation. `is_encrypted`: zmq's links are; shm's bytes never leave the host.
+    `me`: node id and incarnation. `place`: zmq's, and nixl's but that it takes a port of its own beside zmq. `is_encrypted`: zmq's
+    links are; shm's bytes never leave the host. nixl has no such links: "auto" leaves it out then, and a node that is told to use
+    it does not start (node/config.py).
 
-    A host without abstract unix sockets (a sandbox may forbid them) is no error for "auto".
+    "auto" has nixl where it is installed and the host has RDMA: over TCP it is slower than zmq (bench/results/transport.md). A host
+    without abstract unix sockets (a sandbox may forbid them) is no error for "auto", nor is a NIXL that does not run.
     """
+    if choice == "nixl" and is_encrypted:
+        raise ValueError("nixl encrypts nothing")
     node_id, incarnation = me
     with ExitStack() as undo:
         chosen = ChoosingTransport(memory, emit)
         undo.callback(chosen.stop)
-        if choice != "zmq":
+        if choice in ("auto", "shm"):
             try:
                 chosen.add(
                     "shm", lambda landing, tell: ShmTransport(memory, descriptor, node_id, incarnation, tell, landing)
@@ -234,11 +242,23 @@ def choose_transports(
                 if choice == "shm":
                     raise
                 _LOG.warning("event=transport_left_out transport=shm reason=%s", fault.strerror)
-        if choice != "shm":
+        if choice == "nixl" or (choice == "auto" and not is_encrypted and _is_worth_nixl()):
+            try:
+                at = place if choice == "nixl" else replace(place, port=0)
+                chosen.add("nixl", lambda landing, tell: NixlTransport(memory, node_id, incarnation, tell, at, landing))
+            except nixl_agent.NixlFault as fault:
+                if choice == "nixl":
+                    raise
+                _LOG.warning("event=transport_left_out transport=nixl reason=%s", fault)
+        if choice in ("auto", "zmq"):
             rules = LinkRules(is_encrypted=is_encrypted)
             chosen.add(
                 "zmq",
-                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, host, landing, rules),
+                lambda landing, tell: ZmqTransport(memory, node_id, incarnation, tell, place, landing, rules),
             )
         undo.pop_all()
         return chosen
+
+
+def _is_worth_nixl() -> bool:
+    return nixl_agent.is_installed() and nixl_agent.has_rdma()

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from connector.landing import Landing, RunningWrite
-from connector.one_sided import Attach, Attached, OneSidedLanding, Stop, Stopped
+from connector.one_sided import Attach, Attached, OneSidedWriters, Stop, Stopped
 from connector.transport import Answered, BlocksTaken, Emit, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
 from connector.writes import Bytes, IncomingNotice, IncomingWrite, OutgoingWrite, decode
 
@@ -47,6 +47,10 @@ class End(Protocol):
     @property
     def memory(self) -> Bytes:
         """The node's KV memory."""
+
+    @property
+    def landing(self) -> Landing:
+        """Where writes land in it."""
 
 
 @dataclass(slots=True)
@@ -180,9 +184,9 @@ class TwoSidedLink(MemoryLink):
 class OneSidedLink(MemoryLink):
     """The sender writes into the receiver's memory by itself, once told where, until it has said that it stopped."""
 
-    def __init__(self, key: LinkKey, sender: End, receiver: End | None, landing: OneSidedLanding | None) -> None:
+    def __init__(self, key: LinkKey, sender: End, receiver: End | None, writers: OneSidedWriters | None) -> None:
         super().__init__(key, sender, receiver)
-        self._landing = landing
+        self._writers = writers
         self._landed: Message | None = None  # in memory, and the receiver has not heard of it
         self._known: dict[LeaseRef, tuple[int, ...] | None] = {}  # where leases lie; None: nowhere (any more)
         self._asked: LeaseRef | None = None  # a lease that this is not known of yet
@@ -208,7 +212,7 @@ class OneSidedLink(MemoryLink):
             steps.append(("deliver", self.deliver))
         if self.back:
             steps.append(("close" if isinstance(self.back[0], LinkClosed) else "return", self.give_back))
-        if self._landing is not None and self._landing.awaits_stop(self):
+        if self._writers is not None and self._writers.awaits_stop(self):
             steps.append(("drop", self.drop))
         return steps
 
@@ -243,29 +247,29 @@ class OneSidedLink(MemoryLink):
 
     def deliver(self) -> None:
         """The receiver hears of the write that landed, or of the next message."""
-        assert self.receiver is not None and self._landing is not None, "nothing is on the wire to where nobody listens"
+        assert self.receiver is not None and self._writers is not None, "nothing is on the wire to where nobody listens"
         message, self._landed = self._landed or self.wire.popleft(), None
         match message:
             case Attach():
-                self._send_back(self._landing.attach(self, message))
+                self._send_back(self._writers.attach(self, message))
             case Stopped(lease_id):
-                self._landing.stopped(self, lease_id)
+                self._writers.stopped(self, lease_id)
             case _Gone():
-                self._landing.gone(self)
+                self._writers.gone(self)
             case Message():
                 self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
-        assert self.receiver is not None and self._landing is not None
+        assert self.receiver is not None and self._writers is not None
         match decode_message(message):
             case IncomingWrite() as write:
-                self._landing.written(write, self.sender.name)
+                self._writers.written(write, self.sender.name)
                 if message.outgoing is not None and self.is_open:
                     self._send_back(_taken(self.key, message.outgoing))
             case IncomingNotice(payload):
                 self.receiver.emit(NotifyArrived(self, payload))
             case WriteRefused() as refused:
-                self._landing.refuse(refused)
+                self.receiver.landing.refuse(refused)
 
     def give_back(self) -> None:
         """See MemoryLink."""
@@ -286,13 +290,13 @@ class OneSidedLink(MemoryLink):
 
     def drop(self) -> None:
         """Receiver: tear the connection down, and with it what is on it."""
-        assert self._landing is not None
+        assert self._writers is not None
         self.wire.clear()
         self._landed = None
         if self.is_open:
             self.end("dropped by the receiver", 0)
             self.wire.clear()
-        self._landing.gone(self)
+        self._writers.gone(self)
 
     def end(self, reason: str, num_delivered: int) -> None:
         """See MemoryLink. Behind what still arrives the receiver hears that nothing else will."""

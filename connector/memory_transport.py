@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from connector.landing import Landing
 from connector.memory_link import LinkKey, MemoryLink, Message, OneSidedLink, TwoSidedLink
-from connector.one_sided import OneSidedLanding
+from connector.one_sided import OneSidedWriters
 from connector.tally import Tally
 from connector.transport import Answered, Emit, LeaseRef
 from connector.writes import Bytes, OutgoingWrite, checked_memory, gather, pack
@@ -133,10 +133,9 @@ class MemoryHub:
     # ------------------------------------------------------------ inside
 
     def _new_link(self, key: LinkKey, sender: MemoryTransport, receiver: MemoryTransport | None) -> MemoryLink:
-        landing = None if receiver is None else receiver.landing
-        if isinstance(landing, OneSidedLanding) or (landing is None and self.is_one_sided):
-            return OneSidedLink(key, sender, receiver, landing)
-        return TwoSidedLink(key, sender, receiver, landing)
+        if self.is_one_sided:
+            return OneSidedLink(key, sender, receiver, None if receiver is None else receiver.writers)
+        return TwoSidedLink(key, sender, receiver, None if receiver is None else receiver.landing)
 
     def _steps(self) -> list[tuple[str, Callable[[], None], MemoryLink]]:
         """Of all links; those by which a receiver drops one come last."""
@@ -158,7 +157,9 @@ class MemoryTransport:
     def __init__(self, memory: Bytes, node_id: str, hub: MemoryHub, emit: Emit) -> None:
         self.name = node_id
         self.emit = emit
-        self.landing = OneSidedLanding(memory, emit) if hub.is_one_sided else Landing(memory, emit)
+        self.landing = Landing(memory, emit)
+        self.writers = OneSidedWriters(self.landing)  # nobody, where the hub is two-sided
+        self.landing.tell_of_ends(self._stop_writers)
         self.address = hub.attach(self, node_id)
         self.memory = checked_memory(memory)
         self._hub = hub
@@ -202,9 +203,7 @@ class MemoryTransport:
 
     def revoke(self, lease_id: int) -> None:
         """As Receiver.revoke; RevokeDone may be emitted before this returns."""
-        for link in self.landing.revoke(lease_id) or ():
-            assert isinstance(link, OneSidedLink), "who writes into one-sided memory does so on such a link"
-            link.stop(lease_id)
+        self.landing.revoke(lease_id)
 
     def answer(self, reply_to: object, payload: bytes) -> None:
         """As Receiver.answer; nothing happens if the link is gone."""
@@ -223,6 +222,11 @@ class MemoryTransport:
         """JSON-able counters, as ZmqTransport.snapshot."""
         num_links = sum(key.sender == self.address for key in self._hub.links())
         return {"kv_bytes_sent": self._bytes_to.snapshot(), "links": num_links, **self.landing.snapshot()}
+
+    def _stop_writers(self, lease_id: int) -> None:
+        for link in self.writers.end(lease_id):
+            assert isinstance(link, OneSidedLink), "who writes into one-sided memory does so on such a link"
+            link.stop(lease_id)
 
     # ------------------------------------------------------------ called by the links
 

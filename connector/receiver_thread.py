@@ -30,7 +30,14 @@ class Reply:
     payload: bytes
 
 
-class ReceiverThread(SocketThread[Reply]):
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease was revoked while somebody could still write into it."""
+
+    lease_id: int
+
+
+class ReceiverThread(SocketThread[Reply | LeaseEnded]):
     """Implements transport.Receiver but for the connections. The landing may be shared with other receivers."""
 
     def __init__(self, name: str, landing: Landing, emit: Emit) -> None:

@@ -47,7 +47,7 @@ class _Close:
     link_id: str
 
 
-_Command = _Open | _Write | _Notify | _Close
+Command = _Open | _Write | _Notify | _Close
 
 
 class SenderLink:
@@ -62,9 +62,10 @@ class SenderLink:
 
 
 _L = TypeVar("_L", bound=SenderLink)
+_More = TypeVar("_More")  # what a transport's own threads tell this one
 
 
-class SenderThread(SocketThread[_Command], Generic[_L]):
+class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
     """Implements transport.Sender but for the connections."""
 
     def __init__(self, name: str, memory: Bytes, emit: Emit, max_write_bytes: int) -> None:
@@ -105,8 +106,10 @@ class SenderThread(SocketThread[_Command], Generic[_L]):
         instants = [link.must_open_by for link in self._links.values() if not link.is_open]
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
-    def _perform(self, command: _Command) -> None:
-        if isinstance(command, _Open):
+    def _perform(self, command: Command | _More) -> None:
+        if not isinstance(command, Command):
+            self._hear(command)
+        elif isinstance(command, _Open):
             if command.link_id in self._links:
                 raise ValueError(f"link {command.link_id} is open already")
             opened = self._connect(command.link_id, command.endpoint)
@@ -126,8 +129,14 @@ class SenderThread(SocketThread[_Command], Generic[_L]):
     def _drop(self, link: _L, reason: str) -> None:
         del self._links[link.link_id]
         self._disconnect(link)
+        self._say_closed(link, reason)
+
+    def _say_closed(self, link: _L, reason: str) -> None:
         _LOG.info("event=link_closed link=%s reason=%s", link.link_id, reason)
         self._emit(LinkClosed(link.link_id, reason))
+
+    def _hear(self, word: _More) -> None:
+        """What a transport's own threads tell this one."""
 
     @abstractmethod
     def _connect(self, link_id: str, endpoint: pb.Endpoint) -> _L | str:

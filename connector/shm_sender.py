@@ -22,10 +22,10 @@ from __future__ import annotations
 import selectors
 import time
 from collections import deque
-from typing import Final
+from typing import Final, Never
 
+from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.sender_thread import SenderLink, SenderThread
-from connector.shm_channel import Channel, ChannelBroken, FrameKind
 from connector.shm_socket import find_connection
 from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, Bytes, OutgoingWrite, describe
@@ -54,7 +54,7 @@ class _Link(SenderLink):
         return isinstance(self.queue[0], bytes) or len(self.in_flight) < _MAX_IN_FLIGHT
 
 
-class ShmSender(SenderThread[_Link]):
+class ShmSender(SenderThread[_Link, Never]):
     """Implements transport.Sender; `start` it once. Bytes sent are those that receivers were told to copy."""
 
     def __init__(self, memory: Bytes, descriptor: int, user_name: str, emit: Emit, checksums: bool = True) -> None:

@@ -1,14 +1,14 @@
 """What a write is on the wire of a two-sided transport, both ends.
 
 zmq and the in-memory transport: a message is one frame or two. Two are a write: `DataMessage{write}`, then the bytes of its
-pieces, one behind the other, 1 MiB at most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger
+pieces, one behind the other, 4 MiB at most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger
 block is cut in pieces:
 
     blocks of a lease    [  0  ][  1  ][  2  ][        3        ]        block_bytes each, here drawn unequal
     messages             [header][ 0 | 1 | 2 ]  [header][ 3, first MiB ]  [header][ 3, rest ]
 
-The sender gathers source blocks into a buffer of its own: one copy, after which the source is free, and a buffer that the wire
-may keep as long as it likes.
+Source blocks that lie side by side go out from where they lie, and are free when the wire has let go of them (`whole_source`).
+Others the sender gathers into a buffer of its own: one copy, after which the source is free.
 
 shm: the header alone is a write. Its pieces name the sender's blocks, and the receiver reads them where they lie (`describe`,
 `decode_described`): one copy, from pool to pool. The checksum is of what stood in the block when the header was made.
@@ -42,6 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 MAX_PIECES: Final = 1024  # of one write
 MAX_WRITE_HEADER_BYTES: Final = 36 * MAX_PIECES + 256  # a piece takes 35 bytes at most, tag and length included
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
+MAX_MESSAGE_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # of a write's payload, where it travels as a frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class IncomingWrite:
     secret: bytes
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
-    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8
+    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8; none of a write that stands in memory already
 
     @property
     def num_bytes(self) -> int:
@@ -123,6 +124,17 @@ def gather(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> tuple
     return message.SerializeToString(), payload
 
 
+def whole_source(memory: Bytes, write: OutgoingWrite) -> Bytes | None:
+    """The source bytes, where they lie in one piece in memory ([num_blocks, block_bytes]), as [bytes]; else None."""
+    block_bytes = memory.shape[1]
+    begin = end = write.source_ids[0] * block_bytes + write.spans[0].offset
+    for span, source_id in zip(write.spans, write.source_ids, strict=True):
+        if source_id * block_bytes + span.offset != end:
+            return None
+        end += span.length
+    return memory.reshape(-1)[begin:end]
+
+
 def describe(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> bytes:
     """The header by which a receiver that has the memory ([num_blocks, block_bytes]) mapped finds the source bytes in it."""
     message = _header(write)
@@ -133,7 +145,7 @@ def describe(memory: Bytes, write: OutgoingWrite, checksums: bool = True) -> byt
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNotice | WriteRefused:
-    """Check the form of what arrived. Allocates no more than a small multiple of MAX_FRAME_BYTES, whatever it is."""
+    """Check the form of what arrived. Allocates little, whatever it is."""
     if not 1 <= len(frames) <= 2:
         return _malformed("a message has one frame or two")
     if len(frames) == 2 and len(frames[0]) > MAX_WRITE_HEADER_BYTES:
@@ -153,15 +165,9 @@ def decode(frames: Sequence[bytes | memoryview]) -> IncomingWrite | IncomingNoti
 
 def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | WriteRefused:
     """Check the form of a header made by `describe`; peer_memory: the sender's, [num_blocks, block_bytes]."""
-    if len(header) > MAX_WRITE_HEADER_BYTES:
-        return _malformed(f"a header of {len(header)} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
-    try:
-        message = pb.DataMessage.FromString(header)
-    except DecodeError:
-        return _malformed("a header that is no DataMessage")
-    write = message.write
-    if not 1 <= len(write.pieces) <= MAX_PIECES:
-        return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    write = _parse_header(header)
+    if isinstance(write, WriteRefused):
+        return write
     num_blocks, block_bytes = peer_memory.shape
     sources: list[Bytes] = []
     for piece in write.pieces:
@@ -171,6 +177,12 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
             return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
         sources.append(peer_memory[block, begin:end])
     return _incoming(write, tuple(sources))
+
+
+def decode_written(header: bytes) -> IncomingWrite | WriteRefused:
+    """Check the form of a header made by `describe` for bytes that its sender has put in place itself."""
+    write = _parse_header(header)
+    return write if isinstance(write, WriteRefused) else _incoming(write, ())
 
 
 def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool = True) -> Span | None:
@@ -188,15 +200,36 @@ def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool =
     return None
 
 
+def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
+    """The first span of a granted write that does not stand in memory ([num_blocks, block_bytes]) as its sender read it."""
+    for span, block_id, checksum in zip(grant.spans, grant.block_ids, checksums, strict=True):
+        piece = memory[block_id, span.offset : span.offset + span.length]
+        if piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
+            return span
+    return None
+
+
 def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite | WriteRefused:
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
     num_bytes = sum(piece.length for piece in write.pieces)
-    if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_PAYLOAD_BYTES:
+    if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_MESSAGE_BYTES:
         return _malformed(f"a payload of {len(payload)} bytes for pieces of {num_bytes}")
     cuts = accumulate((piece.length for piece in write.pieces), initial=0)
     whole = np.frombuffer(payload, np.uint8)
     return _incoming(write, tuple(whole[begin:end] for begin, end in pairwise(cuts)))
+
+
+def _parse_header(header: bytes) -> pb.Write | WriteRefused:
+    if len(header) > MAX_WRITE_HEADER_BYTES:
+        return _malformed(f"a header of {len(header)} bytes, {MAX_WRITE_HEADER_BYTES} allowed")
+    try:
+        message = pb.DataMessage.FromString(header)
+    except DecodeError:
+        return _malformed("a header that is no DataMessage")
+    if not 1 <= len(message.write.pieces) <= MAX_PIECES:
+        return _malformed(f"a write of {len(message.write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
+    return message.write
 
 
 def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:

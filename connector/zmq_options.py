@@ -1,12 +1,14 @@
 """What both ends of a zmq link agree on: how long silence may last, how much may queue.
 
-What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of about 1 MiB at each end, besides what the two kernels
+What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of 4 MiB at most at each end, besides what the two kernels
 hold. Answers are small and not limited so tightly: a ROUTER that has no room drops what it should send.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import socket
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +17,8 @@ import zmq
 OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s in which a dead node must be found
 HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
-QUEUED_MESSAGES: Final = 8
+QUEUED_MESSAGES: Final = 3
+_CIPHER_BYTES: Final = 64  # that CURVE adds to a frame
 MAX_SOCKETS: Final = 16_384  # three for each link
 
 _M_TRIM_THRESHOLD: Final = -1  # malloc.h
@@ -34,20 +37,50 @@ class LinkRules:
 
 USUAL_RULES: Final = LinkRules()
 
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node takes links."""
+
+    host: str = "127.0.0.1"  # to listen at: a name or an address, 0.0.0.0 or :: for all
+    port: int = 0  # 0: a free one
+    known_as: str | None = None  # the host that senders dial; None: the address that was taken
+
+
+LOOPBACK: Final = Place()
+
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 
-def bound_link(socket: Socket, address: str, max_frame_bytes: int) -> None:
-    """Set what both ends share, before the socket binds or connects to the address."""
-    socket.setsockopt(zmq.IPV6, int("[" in address))
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(OPEN_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
+def bound_link(link: Socket, address: str, max_frame_bytes: int) -> None:
+    """Set what both ends share, before the socket `link` binds or connects to the address."""
+    link.setsockopt(zmq.IPV6, int("[" in address))
+    link.setsockopt(zmq.LINGER, 0)
+    link.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+    link.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _CIPHER_BYTES)
+    link.setsockopt(zmq.HANDSHAKE_IVL, int(OPEN_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    link.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
+
+
+def numeric(host: str) -> str:
+    """The host's address, its IPv4 one if it has any; an address as it is. Raises zmq.ZMQError if the name is unknown.
+
+    libzmq resolves by itself only what it connects to, on the thread that serves every link, and of a name with both kinds of
+    addresses only those that are asked for.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # ValueError: no name at all, it may have come over the wire
+        raise zmq.ZMQError(errno.ENODEV, f"{host} has no address") from None
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """As libzmq spells it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def keep_buffers() -> None:

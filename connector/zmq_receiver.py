@@ -18,11 +18,11 @@ from typing import Final
 import zmq
 
 from connector.landing import Landing
-from connector.receiver_thread import ReceiverThread, Reply, ReplyTo
+from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, ReplyTo
 from connector.transport import Emit, NotifyArrived, WriteRefused
-from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
+from connector.writes import MAX_MESSAGE_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
-from connector.zmq_options import Context, LinkRules, Socket, bound_link
+from connector.zmq_options import Context, LinkRules, Place, Socket, bound_link, numeric, tcp_address
 from proto import baton_pb2 as pb
 
 _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
@@ -31,15 +31,17 @@ _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
 class ZmqReceiver(ReceiverThread):
     """Implements transport.Receiver on a port of its own; `start` it once."""
 
-    def __init__(self, context: Context, landing: Landing, emit: Emit, host: str, rules: LinkRules) -> None:
+    def __init__(self, context: Context, landing: Landing, emit: Emit, place: Place, rules: LinkRules) -> None:
         self._has_checksums = rules.has_checksums
         self._gate = ZmqGate(context, is_encrypted=rules.is_encrypted)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)
-        address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        bound_link(self._socket, address, MAX_FRAME_BYTES)
+        address = tcp_address(numeric(place.host), place.port or "*")
+        bound_link(self._socket, address, MAX_MESSAGE_BYTES)
         self._socket.bind(address)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if place.known_as is not None:
+            self._address = tcp_address(place.known_as, self._address.rpartition(":")[2])
         super().__init__("zmq-receiver", landing, emit)  # has descriptors of its own: behind what may fail
 
     def endpoint(self) -> pb.Endpoint:
@@ -74,8 +76,8 @@ class ZmqReceiver(ReceiverThread):
         self._gate.close(self._socket)
         self._socket.close()
 
-    def _perform(self, command: Reply) -> None:
-        if not isinstance(routing_id := command.to.connection, bytes):
+    def _perform(self, command: Reply | LeaseEnded) -> None:
+        if isinstance(command, LeaseEnded) or not isinstance(routing_id := command.to.connection, bytes):
             return  # of another transport
         # A ROUTER drops what it cannot deliver: the link is gone, or a peer reads none of its answers.
         self._socket.send_multipart([routing_id, command.payload], zmq.NOBLOCK)

@@ -3,9 +3,10 @@
     opening ──handshake──► open ──► gone        LinkClosed exactly once, then nothing of the link is left
        └── refused, wrong secret, OPEN_S over ──►┘
 
-A link's messages wait in its own queue as descriptions; bytes are gathered when the link can take a message, one message per
-link and round. So a link that is stuck costs the others nothing, and the source blocks of queued writes are the only memory that
-it holds. libzmq's own reconnecting is off: a link that fails is gone, and the handoff decides what that means.
+A link's messages wait in its own queue as descriptions; bytes are given away when the link can take a message, one message per
+link and round. They go from where they lie, if that is in one piece: then a source block is taken, and a closed link quiet, when
+libzmq has let go of it. So a link that is stuck costs the others nothing, and the source blocks of queued writes are the only
+memory that it holds. libzmq's own reconnecting is off: a link that fails is gone, and the handoff decides what that means.
 
 Not here: what arrives at this node (zmq_receiver.py).
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import errno
 import time
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -23,10 +26,19 @@ from zmq.utils.monitor import recv_monitor_message
 
 from connector.link_names import MAX_NAME_BYTES
 from connector.sender_thread import SenderLink, SenderThread
-from connector.transport import MAX_PAYLOAD_BYTES, Answered, BlocksTaken, Emit
-from connector.writes import MAX_FRAME_BYTES, Bytes, gather
+from connector.transport import Answered, BlocksTaken, Emit
+from connector.writes import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Bytes, OutgoingWrite, describe, gather, whole_source
 from connector.zmq_curve import KEY_BYTES, sender_keys
-from connector.zmq_options import OPEN_S, QUEUED_MESSAGES, Context, LinkRules, Socket, bound_link
+from connector.zmq_options import (
+    OPEN_S,
+    QUEUED_MESSAGES,
+    Context,
+    LinkRules,
+    Socket,
+    bound_link,
+    numeric,
+    tcp_address,
+)
 from proto import baton_pb2 as pb
 
 # What libzmq's monitor says when a link is at its end.
@@ -39,12 +51,30 @@ _END_REASONS: Final[Mapping[int, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenBack:
+    """libzmq has let go of a message."""
+
+    link: _Link
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """Source bytes that libzmq reads where they lie."""
+
+    write: OutgoingWrite
+    watch: weakref.ref[Bytes]  # says when the view that libzmq was given is gone
+
+
 class _Link(SenderLink):
-    """With its sockets."""
+    """With its sockets, and what libzmq has of ours."""
 
     def __init__(self, link_id: str, socket: Socket, must_open_by: float) -> None:
         super().__init__(link_id, must_open_by)
         self.socket = socket
+        self.loans: dict[int, _Loan] = {}
+        self.num_lent = 0
         self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_END_REASONS))
 
     def close(self) -> None:
@@ -53,16 +83,17 @@ class _Link(SenderLink):
         self.socket.close()
 
 
-class ZmqSender(SenderThread[_Link]):
+class ZmqSender(SenderThread[_Link, _GivenBack]):
     """Implements transport.Sender; `start` it once. Bytes sent are payload given to the wire."""
 
     def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit, rules: LinkRules) -> None:
-        super().__init__("zmq-sender", memory, emit, MAX_PAYLOAD_BYTES)
+        super().__init__("zmq-sender", memory, emit, MAX_MESSAGE_BYTES)
         self._context = context
         self._user_name = user_name
         self._is_encrypted = rules.is_encrypted
         self._num_links = 0
         self._has_checksums = rules.has_checksums
+        self._closing: dict[str, str] = {}  # link id -> why; libzmq has something of theirs yet
         self._poller = zmq.Poller()
 
     def _serve(self) -> None:
@@ -103,7 +134,9 @@ class ZmqSender(SenderThread[_Link]):
         return link
 
     def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint) -> None:
-        bound_link(socket, endpoint.address, MAX_FRAME_BYTES)
+        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+        address = tcp_address(numeric(host.strip("[]")), port)
+        bound_link(socket, address, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if self._is_encrypted:
@@ -111,7 +144,7 @@ class ZmqSender(SenderThread[_Link]):
         else:
             socket.setsockopt_string(zmq.PLAIN_USERNAME, self._user_name)
             socket.setsockopt_string(zmq.PLAIN_PASSWORD, endpoint.link_secret.hex())
-        socket.connect(endpoint.address)
+        socket.connect(address)
 
     def _set_keys(self, socket: Socket, endpoint: pb.Endpoint) -> None:
         if len(endpoint.curve_key) != KEY_BYTES:
@@ -175,14 +208,46 @@ class ZmqSender(SenderThread[_Link]):
                     return f"a notification of {len(message)} bytes, {MAX_FRAME_BYTES} allowed"
                 link.socket.send(message, zmq.NOBLOCK)
                 return None
-            header, payload = gather(self._memory, message, self._has_checksums)
-            self._bytes_to.add(link.peer, payload.nbytes)
-            if message.finished:
-                self._emit(BlocksTaken(link.link_id, message.lease.lease_id, message.finished))
-            link.socket.send_multipart([header, payload.data], zmq.NOBLOCK, copy=False)
+            self._send_write(link, message)
         except zmq.Again:  # a DEALER that was ready and is not any more has lost its connection
             return "connection lost"
         return None
+
+    def _send_write(self, link: _Link, write: OutgoingWrite) -> None:
+        """Raise zmq.Again if the link is not ready any more."""
+        self._bytes_to.add(link.peer, sum(span.length for span in write.spans))
+        if (view := whole_source(self._memory, write)) is None:
+            header, payload = gather(self._memory, write, self._has_checksums)
+            link.socket.send_multipart([header, payload.data], zmq.NOBLOCK, copy=False)
+            self._taken(link, write)
+        else:
+            header = describe(self._memory, write, self._has_checksums)
+            link.num_lent += 1
+            given_back = _GivenBack(link, link.num_lent)
+            link.loans[link.num_lent] = _Loan(write, weakref.ref(view, lambda _: self._mailbox.put(given_back)))
+            link.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+            link.socket.send(view.data, zmq.NOBLOCK, copy=False)
+
+    def _taken(self, link: _Link, write: OutgoingWrite) -> None:
+        if write.finished:
+            self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished))
+
+    def _hear(self, word: _GivenBack) -> None:
+        link = word.link
+        loan = link.loans.pop(word.number)
+        if self._links.get(link.link_id) is link:
+            self._taken(link, loan.write)
+        elif not link.loans and (reason := self._closing.pop(link.link_id, None)) is not None:
+            self._say_closed(link, reason)
+
+    def _drop(self, link: _Link, reason: str) -> None:
+        """Closing its socket makes libzmq let go of what it has, soon: only then is the link quiet."""
+        if not link.loans:
+            super()._drop(link, reason)
+            return
+        del self._links[link.link_id]
+        self._disconnect(link)
+        self._closing[link.link_id] = reason
 
     def _disconnect(self, link: _Link) -> None:
         self._poller.unregister(link.socket)

@@ -15,7 +15,7 @@ from connector.link_names import user_name
 from connector.transport import Emit
 from connector.two_ends import TwoEnds
 from connector.writes import checked_memory
-from connector.zmq_options import MAX_SOCKETS, USUAL_RULES, Context, LinkRules, keep_buffers
+from connector.zmq_options import LOOPBACK, MAX_SOCKETS, USUAL_RULES, Context, LinkRules, Place, keep_buffers
 from connector.zmq_receiver import ZmqReceiver
 from connector.zmq_sender import ZmqSender
 from proto import baton_pb2 as pb
@@ -26,7 +26,7 @@ class ZmqTransport(TwoEnds):
 
     memory: [num_blocks, block_bytes] u8, contiguous. `landing`: where writes land, if other transports of this node let them into
     the same memory; none: one of its own. `emit` is called from both threads, and from inside `revoke`; not after
-    `stop` has returned. Raises zmq.ZMQError if `host` cannot be bound, ValueError for a memory or a name that does not fit.
+    `stop` has returned. Raises zmq.ZMQError if `place` cannot be bound, ValueError for a memory or a name that does not fit.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ZmqTransport(TwoEnds):
         node_id: str,
         incarnation: int,
         emit: Emit,
-        host: str = "127.0.0.1",
+        place: Place = LOOPBACK,
         landing: Landing | None = None,
         rules: LinkRules = USUAL_RULES,
     ) -> None:
@@ -45,7 +45,7 @@ class ZmqTransport(TwoEnds):
         self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
-            receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, host, rules)
+            receiver = ZmqReceiver(self._context, landing or Landing(memory, emit), emit, place, rules)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise

@@ -139,11 +139,12 @@ class _Launcher:
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
         """Start all nodes at once; what each of them wrote into its ready file. `registry`: of each router, where embedded."""
         config = self._config
-        names = [f"{role}-{index}" for role, number in config.nodes.items() for index in range(number)]
-        threads = config.threads or max(len(os.sched_getaffinity(0)) // len(names), 1)
-        children = [
-            await self._start_child(name, self._node_command(name, registry, threads), threads) for name in names
-        ]
+        names = [(role, f"{role}-{index}") for role, number in config.nodes.items() for index in range(number)]
+        threads = config.threads_by_role(len(os.sched_getaffinity(0)))
+        children = []
+        for role, name in names:
+            command = self._node_command(role, name, registry)
+            children.append(await self._start_child(name, [*command, "--threads", str(threads[role])], threads[role]))
         return await asyncio.gather(*(self._ready(child) for child in children))
 
     async def _ready(self, child: ChildProcess) -> dict[str, Any]:
@@ -227,9 +228,9 @@ class _Launcher:
                 command += [flag, str(path)]
         return [*command, "--registry-port", "0", *self._shared_file()]
 
-    def _node_command(self, name: str, registry: str, threads: int) -> list[str]:
+    def _node_command(self, role: str, name: str, registry: str) -> list[str]:
         config = self._config
-        command = ["deploy.node_process", name.split("-")[0], "--model", str(config.model), "--node-id", name]
+        command = ["deploy.node_process", role, "--model", str(config.model), "--node-id", name]
         command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
         if config.registry == EMBEDDED:
             command += ["--router", registry]
@@ -237,7 +238,9 @@ class _Launcher:
             value = getattr(config, field)
             if value is not None:
                 command += ["--" + field.replace("_", "-"), str(value)]
-        return [*command, "--threads", str(threads), *self._shared_file()]
+        if (tp := config.tp_of(role)) is not None:
+            command += ["--tp", str(tp)]
+        return [*command, *self._shared_file()]
 
     def _shared_file(self) -> list[str]:
         """The user's TOML file, if it says anything to the children."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +27,8 @@ Show a router's nodes, their KV blocks by state, and the newest requests, until 
   baton status                               the router at http://127.0.0.1:8000
   baton status http://10.0.0.5:8000 --once   once, as text
   baton status http://10.0.0.5:8000 --json   once, for programs"""
+
+PIPE_WIDTH: Final = 240  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def _show(config: StatusConfig, pages: Pages) -> None:
         sys.stdout.write(json.dumps({**state, "requests": requests}) + "\n")
         return
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)  # for grep and for files: no name is cut short
     if config.once or not console.is_terminal:
         console.print(rendered(pages.url, state, requests))
         return
@@ -98,13 +102,13 @@ def rendered(url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str,
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("node", "role", "session", box=None, pad_edge=False)
-    for name in ("running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
+    for name in ("tp", "running", "waiting", "prefilling", "free", "cached", "used", "leased", "quarantined", "of"):
         table.add_column(name, justify="right")
     for node in sorted(nodes, key=lambda each: (str(each["role"]), str(each["name"]))):
         is_well = node["session"] == "up" and node["circuit"] == "closed"
         told = [node["session"]] + [word for word in ("draining",) if node[word]]
         told += [] if node["circuit"] == "closed" else [f"circuit {node['circuit']}"]
-        numbers = [node[name] for name in ("running", "waiting", "prefilling")]
+        numbers = [node[name] for name in ("tp", "running", "waiting", "prefilling")]
         numbers += [*node["blocks"].values(), node["num_blocks"]]
         session = Text(", ".join(told), "green" if is_well and not node["draining"] else "yellow")
         table.add_row(Text(node["name"]), node["role"], session, *map(str, numbers))

@@ -72,7 +72,7 @@ class UpConfig:
         None, "handed on to the router: how a prefill node is chosen"
     )
     device: Literal["auto", "cpu", "cuda"] | None = _of_nodes("where weights and KV lie and what computes", low=None)
-    transport: Literal["auto", "shm", "zmq"] | None = _of_nodes("how KV travels between nodes", low=None)
+    transport: Literal["auto", "shm", "zmq", "nixl"] | None = _of_nodes("how KV travels between nodes", low=None)
     cache_generated: Literal["on", "off"] | None = _of_nodes("whether completion tokens are cached", low=None)
     kv_pool: str | None = knob(
         None,
@@ -88,7 +88,12 @@ class UpConfig:
     )
     save_preempted_kv: Literal["on", "off"] | None = _of_nodes("whether who gave way is saved there", low=None)
     save_finished_kv: Literal["on", "off"] | None = _of_nodes("whether who is done is saved there", low=None)
-    threads: int | None = _of_nodes("threads that compute; none: the machine's cores / the number of nodes")
+    tp: int | None = knob(None, "handed on to nodes: ranks of each that compute together, tensor parallel", low=1)
+    prefill_tp: int | None = knob(None, "the same for prefill nodes; none: as --tp", low=1)
+    decode_tp: int | None = knob(None, "the same for decode nodes; none: as --tp", low=1)
+    threads: int | None = _of_nodes(
+        "threads that compute; none: the machine's cores, in equal parts for all ranks of all nodes"
+    )
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
     )
@@ -98,6 +103,17 @@ class UpConfig:
         """How many nodes of each role there are to be; only roles that have any."""
         numbers = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return {role: number for role, number in numbers.items() if number}
+
+    def tp_of(self, role: str) -> int | None:
+        """What nodes of this role are told, if anything."""
+        own = {"prefill": self.prefill_tp, "decode": self.decode_tp}.get(role)
+        return self.tp if own is None else own
+
+    def threads_by_role(self, num_cores: int) -> dict[str, int]:
+        """Compute threads of a node of each role that there is: at least one a rank."""
+        ranks = {role: self.tp_of(role) or 1 for role in self.nodes}
+        num_ranks = sum(ranks[role] * number for role, number in self.nodes.items())
+        return {role: self.threads or max(num_cores // num_ranks, 1) * ranks[role] for role in ranks}
 
     @property
     def may_prefill(self) -> bool:

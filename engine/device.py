@@ -21,6 +21,17 @@ def choose_device(name: str) -> torch.device:
     return CPU
 
 
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Where one of a node's ranks computes: on a CPU all of them, else each on a device of its own."""
+    return device if device.type == "cpu" else torch.device(device.type, rank)
+
+
+def check_devices(device: torch.device, num_ranks: int) -> None:
+    """Raise ValueError, in one sentence, where there are fewer devices than ranks."""
+    if device.type != "cpu" and (num_seen := torch.cuda.device_count()) < num_ranks:
+        raise ValueError(f"--tp {num_ranks}: torch sees {num_seen} CUDA devices, and each rank needs one")
+
+
 class HostCopies:
     """Copies from a device that are under way; what they give is there once `wait` has returned, and `is_done` says so before."""
 
@@ -47,9 +58,9 @@ class HostCopies:
         return self._copies
 
 
-def free_device_bytes(device: torch.device, free_host_bytes: int) -> int:
-    """What KV blocks may take at most: on a device with memory of its own they lie there and in host memory."""
+def free_device_bytes(device: torch.device, free_host_bytes: int, num_ranks: int = 1) -> int:
+    """What KV blocks may take at most: on devices with memory of their own they lie there, shared out, and in host memory."""
     if device.type != "cuda":
         return free_host_bytes
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return min(free_bytes, free_host_bytes)
+    return min(free_bytes * num_ranks, free_host_bytes)

@@ -6,7 +6,11 @@
 A block, all layers, K and V, is one contiguous span: a handoff moves a block with one copy. On a CPU both are one piece of memory.
 A device has its own, and then it is the runner that copies blocks between the two sides: what a chunk computed, and what is about
 to move on, to the host, for senders to read, before the step's result is told; what arrived from a peer to the device, before the
-first row that may see it. Not here: who owns which block; where the bytes come from (engine/shared_bytes.py).
+first row that may see it.
+
+Where a node has several ranks (engine/split.py) all of them have the host memory mapped, and each writes its own heads into it: a
+block has one layout, whatever the number of ranks, and who sends or reads one does not know of them. On devices each has a side
+for its own heads. Not here: who owns which block; where the bytes come from (engine/shared_bytes.py).
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from torch import Tensor
 
 from engine.device import CPU
 from engine.model_config import ModelConfig
-from engine.shared_bytes import SharedBytes
+from engine.shared_bytes import SharedBytes, mapped_bytes
+from engine.split import Split
 from kernels.interface import BlockCopies
 from kernels.torch_reference import TorchBlockCopies
 from kernels.upload import upload
@@ -36,43 +41,45 @@ def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     return numbers * TORCH_DTYPES[dtype].itemsize
 
 
-class KvMemory:
-    """Owns the memory of all blocks for the life of the process; zeroed. Raises ValueError if there is not so much."""
+class KvSides:
+    """KV of blocks where transports see it and where rows do: all heads' or one rank's part of them (engine/split.py)."""
 
     def __init__(
         self,
-        config: ModelConfig,
-        block_size: int,
-        num_blocks: int,
-        dtype: str,
+        host: Tensor,
         device: torch.device = CPU,
         *,
         mirror: bool | None = None,
         copies: BlockCopies | None = None,
     ) -> None:
-        """`mirror`: whether the device's side is memory of its own; None: where the device is not a CPU.
+        """`host`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; the last two dimensions may be a part.
 
-        True on a CPU is for tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's.
+        `mirror`: whether the device's side is memory of its own; None: where the device is not a CPU. True on a CPU is for
+        tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's.
+        Raises ValueError if the device has not so much.
         """
         self._copies = TorchBlockCopies() if copies is None else copies
-        self.block_size: Final = block_size
-        self.num_blocks: Final = num_blocks
-        self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
-        self._shared = SharedBytes(num_blocks, self.block_bytes)
-        self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
-        shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
-        self._host = torch.from_numpy(self.bytes).view(TORCH_DTYPES[dtype]).view(shape)
+        self._host = host
+        self.num_blocks: Final[int] = host.shape[0]
+        self.block_size: Final[int] = host.shape[3]
         self.is_mirrored: Final = device.type != "cpu" if mirror is None else mirror
         try:
-            self.tensor: Final = torch.zeros_like(self._host, device=device) if self.is_mirrored else self._host
+            self.tensor: Final = torch.zeros(host.shape, dtype=host.dtype, device=device) if self.is_mirrored else host
         except torch.OutOfMemoryError:
-            wanted_mib = num_blocks * self.block_bytes >> 20
-            raise ValueError(f"--num-blocks {num_blocks}: {wanted_mib} MiB do not fit on {device}") from None
+            wanted_mib = host.numel() * host.dtype.itemsize >> 20
+            raise ValueError(f"--num-blocks {self.num_blocks}: {wanted_mib} MiB do not fit on {device}") from None
 
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor by which another process of this host can map the bytes, for reading."""
-        return self._shared.descriptor
+    def part(
+        self,
+        split: Split,
+        device: torch.device = CPU,
+        *,
+        mirror: bool | None = None,
+        copies: BlockCopies | None = None,
+    ) -> KvSides:
+        """A rank's heads of the same blocks, in the same host memory; the arguments as above."""
+        heads = split.part(self._host.shape[4])
+        return KvSides(self._host[..., heads, :], device, mirror=mirror, copies=copies)
 
     def gather(self, block_ids: Sequence[int]) -> Tensor:
         """What these blocks hold on the device behind all that it was given so far: a copy that later steps do not change."""
@@ -90,3 +97,45 @@ class KvMemory:
             index, device = torch.tensor(list(block_ids), dtype=torch.int64), self.tensor.device
             gathered = upload(self._host.index_select(0, index), device)
             self._copies.scatter_blocks(self.tensor, upload(index, device), gathered)
+
+
+class KvMemory(KvSides):
+    """Owns the memory of all blocks for the life of the process; zeroed. Raises ValueError if there is not so much."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        num_blocks: int,
+        dtype: str,
+        device: torch.device = CPU,
+        *,
+        mirror: bool | None = None,
+        copies: BlockCopies | None = None,
+    ) -> None:
+        """See KvSides."""
+        self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
+        self._shared = SharedBytes(num_blocks, self.block_bytes)
+        self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
+        super().__init__(_as_numbers(self.bytes, config, block_size, dtype), device, mirror=mirror, copies=copies)
+
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor by which another process of this host can map the bytes, for reading."""
+        return self._shared.descriptor
+
+    @property
+    def writers_descriptor(self) -> int:
+        """The one by which this node's other ranks map them; see SharedBytes."""
+        return self._shared.writers_descriptor
+
+
+def mapped_kv(descriptor: int, config: ModelConfig, block_size: int, num_blocks: int, dtype: str) -> KvSides:
+    """The blocks of the process that this descriptor is from, for a rank to take its part of. Raises ValueError."""
+    data = mapped_bytes(descriptor, num_blocks, kv_block_bytes(config, block_size, dtype))
+    return KvSides(_as_numbers(data, config, block_size, dtype))
+
+
+def _as_numbers(data: NDArray[np.uint8], config: ModelConfig, block_size: int, dtype: str) -> Tensor:
+    shape = (len(data), config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+    return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).view(shape)

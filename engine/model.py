@@ -3,12 +3,12 @@
 Llama's structure: pre-norm residual layers of attention and gated MLP, with rotary positions. The families that share it differ
 in biases, in norms of heads, in windows of attention: where the config has none, the tensor or the window is None. All rows of
 a step, prefill and decode alike, go through the layers in one pass; what tells them apart is only in the batch's attention spans.
+Where a node has several ranks (engine/split.py) each has a model with its own columns of every linear.
 Not here: KV ownership, sampling, which rows run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,10 @@ from engine.config_values import ModelError
 from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
+from engine.model_weights import WeightReader
+from engine.ranks import Ranks
 from engine.rope import Angles
+from engine.split import WHOLE, Split, check_split
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
@@ -57,20 +60,27 @@ class Model:
     # All of it, or the layers, once more, where the back end runs that in one call.
     whole: WholeModel | None
     stack: LayerStack | None
+    split: Split = WHOLE  # which columns of its linears are here
+    ranks: Ranks | None = None  # who has the others
 
     def first_layers(self, count: int) -> Model:
         """The same model with fewer layers; weights are shared."""
         layers = self.layers[:count]
         config = replace(self.config, num_layers=count)
-        whole, stack = _in_one_call(self.kernels, config, layers, self.ends)
+        whole, stack = _in_one_call(self.kernels, config, layers, self.ends, self.split)
         return replace(self, config=config, layers=layers, whole=whole, stack=stack)
+
+    def joins(self, ranks: Ranks) -> Model:
+        """The same model, which computes together with the other ranks' parts; all of them call all that follows alike."""
+        return replace(self, ranks=ranks)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, memory: StepTensors | None = None) -> Tensor:
         """Compute one step: writes the rows' KV, returns logits [num_logits, vocab_size] in the model's dtype.
 
-        kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype. memory: where what the step
-        makes may lie, the logits included; they are good until the next step with the same memory. None: in fresh memory.
+        kv: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] in the model's dtype; of a rank, its heads. memory:
+        where what the step makes may lie, the logits included; they are good until the next step with the same memory. None:
+        in fresh memory.
         """
         memory = StepTensors() if memory is None else memory
         cos, sin = self.angles.up_to(batch.attention.block_tables.shape[1] * kv.shape[3])
@@ -97,6 +107,8 @@ class Model:
         normed = self.kernels.rms_norm(
             last, self.ends.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
+        if self.ranks is not None:
+            return self.ranks.gathered(self.ends.head(normed))[:, : self.config.vocab_size].contiguous()
         return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
     def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
@@ -106,21 +118,25 @@ class Model:
         return memory.take("logits", shape, self.ends.embedding)
 
     def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
-        attention = self.kernels.step_attention(kv, batch.attention, self.config.num_heads)
+        attention = self.kernels.step_attention(kv, batch.attention, self.split.width(self.config.num_heads))
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.kernels.rms_norm(hidden, layer.attention_norm, eps)
             queries, keys, values = self._heads(layer, layer.qkv(normed), cos, sin)
             attention.write(index, keys, values)
             attended = attention.attend(index, queries.contiguous(), self.config.windows[index])
-            hidden = hidden + layer.attention_out(attended.flatten(1))
+            hidden = hidden + self._whole(layer.attention_out(self._whole(attended.flatten(1))))
             normed = self.kernels.rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + layer.down(layer.gate_up(normed))
+            hidden = hidden + self._whole(layer.down(self._whole(layer.gate_up(normed))))
         return hidden
+
+    def _whole(self, columns: Tensor) -> Tensor:
+        """With the other ranks' columns."""
+        return columns if self.ranks is None else self.ranks.gathered(columns)
 
     def _heads(self, layer: LayerWeights, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_rows, num_heads, head_dim], keys and values [num_rows, num_kv_heads, head_dim], rotated."""
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        num_heads, num_kv_heads = map(self.split.width, (self.config.num_heads, self.config.num_kv_heads))
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, self.config.head_dim)
         rotating, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -141,69 +157,73 @@ def load_model(
     kernels_name: str = "cpu",
     device: torch.device = CPU,
     weight_dtype: WeightDtype = "auto",
+    split: Split = WHOLE,
 ) -> Model:
     """Load a Hugging Face directory for dtype "fp32", "bf16", "fp16" or "auto", a back end of kernels/choice.py, and a device.
 
     weight_dtype "int8": all linears, the head included, keep their weights in 8 bits; activations and KV are of the dtype.
+    split: of one rank of several; it computes once it `joins` the others.
     Dense copies are dropped one by one: peak memory is the packed model plus about three times its largest matrix.
     Raises ModelError in one sentence.
     """
     config = read_model_config(model_dir)
+    check_split(config, split.size)
     dtype = config.resolve_dtype(dtype)
-    torch_dtype = TORCH_DTYPES[dtype]
-    kernels, shortfall = _chosen_kernels(kernels_name, torch_dtype, device, weight_dtype)
+    kernels, shortfall = _chosen_kernels(kernels_name, TORCH_DTYPES[dtype], device, weight_dtype, split)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
-
-        def read(name: str) -> Tensor:
-            return files.read(name, torch_dtype).to(device)
-
-        def read_if(is_there: bool, name: str) -> Tensor | None:
-            return read(name) if is_there else None
-
-        def joined(names: Sequence[str], has_bias: bool) -> tuple[Tensor, Tensor | None]:
-            weight = torch.cat([read(f"{name}.weight") for name in names])
-            return weight, torch.cat([read(f"{name}.bias") for name in names]) if has_bias else None
-
-        def pack(has_bias: bool, *names: str) -> Linear:
-            return kernels.pack_linear(*joined(names, has_bias))
-
-        def layer(prefix: str) -> LayerWeights:
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-            return LayerWeights(
-                attention_norm=read(f"{prefix}.input_layernorm.weight"),
-                qkv=pack(config.has_qkv_bias, *(f"{attention}.{part}_proj" for part in "qkv")),
-                attention_out=pack(config.has_output_bias, f"{attention}.o_proj"),
-                mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=kernels.pack_gate_up(*joined((f"{mlp}.gate_proj", f"{mlp}.up_proj"), config.has_mlp_bias)),
-                down=pack(config.has_mlp_bias, f"{mlp}.down_proj"),
-                query_norm=read_if(config.norms_heads, f"{attention}.q_norm.weight"),
-                key_norm=read_if(config.norms_heads, f"{attention}.k_norm.weight"),
-            )
-
-        layers = tuple(layer(f"model.layers.{index}") for index in range(config.num_layers))
+        reader = WeightReader(files, kernels, TORCH_DTYPES[dtype], device, split)
+        layers = tuple(_read_layer(reader, config, f"model.layers.{index}") for index in range(config.num_layers))
         ends = ModelEnds(
-            embedding=read("model.embed_tokens.weight"),
-            final_norm=read("model.norm.weight"),
+            embedding=reader.whole("model.embed_tokens.weight"),
+            final_norm=reader.whole("model.norm.weight"),
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=pack(False, "model.embed_tokens" if config.ties_embeddings else "lm_head"),
+            head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
         )
-    angles = Angles.of(config.rope, config.head_dim, device)
-    whole, stack = _in_one_call(kernels, config, layers, ends)
-    return Model(config, dtype, kernels, shortfall, ends, layers, angles, whole, stack)
+        whole, stack = _in_one_call(kernels, config, layers, ends, split)
+        return Model(
+            config=config,
+            dtype=dtype,
+            kernels=kernels,
+            shortfall=shortfall,
+            ends=ends,
+            layers=layers,
+            angles=Angles.of(config.rope, config.head_dim, device),
+            whole=whole,
+            stack=stack,
+            split=split,
+        )
 
 
-def _chosen_kernels(name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype) -> Choice:
+def _read_layer(reader: WeightReader, config: ModelConfig, prefix: str) -> LayerWeights:
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LayerWeights(
+        attention_norm=reader.whole(f"{prefix}.input_layernorm.weight"),
+        qkv=reader.linear(config.has_qkv_bias, *(f"{attention}.{part}_proj" for part in "qkv")),
+        attention_out=reader.linear(config.has_output_bias, f"{attention}.o_proj"),
+        mlp_norm=reader.whole(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=reader.gate_up(config.has_mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=reader.linear(config.has_mlp_bias, f"{mlp}.down_proj"),
+        query_norm=reader.whole(f"{attention}.q_norm.weight") if config.norms_heads else None,
+        key_norm=reader.whole(f"{attention}.k_norm.weight") if config.norms_heads else None,
+    )
+
+
+def _chosen_kernels(
+    name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype, split: Split
+) -> Choice:
     try:
-        return choose_kernels(name, dtype, device.type, weight_dtype)
+        return choose_kernels(name, dtype, device.type, weight_dtype, num_ranks=split.size)
     except NoKernels as error:
         raise ModelError(str(error)) from None
 
 
 def _in_one_call(
-    kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...], ends: ModelEnds
+    kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...], ends: ModelEnds, split: Split
 ) -> tuple[WholeModel | None, LayerStack | None]:
     """The whole model where there is such a thing, else the layers where there are those."""
+    if split.size > 1:
+        return None, None  # between any two of its linears activations go from rank to rank
     stacked = [
         StackLayer(
             each.attention_norm,

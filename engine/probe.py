@@ -20,13 +20,16 @@ _BLOCKS_EACH = -(-_NUM_TOKENS // _BLOCK_SIZE)
 def find_inexactness(model: Model) -> str | None:
     """Compute some rows whole, in chunks, alone and in a batch; None if all logits have the same bits, else why not, in words.
 
-    One layer and the head: the others have the same shapes. Costs four small steps, unless the back end knows that it is not.
+    One layer and the head: the others have the same shapes. All ranks of a node do this at once. Costs four small steps, unless
+    the back end knows that it is not.
     """
     name = model.kernels.name
     if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
         return f"{name} kernels do not promise it for {model.dtype} on this machine"
     shallow = model.first_layers(1)
-    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype, model.ends.embedding.device)
+    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype).part(
+        model.split, model.ends.embedding.device
+    )
     stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
     one = [index * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]
     two = [(index + _NUM_TOKENS) * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]

@@ -24,10 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import BatchBuffers, Chunk, DecodeRows, SlotTables
+from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, SlotTables
 from engine.device import HostCopies
 from engine.device_sampler import draws_on_device, sample_on_device
-from engine.kv_memory import KvMemory
+from engine.kv_memory import KvSides
+from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
 from engine.model import Model
 from engine.plan import (
@@ -66,16 +67,23 @@ class TorchRunner:
     def __init__(
         self,
         model: Model,
-        kv_memory: KvMemory,
+        kv_memory: KvSides,
         num_slots: int,
         max_model_len: int,
         *,
         is_asynchronous: bool | None = None,
+        followers: Followers | None = None,
     ) -> None:
-        """`is_asynchronous`: whether the device computes by itself; None: where it is not a CPU. True on a CPU is for tests."""
+        """`is_asynchronous`: whether the device computes by itself; None: where it is not a CPU. True on a CPU is for tests.
+
+        `followers`: the node's other ranks, which are told what this one computes, and never ahead of it.
+        """
         self._model = model
+        self._followers = followers
         device = kv_memory.tensor.device
-        self._is_asynchronous = device.type != "cpu" if is_asynchronous is None else is_asynchronous
+        self._is_asynchronous = device.type != "cpu" and followers is None
+        if is_asynchronous is not None:
+            self._is_asynchronous = is_asynchronous
         self._last_on_device = torch.zeros(num_slots, dtype=torch.int64, device=device)  # read where it is asynchronous
         self._kv = kv_memory
         self._num_blocks = kv_memory.num_blocks
@@ -105,6 +113,7 @@ class TorchRunner:
             self._start(start)
         rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
         if not rows:
+            self._meet(self._lead(plan, None))
             return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))
         self._take_blocks(plan.decodes, plan.chunks)
         chunks = [self._chunk(row) for row in plan.chunks]
@@ -113,8 +122,9 @@ class TorchRunner:
         batch = self._buffers.lay_out(self._tables, decodes, chunks)
         if self._is_asynchronous:
             batch = batch._replace(token_ids=self._fed_on_device(batch.token_ids, slots))
-        logits = self._model.forward(batch, self._kv.tensor, self._memory)
         written = self._blocks_of(chunks) if self._kv.is_mirrored else []
+        led = self._lead(plan, batch, written)
+        logits = self._model.forward(batch, self._kv.tensor, self._memory)
         nums_logits = [1] * len(plan.decodes) + [chunk.num_logits for chunk in chunks]
         ends = list(accumulate(nums_logits))
         last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
@@ -125,6 +135,7 @@ class TorchRunner:
             return _UnderWay(plan.step_id, answers, [*last_rows], marked, copies, written, self._kv)
         if written:  # before the result says that a sender may read them
             self._kv.to_host(written, self._kv.gather(written).cpu())
+        self._meet(led)
         logits = logits.cpu()  # the sampler's side; on a CPU no copy
         sampled = self._sample(logits, last_rows)
         results = [
@@ -132,6 +143,21 @@ class TorchRunner:
             for row, num_logits, end in zip(rows, nums_logits, ends, strict=True)
         ]
         return Done(StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks))))
+
+    def _lead(self, plan: Plan, batch: Batch | None, written: Sequence[int] = ()) -> RankStep | None:
+        """Tell the other ranks, where there are any, what there is for them to do."""
+        if self._followers is None:
+            return None
+        arrived, leaving = (plan.arrived_block_ids, plan.leaving_block_ids) if self._kv.is_mirrored else ((), ())
+        step = RankStep(batch, arrived, leaving, written)
+        if batch is not None or arrived or leaving:
+            self._followers.begin(step)
+        return step
+
+    def _meet(self, step: RankStep | None) -> None:
+        """What a step's result says of blocks on the host must be true of all ranks' heads."""
+        if self._followers is not None and step is not None and step.is_met:
+            self._followers.meet()
 
     def _fed_on_device(self, token_ids: Tensor, decode_slots: NDArray[np.int64]) -> Tensor:
         """The rows' tokens on the device, those of decode rows from where the steps before put them."""
@@ -293,7 +319,7 @@ class _UnderWay(NamedTuple):
     marked: list[SlotResult]
     copies: HostCopies  # of the drawn tokens, and of the blocks
     written: list[int]  # blocks that senders may read once the step is told
-    kv: KvMemory
+    kv: KvSides
 
     def is_done(self) -> bool:
         """See Launched."""

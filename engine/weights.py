@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.config_values import ModelError
+from engine.split import WHOLE, Split
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -101,9 +102,11 @@ class TensorFiles:
         if extra:
             raise ModelError(f"tensor {extra[0]} is extra: {len(extra)} that the architecture does not have")
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Copy one checked tensor into memory of its own."""
-        tensor: Tensor = self._readers[name].get_tensor(name)
+    def read(self, name: str, dtype: torch.dtype, split: Split = WHOLE) -> Tensor:
+        """Copy one checked tensor, or a rank's part of its rows, into memory of its own."""
+        stored = self._readers[name].get_slice(name)
+        part = split.part(stored.get_shape()[0])
+        tensor: Tensor = stored[part] if split.size > 1 else self._readers[name].get_tensor(name)
         return tensor.to(dtype, copy=True)
 
 

@@ -31,20 +31,29 @@ class NoKernels(ValueError):
 
 
 def choose_kernels(
-    name: str, dtype: torch.dtype, device_type: str = "cpu", weight_dtype: WeightDtype = "auto"
+    name: str,
+    dtype: torch.dtype,
+    device_type: str = "cpu",
+    weight_dtype: WeightDtype = "auto",
+    num_ranks: int = 1,
 ) -> Choice:
     """Take "cpu" (compiled from C++), "numba" or "torch"; each falls back to the next where it is not there.
 
     On a CUDA device "torch" means torch there, and every other name Triton, which falls back to torch. Asked for by name on a
     CPU, Triton computes in its interpreter, for tests, or not at all. weight_dtype "int8": linears keep their weights in 8 bits.
-    Raises NoKernels where none computes this.
+    num_ranks: among how many a model's heads are divided. Raises NoKernels where none computes this.
     """
+    is_tritons = name == "triton" or (device_type != "cpu" and name != "torch")
+    if num_ranks > 1 and is_tritons:
+        raise NoKernels(
+            f"--tp {num_ranks}: Triton does not compute a part of the heads: --kernels torch, or leave it out"
+        )
     is_int8 = weight_dtype == "int8"
     if is_int8 and (name == "triton" or device_type != "cpu"):
         raise NoKernels(
             "--weight-dtype int8: only a CPU computes with it, and Triton does not: --device cpu, or leave it out"
         )
-    if name == "triton" or (device_type != "cpu" and name != "torch"):
+    if is_tritons:
         found, reason = _triton_kernels(device_type)
         if found is not None:
             return Choice(found, "")

@@ -107,7 +107,8 @@ class _CStep:
         _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
         self._kept = (kv, batch.block_tables, batch.write_positions)
         self._spans = np.ascontiguousarray(batch.spans, np.int32)
-        self.cache: Final = CCache(kv.data_ptr(), num_layers, block_size, num_kv_heads, head_dim, num_heads)
+        shape = (num_layers, block_size, num_kv_heads, head_dim, num_heads)
+        self.cache: Final = CCache(kv.data_ptr(), *shape, kv.stride(3))
         self.batch: Final = CBatch(
             self._spans.ctypes.data,
             batch.block_tables.data_ptr(),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 3
+INTERFACE: Final = 4
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 8
@@ -58,6 +58,7 @@ class CCache(Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("num_heads", c_int32),
+        ("position_size", c_int32),
     ]
 
 

@@ -162,7 +162,10 @@ class Kernels(BlockCopies, Protocol):
         """silu(gate) * up of [num_rows, 2 * width], gate first, to [num_rows, width]."""
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
-        """Prepare one step over kv [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+        """Prepare one step over kv [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+
+        Its heads may be some of those that lie in a block: positions are then further apart than it has numbers for each.
+        """
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack | None:
         """The layers as one call; None: this back end runs them one primitive after the other."""

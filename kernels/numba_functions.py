@@ -172,13 +172,12 @@ def attend(queries, kv, sizes, scores, mixed):  # type: ignore[no-untyped-def]
 
     queries, mixed: [num_rows, num_kv_heads, group, head_dim] float32, queries scaled; kv: all of it, flat, then the block tables
     [num_spans, max_blocks] int64, then each row's span and position [num_rows, 2] int64; sizes: layer, number of layers, block
-    size, and how many positions a row sees at most; scores: [num_threads, group, at least the longest row + PARTS] float32, to
-    be used.
+    size, how many positions a row sees at most, and numbers from a position to the next; scores: [num_threads, group, at least
+    the longest row + PARTS] float32, to be used.
     """
     stored, tables, rows = kv
-    layer, num_layers, block_size, window = sizes
+    layer, num_layers, block_size, window, position_size = sizes
     num_rows, num_kv_heads, _, head_dim = queries.shape
-    position_size = num_kv_heads * head_dim
     plane_size = block_size * position_size
     layout = block_size, position_size, num_layers * 2 * plane_size
     num_threads = scores.shape[0]

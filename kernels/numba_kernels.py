@@ -34,10 +34,12 @@ class NumbaAttention(TiledAttention):
 
     def __init__(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> None:
         super().__init__(kv, batch, num_heads)
-        flat = kv.view(-1)
+        # To the memory's end: others' heads may lie between a position and the next.
+        flat = kv.as_strided((kv.untyped_storage().nbytes() // kv.itemsize - kv.storage_offset(),), (1,))
         self._stored: NDArray[Any] = (
             flat.view(torch.int16).numpy().view(_STORED_AS[kv.dtype]) if kv.dtype in _STORED_AS else flat.numpy()
         )
+        self._position_size = kv.stride(3)
         first_rows, counts, first_positions = batch.spans.T.astype(np.int64)
         self._rows = np.empty((int(counts.sum()), 2), np.int64)
         self._rows[:, 0] = np.repeat(np.arange(len(counts)), counts)
@@ -54,7 +56,7 @@ class NumbaAttention(TiledAttention):
         mixed = np.empty(shape, np.float32)
         numba.set_num_threads(self._num_threads)
         window = NO_WINDOW if window is None else window
-        sizes = (layer, self._num_layers, self._block_size, window)
+        sizes = (layer, self._num_layers, self._block_size, window, self._position_size)
         attend(scaled, (self._stored, self._tables, self._rows), sizes, self._scores, mixed)
         return torch.from_numpy(mixed).view(queries.shape).to(queries.dtype)
 

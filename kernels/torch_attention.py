@@ -54,9 +54,11 @@ class TiledAttention:
     def __init__(self, kv: Tensor, batch: AttentionBatch, num_heads: int, gather_bytes: int = GATHER_BYTES) -> None:
         _, self._num_layers, _, self._block_size, self._num_kv_heads, self._head_dim = kv.shape
         self._kv = kv
-        # A layer's keys (or values) of one block are one row of this view, a position's are one row of the other.
-        self._block_rows = kv.view(-1, self._block_size * self._num_kv_heads * self._head_dim)
-        self._position_rows = kv.view(-1, self._num_kv_heads * self._head_dim)
+        # A layer's keys (or values) of one block are one row of this view, a position's are one row of the other. Positions may
+        # be further apart than their heads are long.
+        width = self._num_kv_heads * self._head_dim
+        self._position_rows = kv.as_strided((kv.shape[:4].numel(), width), (kv.stride(3), 1))
+        self._block_rows = self._position_rows.view(-1, self._block_size, width)
         block, offset = batch.write_positions // self._block_size, batch.write_positions % self._block_size
         self._write_base = (block * (2 * self._num_layers * self._block_size) + offset).to(kv.device)
         self._batch = batch

@@ -5,24 +5,34 @@ Not here: the core (the role's), sockets, threads (node/process.py). Loads torch
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from engine.block_pool import BlockPool
-from engine.device import choose_device, free_device_bytes
+from engine.device import check_devices, choose_device, free_device_bytes, rank_device
 from engine.fingerprint import fingerprint_fields
-from engine.kv_memory import KvMemory, kv_block_bytes
-from engine.model import load_model
+from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
+from engine.lockstep import Followers, PipedFollowers
+from engine.model import Model, load_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.probe import find_inexactness
+from engine.ranks import join_ranks, meeting_store
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.split import Split, check_split
 from node.config import NodeConfig
 from node.identity import NodeIdentity, NodeLimits
+from node.rank_process import RankJob
+from node.ranks import RankProcesses
 from node.sizes import EngineSizes, engine_sizes, free_memory_bytes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
@@ -48,9 +58,25 @@ class NodeEngine:
     sizes: EngineSizes
     memory: KvMemory
     runner: TorchRunner
+    ranks: RankProcesses | None  # the others, where there are several
     parts: CoreParts
     inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
+
+    @property
+    def rank_pids(self) -> Sequence[int]:
+        """Process ids of the other ranks."""
+        return () if self.ranks is None else self.ranks.pids
+
+    @property
+    def rank_ends(self) -> Sequence[tuple[int, Future[None]]]:
+        """See RankProcesses.ends."""
+        return () if self.ranks is None else self.ranks.ends
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def build_engine(
@@ -65,19 +91,24 @@ def build_engine(
     `max_prompt_tokens_beside_decodes`: see SchedulerConfig.
     Raises ValueError (ModelError included) in one sentence if the model directory or the sizes cannot be used.
     """
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.threads_per_rank)
     device = choose_device(config.device)
     model_config = read_model_config(config.model)
+    check_split(model_config, config.tp)
+    check_devices(device, config.tp)
     dtype = model_config.resolve_dtype(config.dtype)
     block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
-    free_bytes = free_device_bytes(device, free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii")))
+    free_host_bytes = free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
+    free_bytes = free_device_bytes(device, free_host_bytes, config.tp)
     sizes = engine_sizes(config, model_config.max_position_embeddings, block_bytes, free_bytes)
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20
         raise ValueError(f"--num-blocks {sizes.num_blocks}: {wanted_mib} MiB are more than the {free_mib} MiB free")
-    model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
+    machine = (
+        _one_rank(config, sizes, dtype, device) if config.tp == 1 else _several_ranks(config, sizes, dtype, device)
+    )
+    model = machine.model
     fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
-    memory = KvMemory(model_config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
     scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
@@ -98,8 +129,58 @@ def build_engine(
         fingerprint=pb.Fingerprint(**asdict(fields)),
         key_seed=key_seed,
     )
-    runner = TorchRunner(model, memory, config.max_num_seqs, sizes.max_model_len)
-    return NodeEngine(model_config, sizes, memory, runner, parts, find_inexactness(model), model.shortfall)
+    runner = TorchRunner(model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers)
+    found = (machine.inexactness, model.shortfall)
+    return NodeEngine(model_config, sizes, machine.memory, runner, machine.ranks, parts, *found)
+
+
+class _Machine(NamedTuple):
+    """What computes."""
+
+    model: Model
+    memory: KvMemory
+    kv: KvSides  # of it, what this process computes with
+    inexactness: str | None
+    followers: Followers | None = None
+    ranks: RankProcesses | None = None
+
+
+def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
+    model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
+    memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
+    return _Machine(model, memory, memory, find_inexactness(model))
+
+
+def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
+    """The same with other processes, which load while this one does."""
+    memory = KvMemory(read_model_config(config.model), config.block_size, sizes.num_blocks, dtype)
+    job = RankJob(
+        rank=1,
+        size=config.tp,
+        model=str(config.model),
+        dtype=dtype,
+        kernels=config.kernels,
+        device=device.type,
+        weight_dtype=config.weight_dtype,
+        threads=config.threads_per_rank,
+        block_size=config.block_size,
+        num_blocks=sizes.num_blocks,
+        kv_descriptor=memory.writers_descriptor,
+        meeting_descriptor=-1,
+        parent_pid=os.getpid(),
+    )
+    split, own_device = Split(0, config.tp), rank_device(device, 0)
+    with ExitStack() as undo:
+        processes = RankProcesses(job)
+        undo.callback(processes.close)
+        model = load_model(config.model, dtype, config.kernels, own_device, config.weight_dtype, split)
+        kv = memory.part(split, own_device, copies=model.kernels)
+        processes.wait_until_loaded()
+        ranks = join_ranks(split, meeting_store(processes.meeting, config.tp), own_device)
+        model = model.joins(ranks)
+        inexactness = find_inexactness(model)
+        undo.pop_all()
+    return _Machine(model, memory, kv, inexactness, PipedFollowers(processes.pipes, ranks), processes)
 
 
 def _scheduler_config(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from engine.reserve import ReservePolicy
+from runtime.advertise import advertise_problem
 from runtime.config import knob
 from runtime.kv_pool_address import read_kv_pool_address
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
@@ -43,7 +44,13 @@ class NodeConfig:
 
     host: str = knob(
         "127.0.0.1",
-        "address to listen on and be known by; loopback, because without --tls-dir nobody is asked who he is",
+        "address to listen on, 0.0.0.0 or :: for all; loopback, because without --tls-dir nobody is asked who he is",
+    )
+    advertise: str | None = knob(
+        None,
+        "host name or address by which routers and other nodes dial this one; none: --host, or where that is all addresses the "
+        "one from which this machine speaks to its registry",
+        metavar="HOST",
     )
     tls_dir: Path | None = knob(
         None,
@@ -55,6 +62,7 @@ class NodeConfig:
     grpc_port: int = knob(
         0, "port of the sessions and the handoff's control calls; 0 takes a free one", low=0, high=65535
     )
+    kv_port: int = knob(0, "port where KV comes in over zmq; 0 takes a free one", low=0, high=65535)
     ready_file: Path | None = knob(
         None, "JSON file to write once the node takes work: its ids, ports and pid", metavar="FILE"
     )
@@ -77,8 +85,18 @@ class NodeConfig:
         "auto",
         "where weights and KV lie and what computes; auto: CUDA where there is one, else the CPU",
     )
+    tp: int = knob(
+        1,
+        "ranks that compute together, tensor parallel: processes on CPUs, one for each CUDA device (never run there), with equal "
+        "parts of every layer and of its KV; nodes of any number work together, and say the same tokens",
+        low=1,
+        high=64,
+    )
     threads: int | None = knob(
-        None, "compute threads; none: every core (a launcher shares the cores out)", low=1, high=1024
+        None,
+        "compute threads, of all ranks together; none: every core (a launcher shares the cores out)",
+        low=1,
+        high=1024,
     )
     block_size: int = knob(16, "token positions of a KV block; equal on all nodes of a cluster", low=1, high=1024)
     num_blocks: int | None = knob(
@@ -186,8 +204,10 @@ class NodeConfig:
         "node; it fills the pool with every prompt",
     )
 
-    transport: Literal["auto", "shm", "zmq"] = knob(
-        "auto", "how KV travels between nodes; auto: shared memory where both are on one host, else zmq over TCP"
+    transport: Literal["auto", "shm", "zmq", "nixl"] = knob(
+        "auto",
+        "how KV travels between nodes; auto: shared memory where both are on one host, else nixl where both have it and RDMA, else "
+        "zmq over TCP; nixl needs baton[nixl], encrypts nothing, and trusts the other nodes with this one's KV",
     )
     lease_life_s: float = knob(
         10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600
@@ -221,13 +241,15 @@ class NodeConfig:
         for address in self.router:
             if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) < 1 << 16:
                 raise ValueError(f"--router {address}: must be HOST:PORT, the port between 1 and 65535")
-        if self.host in ("", "0.0.0.0", "::"):
-            raise ValueError(
-                f"--host {self.host}: must be an address that others can reach, for it is what they are told"
-            )
+        if not self.host:
+            raise ValueError("--host: must be an address of this machine, or 0.0.0.0 or :: for all of them")
+        if self.advertise is not None and (problem := advertise_problem(self.advertise)):
+            raise ValueError(problem)
         if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
             raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")
         self._check_kv_pool()
+        if self.transport == "nixl" and self.tls_dir is not None:
+            raise ValueError("--transport nixl: encrypts nothing, so not together with --tls-dir; zmq does")
         if self.new_token_ratio_min > self.new_token_ratio_init:
             raise ValueError(
                 f"--new-token-ratio-min {self.new_token_ratio_min}: must not be above new_token_ratio_init "
@@ -259,6 +281,11 @@ class NodeConfig:
                 raise ValueError(f"{flag} {value}: there is no KV pool without --kv-pool URL")
 
     @property
+    def known_as(self) -> str:
+        """The host that others dial; for a node that listens on all addresses, once it has been found (runtime/advertise.py)."""
+        return self.advertise or self.host
+
+    @property
     def saves_preempted(self) -> bool:
         """Whether the blocks of who gave way go to the KV pool."""
         return self.kv_pool is not None and self.save_preempted_kv != "off"
@@ -267,6 +294,11 @@ class NodeConfig:
     def saves_finished(self) -> bool:
         """Whether the blocks of who is done here go to the KV pool."""
         return self.kv_pool is not None and self.save_finished_kv == "on"
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Each rank's share of them, one at least."""
+        return max(1, self.num_threads // self.tp)
 
     @property
     def num_threads(self) -> int:

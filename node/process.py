@@ -24,9 +24,9 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import grpc
 import zmq
@@ -34,7 +34,10 @@ from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
+from connector.nixl_agent import NixlFault
+from connector.zmq_options import Place
 from node.assembly import CoreParts, NodeEngine, build_engine
+from node.bugs import ThreadEnded, dying_of, keep
 from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending, Means
@@ -56,11 +59,12 @@ from node.validate import Bounds
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
+from runtime.advertise import known_host, with_port
 from runtime.credentials import Credentials
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, warn_if_exposed, write_atomically
-from runtime.registry_choice import choose_registries
+from runtime.process import die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed, write_atomically
+from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session import SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -75,10 +79,7 @@ MAX_CONCURRENT_CALLS: Final = 4096  # of other processes, sessions included; gRP
 GRPC_STOP_GRACE_S: Final = 0.2
 KV_POOL_STOP_S: Final = 0.2  # for threads to end that have nothing to do, however little time there is
 STAGING_MIB: Final = 256
-
-
-class ThreadEnded(RuntimeError):
-    """A thread died of an exception, which it has written to stderr itself."""
+_BACKLOG: Final = 128
 
 
 def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts], NodeCore]) -> int:
@@ -89,7 +90,9 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
     identity = NodeIdentity(name, secrets.randbelow(2**64 - 1) + 1)
     measures = Measures()
     try:
-        credentials = Credentials(config.tls_dir, config.host)
+        servers = registry_servers(config.registry, config.router)
+        config = replace(config, advertise=config.advertise or known_host(name, config.host, servers))
+        credentials = Credentials(config.tls_dir, config.known_as)
         # What gives way on a decode node is placed anew: there may be a prefill node, or a decode node with room.
         beside_decodes = config.local_prefill_chunk if role == "decode" else None
         engine = build_engine(
@@ -113,6 +116,8 @@ def run_node(role: RoleName, config: NodeConfig, make_core: Callable[[CoreParts]
         asyncio.run(_serve(process))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
+    finally:
+        engine.close()
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
@@ -181,11 +186,11 @@ class _NodeProcess:
         inbox = Inbox()
         first_signal().add_done_callback(self._on_signal)
         bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().set_exception_handler(_dying_of(bug))
+        asyncio.get_running_loop().set_exception_handler(dying_of(bug))
         async with AsyncExitStack() as bound:
             listeners = await self._bind(inbox, bound)
             async with asyncio.TaskGroup() as tasks, AsyncExitStack() as started:
-                _keep(tasks, started, bug)
+                keep(tasks, started, bug)
                 entry, means = await self._start(listeners, inbox, tasks, started)
                 kernels = entry.fingerprint.kernels
                 log_event(
@@ -203,19 +208,20 @@ class _NodeProcess:
         _listen("--grpc-port", config.host, config.grpc_port).close()
         # Without so_reuseport: a second node on a taken port is an error, not a second half of the first one's traffic.
         options = (*CHANNEL_OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
-        host = f"[{config.host}]" if ":" in config.host else config.host
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
         try:
-            grpc_port = self._credentials.bind(server, f"{host}:{config.grpc_port}")
+            grpc_port = self._credentials.bind(server, with_port(config.host, config.grpc_port))
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
         transport = self._make_transport(inbox)
         bound.callback(transport.stop)
-        return _Listeners(http, f"{host}:{http.getsockname()[1]}", server, f"{host}:{grpc_port}", transport)
+        http_address = with_port(config.known_as, http.getsockname()[1])
+        return _Listeners(http, http_address, server, with_port(config.known_as, grpc_port), transport)
 
     def _make_transport(self, inbox: Inbox) -> ChoosingTransport:
         config, memory, identity = self._config, self._engine.memory, self._identity
+        place = Place(config.host, config.kv_port, config.known_as)
         try:
             return choose_transports(
                 config.transport,
@@ -223,13 +229,16 @@ class _NodeProcess:
                 memory.descriptor,
                 (identity.name, identity.incarnation),
                 inbox.post,
-                config.host,
+                place,
                 is_encrypted=self._credentials.is_encrypted,
             )
         except zmq.ZMQError as error:
-            raise _CannotListen(f"--host {config.host}: zmq cannot listen: {error.strerror}") from None
+            told = f"--kv-port {config.kv_port}: zmq cannot listen on {config.host}: {error.strerror}"
+            raise _CannotListen(told) from None
+        except NixlFault as error:
+            raise _CannotListen(f"--transport {config.transport}: {error}") from None
         except OSError as error:
-            raise _CannotListen(f"--transport {config.transport}: shm cannot listen: {error.strerror}") from None
+            raise _CannotListen(f"--transport {config.transport}: cannot listen: {error.strerror}") from None
 
     async def _start(
         self, listeners: _Listeners, inbox: Inbox, tasks: asyncio.TaskGroup, started: AsyncExitStack
@@ -238,9 +247,11 @@ class _NodeProcess:
         kv_pool = self._start_kv_pool(inbox, tasks, started)
         runner = RunnerThread(self._engine.runner, lambda result: inbox.post(StepDone(result)))
         started.push_async_callback(runner.stop)
-        _keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
+        for rank, ended in self._engine.rank_ends:
+            keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))
         for end in listeners.transport.ended:
-            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
+            keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the transport has ended"))
         peers = HandoffClient(inbox.post, tasks.create_task, self._credentials)
         started.push_async_callback(peers.close)
         bounds = Bounds(
@@ -298,7 +309,7 @@ class _NodeProcess:
 
         started.push_async_callback(stop)
         for end in pool.ended:
-            _keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
+            keep(tasks, started, asyncio.wrap_future(end), ThreadEnded("a thread of the KV pool has ended"))
         return pool
 
     def _open_spans(self, started: AsyncExitStack) -> AttemptSpans | None:
@@ -324,6 +335,7 @@ class _NodeProcess:
             is_bit_exact=self._engine.inexactness is None,
             fingerprint=self._engine.parts.fingerprint,
             sizes=self._engine.sizes,
+            rank_pids=self._engine.rank_pids,
         )
         told = (transport.snapshot, routers.sessions.snapshot, kv_pool.snapshot)
         return NodeView(facts, Sources(self._core, self._counters, self._measures, *told, self._ending))
@@ -342,6 +354,7 @@ class _NodeProcess:
             started_ms=self._started_ms,
             draining=self._ending.is_draining,
             local_prefill=self._prefills_locally,
+            num_ranks=self._config.tp,
         )
 
     def _write_ready_file(self, entry: pb.NodeEntry) -> None:
@@ -355,40 +368,6 @@ class _NodeProcess:
 def _listen(flag: str, host: str, port: int) -> socket.socket:
     """A listening socket; raises _CannotListen."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
-        )
+        return listening_socket(host, port, _BACKLOG)
     except OSError as error:
         raise _CannotListen(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None
-
-
-def _keep(
-    tasks: asyncio.TaskGroup,
-    started: AsyncExitStack,
-    end: asyncio.Future[None],
-    error: Exception | None = None,
-) -> None:
-    """Let the process die when `end` comes: of its exception, or of `error`."""
-
-    async def watch() -> None:
-        await asyncio.shield(end)
-        if error is not None:
-            raise error
-
-    started.callback(tasks.create_task(watch()).cancel)
-
-
-def _dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """An exception handler for the loop: what a callback or a watched task raises becomes `bug`.
-
-    What asyncio reports without one of these two (a connection that broke in an odd way, a result that nobody fetched) is logged:
-    a peer must not be able to end the process with it.
-    """
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        loop.default_exception_handler(context)
-        error = context.get("exception")
-        if error is not None and ("handle" in context or "task" in context) and not bug.done():
-            bug.set_exception(error)
-
-    return handle

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,6 +37,12 @@ class NodeFacts:
     is_bit_exact: bool  # the start-up probe found a row's bits to depend on its own tokens only
     fingerprint: pb.Fingerprint
     sizes: EngineSizes
+    rank_pids: Sequence[int] = ()  # of the other ranks' processes
+
+    @property
+    def num_ranks(self) -> int:
+        """How many compute together."""
+        return 1 + len(self.rank_pids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,8 @@ class NodeView(Collector):
             "versions": versions(),
             "stage": sources.ending.stage.value,
             "threads": facts.threads,
+            "tp": facts.num_ranks,
+            "rank_pids": list(facts.rank_pids),
             "bit_exact": facts.is_bit_exact,
             "fingerprint": MessageToDict(facts.fingerprint, preserving_proto_field_name=True),
             "block_size": facts.sizes.block_size,
@@ -111,6 +119,9 @@ class NodeView(Collector):
         sources = self._sources
         load = sources.core.load()
         yield GaugeMetricFamily("baton_node_draining", "1 from the wish to end until the end", value=self.is_draining)
+        yield GaugeMetricFamily(
+            "baton_node_ranks", "Processes that compute together (--tp)", value=self._facts.num_ranks
+        )
         blocks = GaugeMetricFamily(
             "baton_node_blocks", "KV blocks by state, which add up to the pool", labels=["state"]
         )

@@ -238,6 +238,7 @@ class NodeEntry(_message.Message):
     STARTED_MS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     grpc_address: _builtins.str
     """host:port of its Session and handoff services"""
@@ -253,6 +254,8 @@ class NodeEntry(_message.Message):
     """it takes no new work, hands over what it has, and ends"""
     local_prefill: _builtins.bool
     """it computes prompts whose target is itself, whatever its role"""
+    num_ranks: _builtins.int
+    """that compute together, --tp; 0: one"""
     @_builtins.property
     def node(self) -> Global___PeerId: ...
     @_builtins.property
@@ -271,10 +274,11 @@ class NodeEntry(_message.Message):
         started_ms: _builtins.int = ...,
         draining: _builtins.bool = ...,
         local_prefill: _builtins.bool = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "num_ranks", b"num_ranks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,10 +370,9 @@ class ToWorker(_message.Message):
     LISTED_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
     UNLISTED_FIELD_NUMBER: _builtins.int
-    TELL_METRICS_FIELD_NUMBER: _builtins.int
-    METRICS_FIELD_NUMBER: _builtins.int
-    tell_metrics: _builtins.int
-    """a question, by its number"""
+    TELL_PAGE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def settings(self) -> Global___WorkerSettings:
         """the first one"""
@@ -383,8 +386,16 @@ class ToWorker(_message.Message):
     @_builtins.property
     def unlisted(self) -> Global___PeerId: ...
     @_builtins.property
-    def metrics(self) -> Global___WorkerMetrics:
-        """of all workers: the answer to want_metrics"""
+    def tell_page(self) -> Global___WorkerPage:
+        """a question: its number, and which page"""
+
+    @_builtins.property
+    def pages(self) -> Global___WorkerPages:
+        """of all workers: the answer to want_page"""
+
+    @_builtins.property
+    def took(self) -> Global___ClientTook:
+        """at another worker"""
 
     def __init__(
         self,
@@ -393,14 +404,15 @@ class ToWorker(_message.Message):
         listed: Global___NodeEntry | None = ...,
         missed: Global___PeerId | None = ...,
         unlisted: Global___PeerId | None = ...,
-        tell_metrics: _builtins.int = ...,
-        metrics: Global___WorkerMetrics | None = ...,
+        tell_page: Global___WorkerPage | None = ...,
+        pages: Global___WorkerPages | None = ...,
+        took: Global___ClientTook | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "metrics", b"metrics", "missed", b"missed", "settings", b"settings", "tell_metrics", b"tell_metrics", "unlisted", b"unlisted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_page", "pages", "took"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -438,57 +450,143 @@ class FromWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UP_FIELD_NUMBER: _builtins.int
-    WANT_METRICS_FIELD_NUMBER: _builtins.int
-    METRICS_FIELD_NUMBER: _builtins.int
+    WANT_PAGE_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
     up: _builtins.bool
     """it takes connections"""
     @_builtins.property
-    def want_metrics(self) -> Global___WorkerMetrics:
-        """a client wants those of all; with it the worker's own"""
+    def want_page(self) -> Global___WorkerPage:
+        """a client wants that of all; with it the worker's own"""
 
     @_builtins.property
-    def metrics(self) -> Global___WorkerMetrics:
-        """the answer to tell_metrics"""
+    def page(self) -> Global___WorkerPage:
+        """the answer to tell_page"""
+
+    @_builtins.property
+    def took(self) -> Global___ClientTook:
+        """here, for the others to know"""
 
     def __init__(
         self,
         *,
         up: _builtins.bool = ...,
-        want_metrics: Global___WorkerMetrics | None = ...,
-        metrics: Global___WorkerMetrics | None = ...,
+        want_page: Global___WorkerPage | None = ...,
+        page: Global___WorkerPage | None = ...,
+        took: Global___ClientTook | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "metrics", b"metrics", "up", b"up", "want_metrics", b"want_metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "page", b"page", "took", b"took", "up", b"up", "want_page", b"want_page"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_metrics", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["up", "want_page", "page", "took"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
-class WorkerMetrics(_message.Message):
+class WorkerPage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUESTION_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     question: _builtins.int
+    page: _builtins.str
+    """as router/worker_pages.py names them"""
     text: _builtins.str
-    """in Prometheus' format"""
     def __init__(
         self,
         *,
         question: _builtins.int = ...,
+        page: _builtins.str = ...,
         text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page", b"page", "question", b"question", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerMetrics: _TypeAlias = WorkerMetrics  # noqa: Y015
+Global___WorkerPage: _TypeAlias = WorkerPage  # noqa: Y015
+
+@_typing.final
+class WorkerPages(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TextsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """by worker"""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        texts: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPages: _TypeAlias = WorkerPages  # noqa: Y015
+
+@_typing.final
+class ClientTook(_message.Message):
+    """What a client with limits has had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    AMOUNT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tokens: _builtins.bool
+    """else requests"""
+    amount: _builtins.int
+    limit: _builtins.int
+    """a minute"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tokens: _builtins.bool = ...,
+        amount: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "limit", b"limit", "name", b"name", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientTook: _TypeAlias = ClientTook  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -1526,7 +1624,7 @@ class Endpoint(_message.Message):
     LINK_SECRET_FIELD_NUMBER: _builtins.int
     CURVE_KEY_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"shm", "zmq", "memory" """
+    """"shm", "zmq", "nixl", "memory" """
     address: _builtins.str
     link_secret: _builtins.bytes
     curve_key: _builtins.bytes
@@ -1647,7 +1745,7 @@ Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 class LinkHello(_message.Message):
     """---------------------------------------------------------------- data plane, in band
 
-    First on a shm link, with the descriptor of the sender's KV memory beside it.
+    First on a shm link, with the descriptor of the sender's KV memory beside it; first on a nixl link.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1680,9 +1778,112 @@ class LinkHello(_message.Message):
 Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
 
 @_typing.final
+class LinkWelcome(_message.Message):
+    """nixl: the answer, by which the sender's hardware finds the receiver's KV memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    agent: _builtins.bytes
+    """NIXL's metadata of the agent that the receiver made for this link"""
+    address: _builtins.int
+    """of the memory in the receiver's process"""
+    num_blocks: _builtins.int
+    block_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        agent: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "block_bytes", b"block_bytes", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkWelcome: _TypeAlias = LinkWelcome  # noqa: Y015
+
+@_typing.final
+class Attach(_message.Message):
+    """nixl: where does this lease lie? Asked once, before the first write into it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    secret: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attach: _TypeAlias = Attach  # noqa: Y015
+
+@_typing.final
+class Attached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_ADMITTED_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    is_admitted: _builtins.bool
+    """false: write nothing"""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the receiver, by index in the lease; -1: not to be written"""
+
+    def __init__(
+        self,
+        *,
+        is_admitted: _builtins.bool = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "is_admitted", b"is_admitted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attached: _TypeAlias = Attached  # noqa: Y015
+
+@_typing.final
+class LeaseOver(_message.Message):
+    """nixl: the receiver has ended a lease; back: the sender writes no more into it, and what it had written came before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseOver: _TypeAlias = LeaseOver  # noqa: Y015
+
+@_typing.final
 class Write(_message.Message):
     """zmq: frame 1 of a write; frame 2 is the pieces' bytes, one behind the other, 1 MiB at most. shm: all of it; the pieces say where
-    the receiver finds the bytes.
+    the receiver finds the bytes. nixl: behind the bytes, which the sender has put in place.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -20,8 +20,10 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.answer import Arrival, Delivery
 from router.canary import AlreadyLooking, DeepLook
@@ -43,9 +45,13 @@ from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
 from router.streaming import GenerationResponse, error_answer, json_answer
 from router.text import ModelText
+from router.worker_metrics import merged
+from router.worker_pages import METRICS, REQUESTS, STATE, TIMELINE, found_timeline, whole_requests, whole_state
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
+
+PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,29 @@ class ApiSettings:
     max_body_bytes: int
     max_prompt_tokens: int | None = None
     max_n: int = 16
-    metrics_of_all: Callable[[bytes], Awaitable[bytes]] | None = None  # of several processes, given this one's
+    all_workers: tuple[int, PartsOfPage] | None = None  # which of several this is, and what all of them say
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _ShortWay:
+    """The application; nearly all requests reach their endpoints without the framework's routing, which they do not need."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        """`endpoints`: by path, of what is posted; `app` has them, too, and describes them."""
+        self._app = app
+        self._endpoints = endpoints
+        self._posted = ServerErrorMiddleware(self._post, _answer_bug)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the application's whole life."""
+        is_posted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._endpoints
+        await (self._posted if is_posted else self._app)(scope, receive, send)
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoints[scope["path"]](Request(scope, receive))
+        await response(scope, receive, send)
 
 
 class Api:
@@ -67,13 +95,17 @@ class Api:
         self._shell = shell
         self._text = text
         self._settings = settings
+        self._worker: int = 0
+        self._all: PartsOfPage | None = None
+        if settings.all_workers is not None:
+            self._worker, self._all = settings.all_workers
         limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
         self._intake = Intake(shell, text, settings.model_name, limits)
         self._sight = Sight(shell)
         self._deep = DeepLook(shell, text)
         self._started = unix_seconds()
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None)
         for path, endpoint, body_type in (
@@ -98,7 +130,7 @@ class Api:
         app.add_exception_handler(HTTPException, _answer_http_exception)
         app.add_exception_handler(Exception, _answer_bug)
         app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
-        return app
+        return _ShortWay(app, {"/v1/completions": self.completions, "/v1/chat/completions": self.chat_completions})
 
     # ---------------------------------------------------------------- operators
 
@@ -138,12 +170,13 @@ class Api:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        own, of_all = self._shell.metrics.render(), self._settings.metrics_of_all
-        text = own if of_all is None else await of_all(own)
+        text: bytes | str = self._shell.metrics.render() if self._all is None else merged(await self._all(METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:
         """The nodes, as they are."""
+        if self._all is not None:
+            return json_answer(whole_state(await self._all(STATE), self._worker))
         return json_answer(self._sight.state())
 
     async def requests(self, request: Request) -> Response:
@@ -151,11 +184,14 @@ class Api:
         limit = request.query_params.get("limit", str(USUALLY_LISTED))
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
             return refusal(bad_request("limit", f"must be a whole number, not {shown(limit)}"), id_header(request))
+        if self._all is not None:
+            return json_answer(whole_requests(await self._all(REQUESTS + limit), int(limit)))
         return json_answer(self._sight.requests(int(limit)))
 
     async def timeline(self, name: str, request: Request) -> Response:
         """Where one request's time went, and what happened to it."""
-        found = self._sight.timeline(name)
+        of_all = None if self._all is None else await self._all(TIMELINE + name)
+        found = self._sight.timeline(name) if of_all is None else found_timeline(of_all)
         if found is None:
             error = ApiError(
                 404, f"There is no timeline of {shown(name)}; the newest are at /v1/requests.", code="not_found"

@@ -132,6 +132,8 @@ class CacheIndex:
         """
         runs: list[Run] = []
         indices = np.flatnonzero((keys & np.uint64(self._mask)) == 0)
+        if not len(indices) or not self._live(self._table.value_of(int(keys[indices[0]]))):
+            return runs  # as with most prompts that nobody has seen before
         start, most = 0, _LOOK
         last_value, num_blocks, holders = -1, 0, -1
         while start < len(indices):

@@ -20,11 +20,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api_keys import ApiKeys, Client
 from router.metrics import RouterMetrics
 from router.openai_types import ApiError
-from router.rate_limit import Over, RateLimits
+from router.rate_limit import Over, RateLimits, Taken, What
 from router.refusals import id_header, refusal
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 _ACCOUNT: Final = "account"  # in a request's state
+
+Tell = Callable[[Taken], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,29 @@ class Account:
     client: Client
     limits: RateLimits
     metrics: RouterMetrics
+    tell: Tell | None = None  # the other processes of this router, if there are any
 
     def admit(self) -> None:
         """Take one request; raises ApiError, 429, over the limit."""
         self._check(self.limits.admit(self.client, _now()))
+        self._tell("requests", self.client.requests_per_minute, 1)
         self.metrics.client_asked(self.client.name)
 
     def take_prompt(self, num_tokens: int) -> None:
         """Take the tokens of a request's prompts; raises ApiError, 429, over the limit."""
         self._check(self.limits.take(self.client, num_tokens, _now()))
+        self._tell("tokens", self.client.tokens_per_minute, num_tokens)
         self.metrics.client_used(self.client.name, "prompt", num_tokens)
 
     def owe(self, num_tokens: int) -> None:
         """Take what was generated."""
         self.limits.owe(self.client, num_tokens, _now())
+        self._tell("tokens", self.client.tokens_per_minute, num_tokens)
         self.metrics.client_used(self.client.name, "completion", num_tokens)
+
+    def _tell(self, what: What, limit: int | None, amount: int) -> None:
+        if self.tell is not None and limit is not None and amount:
+            self.tell(Taken(self.client.name, what, amount, limit))
 
     def _check(self, over: Over | None) -> None:
         if over is None:
@@ -69,18 +79,30 @@ class Gate:
     """The ASGI application behind it, for those who have a key."""
 
     def __init__(
-        self, app: ASGIApp, keys: Callable[[], ApiKeys], metrics: RouterMetrics, *, metrics_need_key: bool = False
+        self,
+        app: ASGIApp,
+        keys: Callable[[], ApiKeys],
+        metrics: RouterMetrics,
+        *,
+        metrics_need_key: bool = False,
+        tell: Tell | None = None,
     ) -> None:
-        """`keys`: those that count now."""
+        """`keys`: those that count now. `tell`: the router's other processes, which `hear` it."""
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._limits = RateLimits()
+        self._tell = tell
         self._open_paths = OPEN_PATHS - ({"/metrics"} if metrics_need_key else frozenset())
 
     def keys_changed(self) -> None:
         """Forget the limits of whoever has gone; the others keep what they have used."""
         self._limits.keep(self._keys().names)
+
+    def hear(self, taken: Taken) -> None:
+        """Another process of this router has let somebody have that."""
+        if taken.name in self._keys().names:
+            self._limits.hear(taken, _now())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -90,7 +112,7 @@ class Gate:
             if client is None:
                 await self._refuse("unknown_key" if shown else "no_key", HTTPConnection(scope))(scope, receive, send)
                 return
-            scope.setdefault("state", {})[_ACCOUNT] = Account(client, self._limits, self._metrics)
+            scope.setdefault("state", {})[_ACCOUNT] = Account(client, self._limits, self._metrics, self._tell)
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

@@ -38,6 +38,7 @@ _HALF: Final = np.uint64(32)
 _TOP: Final = np.uint64(48)
 _BELOW_TOP: Final = np.uint64(16)
 _ONE: Final = np.uint64(1)
+_ALL: Final = 2**64 - 1
 _BYTE: Final = np.uint8(3)  # bits to shift by: eight in a byte
 
 _Marks = npt.NDArray[np.uint64]  # [num_buckets]; byte i is 1 for a cell i that is meant, 0 for others
@@ -85,6 +86,21 @@ class KeyTable:
         left = np.flatnonzero(cells < 0)
         cells[left] = self._cells_in(second[left], keys[left])
         return cells
+
+    def value_of(self, key: int) -> int:
+        """The value of one key, sooner than `find` has it; 0: it is nowhere."""
+        first = ((key ^ int(self._seed)) * int(_ODD)) & _ALL
+        first ^= first >> int(_HALF)
+        second = (first * int(_ODD)) & _ALL
+        second ^= second >> int(_HALF)
+        for hashed in (first, second):
+            bucket = (hashed & (2 * self._num_doubled // self._num_first - 1)) * self._num_first
+            bucket += (hashed >> int(_TOP)) * self._num_first >> int(_BELOW_TOP)
+            bucket -= self._num_doubled if bucket >= self.num_buckets else 0
+            row = self._rows[bucket].tolist()
+            if key in row:
+                return int(self._values[bucket * BUCKET + row.index(key)])
+        return 0
 
     def values_at(self, cells: Cells) -> Values:
         """The values there; 0 for a key that is nowhere."""

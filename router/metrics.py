@@ -6,7 +6,7 @@ Counters are raised by the shell; gauges are read from the core when somebody sc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -84,58 +84,62 @@ PARTS: Final[Mapping[str, str]] = {
 }
 
 
+M = TypeVar("M", Counter, Histogram)
+
+
+class _Labelled(dict[str, M]):
+    """A metric with one label, by the label's value: found without prometheus_client's lock and its joining of names."""
+
+    def __init__(self, metric: M) -> None:
+        super().__init__()
+        self._metric: M = metric
+
+    def __missing__(self, label: str) -> M:
+        found: M = self._metric.labels(label)
+        self[label] = found
+        return found
+
+
 class RouterMetrics:
     """Everything that /metrics shows."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
         """`snapshot` is the core's."""
         self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"baton_router_{name}", text, labels, registry=registry)
+
         self._core = {
-            name: Counter(f"baton_router_{name}", text, [label] if label else [], registry=registry)
+            name: _Labelled(counter(name, text, label)) if label else counter(name, text)
             for name, (text, label) in CORE_COUNTERS.items()
         }
-        self._of_registry = {
-            name: Counter(f"baton_router_registry_{name}", text, registry=registry)
-            for name, text in REGISTRY_COUNTERS.items()
-        }
-        self._ends = Counter(
-            "baton_router_requests",
+        self._of_registry = {name: counter(f"registry_{name}", text) for name, text in REGISTRY_COUNTERS.items()}
+        text = (
             "requests that ended (one per prompt), by outcome: the finish reason of its choices, or mixed; aborted; "
-            "the code of its error",
-            ["outcome"],
-            registry=registry,
+            "the code of its error"
         )
-        self._choices = Counter(
-            "baton_router_choices", "choices that finished, by finish reason", ["finish_reason"], registry=registry
+        self._ends = _Labelled(counter("requests", text, "outcome"))
+        self._choices = _Labelled(counter("choices", "choices that finished, by finish reason", "finish_reason"))
+        self._tokens = _Labelled(
+            counter("tokens", "tokens of requests that ended, by kind: prompt, completion", "kind")
         )
-        self._tokens = Counter(
-            "baton_router_tokens",
-            "tokens of requests that ended, by kind: prompt, completion",
-            ["kind"],
-            registry=registry,
-        )
-        self._turned_away = Counter(
-            "baton_router_turned_away",
+        text = (
             "requests and connections refused before any node heard of them, by why: no_key, unknown_key; requests_limit and "
-            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)",
-            ["reason"],
-            registry=registry,
+            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)"
         )
-        self._client_requests = Counter(
-            "baton_router_client_requests", "requests of those who have keys", ["client"], registry=registry
-        )
-        self._client_tokens = Counter(
-            "baton_router_client_tokens",
-            "tokens of those who have keys, by kind: prompt, completion",
-            ["client", "kind"],
-            registry=registry,
-        )
+        self._turned_away = _Labelled(counter("turned_away", text, "reason"))
+        self._client_requests = counter("client_requests", "requests of those who have keys", "client")
+        text = "tokens of those who have keys, by kind: prompt, completion"
+        self._client_tokens = counter("client_tokens", text, "client", "kind")
         self._histograms = {
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
         }
         self._parts = {
-            name: Histogram(f"baton_router_{name}", text, ["part"], buckets=_SECONDS_OF_PARTS, registry=registry)
+            name: _Labelled(
+                Histogram(f"baton_router_{name}", text, ["part"], buckets=_SECONDS_OF_PARTS, registry=registry)
+            )
             for name, text in PARTS.items()
         }
         registry.register(_CoreGauges(snapshot))
@@ -143,7 +147,7 @@ class RouterMetrics:
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Raise a counter of the core."""
         counter = self._core[name]
-        (counter.labels(label) if CORE_COUNTERS[name][1] else counter).inc(amount)
+        (counter[label] if isinstance(counter, _Labelled) else counter).inc(amount)
 
     def count_registry(self, name: str, number: int) -> None:
         """Raise one of REGISTRY_COUNTERS."""
@@ -155,26 +159,26 @@ class RouterMetrics:
 
     def choice_finished(self, reason: str, seconds_per_token: float | None) -> None:
         """One of a request's choices has its end."""
-        self._choices.labels(reason).inc()
+        self._choices[reason].inc()
         if seconds_per_token is not None:
             self.observe("output_token", seconds_per_token)
 
     def request_ended(self, outcome: str, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
         """A request ended: with a finish reason, a failure's code, or "aborted"."""
-        self._ends.labels(outcome).inc()
+        self._ends[outcome].inc()
         self.observe("request", seconds)
-        self._tokens.labels("prompt").inc(prompt_tokens)
-        self._tokens.labels("completion").inc(completion_tokens)
+        self._tokens["prompt"].inc(prompt_tokens)
+        self._tokens["completion"].inc(completion_tokens)
 
     def request_parted(self, to_first: Mapping[str, float], to_second: Mapping[str, float]) -> None:
         """Where a request's time went, in seconds by part, to its first token and from there to its second."""
         for name, parts in zip(PARTS, (to_first, to_second), strict=True):
             for part, seconds in parts.items():
-                self._parts[name].labels(part).observe(seconds)
+                self._parts[name][part].observe(seconds)
 
     def turned_away(self, reason: str) -> None:
         """Somebody was refused before any node heard of it."""
-        self._turned_away.labels(reason).inc()
+        self._turned_away[reason].inc()
 
     def client_asked(self, client: str) -> None:
         """A request on somebody's account."""

@@ -63,15 +63,11 @@ class Moves:
     def _find_target(self, branch: LiveBranch, pair: Pair, now: float) -> NodeRef | None:
         if branch.awaits_prompt_logprobs or branch.num_moves >= self._config.max_moves:
             return None
-        broken = self._breakers.avoided(now)
-        while broken and not self._nodes.has_target(pair.decode, branch.total_tokens, broken):
-            broken = broken[1:]  # the least bad first
-        held_off = {node for node, until in branch.held_off.items() if until > now}
-        found = [
-            each
-            for each in self._nodes.move_targets(pair.decode, branch.num_tokens, branch.total_tokens)
-            if each.node.name not in broken and each.node not in held_off
-        ]
+        names = self._breakers.avoided(now)
+        while names and not self._nodes.has_target(pair.decode, branch.total_tokens, self._nodes.named(names)):
+            names = names[1:]  # the least bad first
+        without = self._nodes.named(names) | {node for node, until in branch.held_off.items() if until > now}
+        found = self._nodes.move_targets(pair.decode, branch.num_tokens, branch.total_tokens, without)
         return self._placement.choose_target(found, branch.held_off)
 
     def arrived(self, branch: LiveBranch, pair: Pair, target: Post, now: float) -> None:

@@ -10,7 +10,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import BranchKey
 from proto.prefill_speed import FetchSpeed, PrefillSpeed, read_fetch_speed
 from router.events import NodeRef
-from router.placement import Candidate
+from router.ranking import Candidate
 
 PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})
 DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})

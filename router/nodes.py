@@ -3,13 +3,13 @@
 The registry says whom to dial; only the session says who is alive. A node gets new work while its session is up, be it that the
 registry misses it; not once it has gone by its own word, and not while it drains: then it keeps what it has. A process under
 another's name or address has taken its place: the old one is lost at once. Work is held per branch (`prefilling`, `branches`) and
-counted by looking, so a counter cannot drift. Not here: which node is chosen (placement.py), what happens to a lost node's
-requests (core.py).
+counted by looking, so a counter cannot drift. Questions about all nodes are put to their kinds (node_kinds.py), which hear of all
+that changes here. Not here: which node is chosen (placement.py), what happens to a lost node's requests (core.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,8 +29,10 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
+from router.node_kinds import Kind, NodeKinds, NodesOfKind, has_others
 from router.node_state import Node, Session
-from router.placement import Candidate, Pair
+from router.placement import Pair
+from router.ranking import Among
 from router.rates import Rates
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
@@ -53,12 +55,17 @@ class NodeChange:
 class NodeTable:
     """All node processes that are listed or have a session; one per name and one per gRPC address."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_inflight_prefills: int) -> None:
+        """`max_inflight_prefills`: of a node."""
         self._nodes: dict[NodeRef, Node] = {}
+        self._ref_of: dict[str, NodeRef] = {}  # by name
         self._rates = Rates()
+        self._rates_version = 0  # that kinds were made by
+        self._kinds = NodeKinds(self._nodes, self._rates.of, max_inflight_prefills)
         self._max_total_tokens: int | None = None
         self._is_degraded = False
         self._longest_known: int | None = None
+        self._num_slots = 0
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -66,6 +73,10 @@ class NodeTable:
     def find(self, ref: NodeRef) -> Node | None:
         """The node process, if it is known."""
         return self._nodes.get(ref)
+
+    def named(self, names: Collection[str]) -> set[NodeRef]:
+        """The processes of these names that are known."""
+        return {self._ref_of[name] for name in names if name in self._ref_of}
 
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state by node process."""
@@ -107,8 +118,12 @@ class NodeTable:
                 case LoadReported(load=load):
                     change.has_other_pool = load.kv_pool != node.pool
                     node.hear(load)
+                    self._kinds.changed(node)
                     self._rates.hear(node.ref, load.prefill_tokens_per_s, load.prefill_tokens)
                     return change
+            if event.node in self._nodes:
+                self._kinds.put(node)
+        self._num_slots = sum(node.entry.max_num_seqs for node in self if node.decodes)
         self._max_total_tokens = self._longest_pair()
         self._longest_known = self._max_total_tokens or self._longest_known
         sentences = self.degraded()
@@ -127,6 +142,7 @@ class NodeTable:
         node = self._nodes.get(ref)
         if node is None:
             self._nodes[ref] = Node(ref, entry, fingerprint)
+            self._ref_of[ref.name] = ref
             change.actions.append(Dial(entry))
             return
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
@@ -135,6 +151,7 @@ class NodeTable:
             node.session = Session.DIALING
             change.actions += [HangUp(ref), Dial(entry)]
         node.entry, node.fingerprint = entry, fingerprint
+        self._kinds.put(node)
 
     def _lose(self, node: Node, change: NodeChange, has_died: bool) -> None:
         if node.drains:
@@ -144,12 +161,16 @@ class NodeTable:
             if has_died:
                 change.died.append(node.ref)
         node.session = Session.LOST
+        self._kinds.put(node)
         change.orphans += [(key, node.ref) for key in dict.fromkeys([*node.prefilling, *node.branches])]
         if not node.is_listed:
             self._remove(node, change)
 
     def _remove(self, node: Node, change: NodeChange) -> None:
         del self._nodes[node.ref]
+        if self._ref_of.get(node.ref.name) == node.ref:
+            del self._ref_of[node.ref.name]
+        self._kinds.remove(node.ref)
         self._rates.forget(node.ref)
         change.actions.append(HangUp(node.ref))
 
@@ -167,36 +188,21 @@ class NodeTable:
         return self._longest_known
 
     def _longest_pair(self) -> int | None:
-        expected = [node for node in self if node.is_expected]
-        prefills = _longest_by_fingerprint(node for node in expected if node.prefills)
-        decodes = _longest_by_fingerprint(node for node in expected if node.decodes)
+        prefills = _longest_by_fingerprint(nodes.kind for nodes in self._kinds if nodes.kind.prefills)
+        decodes = _longest_by_fingerprint(nodes.kind for nodes in self._kinds if nodes.kind.decodes)
         pairs = [min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys()]
-        alone = [node.max_total_tokens for node in expected if self._is_stranded(node)]
+        alone = [nodes.kind.max_total_tokens for nodes in self._kinds.stranded()]
         return max((*pairs, *alone), default=None)
-
-    def _is_stranded(self, node: Node, without: Collection[str] = ()) -> bool:
-        """A decode node that computes prompts itself because nobody else would, but for nodes that are left alone.
-
-        A prefill node that is merely busy, or whose broken stream may be resumed, is waited for: its whole queue would come over
-        decode nodes at once.
-        """
-        return node.prefills_locally and not any(
-            other.prefills
-            and other.is_expected
-            and other.fingerprint == node.fingerprint
-            and other.ref.name not in without
-            for other in self
-        )
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
-        ready = [node for node in self if node.can_take_work]
-        groups = [
-            {node.fingerprint for node in ready if node.prefills},
-            {node.fingerprint for node in ready if node.decodes},
-        ]
-        if any(map(self._is_stranded, ready)):
+        if any(nodes.working for nodes in self._kinds.stranded()):
             return []
+        ready = [nodes.kind for nodes in self._kinds if nodes.working]
+        groups = [
+            {kind.fingerprint for kind in ready if kind.prefills},
+            {kind.fingerprint for kind in ready if kind.decodes},
+        ]
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
         return [
@@ -207,41 +213,99 @@ class NodeTable:
 
     def degraded(self) -> list[str]:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""
-        ready = [node for node in self if node.can_take_work]
-        prefilled = {node.fingerprint for node in ready if node.prefills}
-        has_pair = any(node.decodes and node.fingerprint in prefilled for node in ready)
-        return [NO_PREFILL_NODE] if not has_pair and any(map(self._is_stranded, ready)) else []
+        ready = [nodes.kind for nodes in self._kinds if nodes.working]
+        prefilled = {kind.fingerprint for kind in ready if kind.prefills}
+        has_pair = any(kind.decodes and kind.fingerprint in prefilled for kind in ready)
+        return [NO_PREFILL_NODE] if not has_pair and any(nodes.working for nodes in self._kinds.stranded()) else []
 
-    def can_serve(self, total_tokens: int, without: Collection[str]) -> bool:
+    def can_serve(self, total_tokens: int, without: Set[NodeRef]) -> bool:
         """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""
-        able = [
-            node
-            for node in self
-            if node.can_take_work and total_tokens <= node.max_total_tokens and node.ref.name not in without
-        ]
-        prefills = {node.fingerprint for node in able if node.prefills}
-        return any((node.decodes and node.fingerprint in prefills) or self._is_stranded(node, without) for node in able)
+
+        def is_able(nodes: NodesOfKind) -> bool:
+            return total_tokens <= nodes.kind.max_total_tokens and has_others(nodes.working, without)
+
+        able = [nodes.kind for nodes in self._kinds if is_able(nodes)]
+        prefills = {kind.fingerprint for kind in able if kind.prefills}
+        has_pair = any(kind.decodes and kind.fingerprint in prefills for kind in able)
+        return has_pair or any(map(is_able, self._kinds.stranded(without)))
 
     @property
     def num_slots(self) -> int:
         """Sequences that all nodes that decode could run at once, whatever state they are in."""
-        return sum(node.entry.max_num_seqs for node in self if node.decodes)
+        return self._num_slots
 
-    def decoding(self, total_tokens: int = 0) -> set[NodeRef]:
-        """Nodes that decode and can take work, were there room, that can hold so long a sequence."""
-        return {
-            node.ref for node in self if node.decodes and node.can_take_work and total_tokens <= node.max_total_tokens
-        }
+    def has_unclaimed(self, claimed: int | None) -> bool:
+        """Whether some node that decodes, and can take work, is too small for a sequence that long."""
+        return any(nodes.working and nodes.kind.decodes and not _is_claimed(nodes, claimed) for nodes in self._kinds)
 
-    def prefill_candidates(self, total_tokens: int, max_inflight: int) -> list[Candidate]:
-        """Nodes that prefill, with room for a sequence of at most `total_tokens`."""
+    # ---------------------------------------------------------------- who has room
+
+    def prefill_candidates(
+        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: int | None = None
+    ) -> Among:
+        """Nodes that prefill, with room for a sequence of at most `total_tokens`, but for these, and for those that a sequence of
+        length `claimed` has a claim to: every node that decodes and is large enough for it."""
+        if self._rates_version != self._rates.version:
+            self._rates_version = self._rates.version
+            self._kinds.look_at_rates()
+        able = self._large_enough(total_tokens, claimed)
+        return Among([nodes.prefill for nodes in able if nodes.kind.prefills], without)
+
+    def decode_candidates(
+        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: int | None = None
+    ) -> Among:
+        """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`; but for some, as
+        with prefill_candidates."""
+        able = self._large_enough(total_tokens, claimed)
+        return Among([nodes.decode for nodes in able if nodes.kind.decodes], without)
+
+    def stranded_candidates(
+        self, total_tokens: int, without: Set[NodeRef], claimed: int | None, broken: Set[NodeRef]
+    ) -> Among:
+        """Decode nodes with room that compute prompts themselves, and whom no prefill node but the broken could hand anything; but
+        for some, as with prefill_candidates."""
+        able = self._large_enough(total_tokens, claimed)
+        return Among([nodes.alone for nodes in self._kinds.stranded(broken) if nodes in able], without)
+
+    def spare_candidates(
+        self, total_tokens: int, without: Set[NodeRef], claimed: int | None, num_tokens: int, max_tokens: int
+    ) -> Among:
+        """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once;
+        but for some, as with prefill_candidates.
+
+        Not where somebody waits for room: those with a short prompt would overtake who asks for a lease.
+        """
+
+        def fits(ref: NodeRef) -> bool:
+            node = self._nodes[ref]
+            return node.prefill_tokens + num_tokens <= max_tokens and not node.load.waiting
+
+        able = self._large_enough(total_tokens, claimed) if num_tokens <= max_tokens else []
+        return Among([nodes.alone for nodes in able if nodes.kind.prefills_locally], without).where(fits)
+
+    def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int, without: Set[NodeRef]) -> Among:
+        """Other nodes that decode, have the holder's fingerprint and, as they said last, blocks for `num_tokens`, but for these."""
+        known = self._nodes.get(holder)
+        others = self.decode_candidates(total_tokens, without | {holder})
+        able = others.of(() if known is None else (known.fingerprint,))
+        return able.where(lambda ref: self._nodes[ref].has_blocks_for(num_tokens))
+
+    def has_target(self, holder: NodeRef, total_tokens: int, without: Set[NodeRef]) -> bool:
+        """Whether some other node could take a branch over from its holder, had it room, that is none of these."""
+        known = self._nodes.get(holder)
+        return known is not None and any(
+            nodes.kind.decodes
+            and nodes.kind.fingerprint == known.fingerprint
+            and total_tokens <= nodes.kind.max_total_tokens
+            and has_others(nodes.working, without | {holder})
+            for nodes in self._kinds
+        )
+
+    def _large_enough(self, total_tokens: int, claimed: int | None) -> list[NodesOfKind]:
         return [
-            node.prefill_candidate(self._rates.of(node.ref))
-            for node in self
-            if node.prefills
-            and node.can_take_work
-            and node.num_prefills < max_inflight
-            and total_tokens <= node.max_total_tokens
+            nodes
+            for nodes in self._kinds
+            if total_tokens <= nodes.kind.max_total_tokens and not (nodes.kind.decodes and _is_claimed(nodes, claimed))
         ]
 
     def num_fitting(self, ref: NodeRef, num_tokens: int, total_tokens: int) -> int:
@@ -254,69 +318,6 @@ class NodeTable:
         num_slots = node.entry.max_num_seqs - len(node.branches)
         return max(1, min(num_slots, (node.entry.num_blocks - num_shared) // num_own))
 
-    def decode_candidates(self, total_tokens: int) -> list[Candidate]:
-        """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`."""
-        return [node.decode_candidate() for node in self if node.decodes and self._has_room(node, total_tokens)]
-
-    def stranded_candidates(
-        self, total_tokens: int, max_inflight: int, without: Collection[str] = ()
-    ) -> list[Candidate]:
-        """Decode nodes with room that compute prompts themselves, and whom no prefill node but those could hand anything."""
-        return [
-            node.decode_candidate()
-            for node in self
-            if node.num_prefills < max_inflight
-            and self._has_room(node, total_tokens)
-            and self._is_stranded(node, without)
-        ]
-
-    def move_targets(self, holder: NodeRef, num_tokens: int, total_tokens: int) -> list[Candidate]:
-        """Other nodes that decode, have the holder's fingerprint and, as they said last, blocks for `num_tokens`."""
-        known = self._nodes.get(holder)
-        return [
-            each
-            for each in self.decode_candidates(total_tokens)
-            if each.node != holder
-            and known is not None
-            and each.fingerprint == known.fingerprint
-            and self._nodes[each.node].has_blocks_for(num_tokens)
-        ]
-
-    def has_target(self, holder: NodeRef, total_tokens: int, without: Collection[str]) -> bool:
-        """Whether some other node could take a branch over from its holder, had it room, that is none of these."""
-        known = self._nodes.get(holder)
-        return known is not None and any(
-            node.ref != holder
-            and node.decodes
-            and node.can_take_work
-            and node.fingerprint == known.fingerprint
-            and total_tokens <= node.max_total_tokens
-            and node.ref.name not in without
-            for node in self
-        )
-
-    def spare_candidates(
-        self, total_tokens: int, max_inflight: int, num_tokens: int, max_tokens: int
-    ) -> list[Candidate]:
-        """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once.
-
-        Not where somebody waits for room: those with a short prompt would overtake who asks for a lease.
-        """
-        return [
-            node.decode_candidate()
-            for node in self
-            if node.prefills_locally
-            and node.num_prefills < max_inflight
-            and node.prefill_tokens + num_tokens <= max_tokens
-            and not node.load.waiting
-            and self._has_room(node, total_tokens)
-        ]
-
-    def _has_room(self, node: Node, total_tokens: int) -> bool:
-        """Of a node that decodes."""
-        has_slot = len(node.branches) < node.entry.max_num_seqs
-        return node.can_take_work and has_slot and total_tokens <= node.max_total_tokens
-
     # ---------------------------------------------------------------- work
 
     def occupy(self, branch: BranchKey, pair: Pair, tokens_to_prefill: int) -> pb.Target:
@@ -328,6 +329,7 @@ class NodeTable:
         prefill.prefilling[branch] = tokens_to_prefill
         prefill.prefill_tokens += tokens_to_prefill
         prefill.num_prefills += tokens_to_prefill > 0
+        self._kinds.changed(prefill)
         return self.occupy_decode(branch, pair.decode)
 
     def vacate_prefill(self, branch: BranchKey, pair: Pair) -> None:
@@ -337,6 +339,7 @@ class NodeTable:
             num_tokens = node.prefilling.pop(branch, 0)
             node.prefill_tokens -= num_tokens
             node.num_prefills -= num_tokens > 0
+            self._kinds.changed(node)
 
     def vacate(self, branch: BranchKey, pair: Pair) -> None:
         """Count the attempt no more on either node."""
@@ -347,6 +350,7 @@ class NodeTable:
         """Count a branch on a node that it is to move to; the node as the other one is told of it."""
         node = self._nodes[ref]
         node.branches.add(branch)
+        self._kinds.changed(node)
         return pb.Target(node=node.entry.node, grpc_address=node.entry.grpc_address)
 
     def vacate_decode(self, branch: BranchKey, ref: NodeRef) -> None:
@@ -354,11 +358,17 @@ class NodeTable:
         node = self._nodes.get(ref)
         if node is not None:
             node.branches.discard(branch)
+            self._kinds.changed(node)
 
 
-def _longest_by_fingerprint(nodes: Iterable[Node]) -> dict[bytes, int]:
-    """The longest sequence that one of these can hold, by the fingerprint that it shares."""
+def _longest_by_fingerprint(kinds: Iterable[Kind]) -> dict[bytes, int]:
+    """The longest sequence that a node of one of these can hold, by the fingerprint that it shares."""
     longest: dict[bytes, int] = {}
-    for node in nodes:
-        longest[node.fingerprint] = max(longest.get(node.fingerprint, 0), node.max_total_tokens)
+    for kind in kinds:
+        longest[kind.fingerprint] = max(longest.get(kind.fingerprint, 0), kind.max_total_tokens)
     return longest
+
+
+def _is_claimed(nodes: NodesOfKind, claimed: int | None) -> bool:
+    """By a sequence of this length, which waits for room on any node that is large enough for it."""
+    return claimed is not None and claimed <= nodes.kind.max_total_tokens

@@ -1,9 +1,9 @@
 """Which prefill node and which decode node an attempt runs on. Pure: candidates in, pair out.
 
-A policy orders the nodes of one role; Placement pairs the roles: only nodes with equal fingerprints exchange KV, so a
+A policy chooses among the nodes of one role; Placement pairs the roles: only nodes with equal fingerprints exchange KV, so a
 prefill node is a candidate only together with a decode node that can take its blocks. Candidates arrive filtered
-(listed, session up, room left); who may not be used, or only as a last resort, is said by identity. `choose` is total:
-it returns a pair whenever one is allowed.
+(listed, session up, room left) and in order (ranking.py), so that nobody looks at all of them; who may not be used, or only as a
+last resort, is said by identity. `choose` is total: it returns a pair whenever one is allowed.
 
 `least_loaded`, the default for decode nodes: on a prefill node load is the number of prompt tokens still to be computed,
 because prompts differ a hundredfold and a count of requests says little; on a decode node it is the share of its sequences
@@ -17,36 +17,22 @@ the seed given, so equal events place equally.
 tokens queued there and those of the prompt that it does not hold are computed before, at its own rate (rates.py), or
 fetched from its KV pool where the node itself would do that (proto/prefill_speed.py). A node whose queue is too long for
 that estimate to be trusted (`Imbalance`) is left out, whatever it holds; so the work of a prefix that everybody shares
-spreads.
+spreads. It looks at each node that holds something of the prompt and, since without a fetch the time grows with the queue alone,
+at the least loaded one of each ranking; at all of them only where a KV pool has something of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import log
 from typing import Final, Protocol
 
-from proto.prefill_speed import Expected, PrefillSpeed, expected
+from proto.prefill_speed import Expected, expected
 from router.events import NodeRef
+from router.ranking import NOBODY, Among, Candidate, Load
 
 _MASK: Final = 2**64 - 1
-
-Load = tuple[float, float]  # compared in order; the second breaks ties of the first
-
-
-SAME_SPEED: Final = PrefillSpeed(1e-4, 1)  # of nodes that have not measured any
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node with room for one more attempt."""
-
-    node: NodeRef
-    fingerprint: bytes  # equal bytes: may exchange KV
-    load: Load
-    speed: PrefillSpeed = SAME_SPEED
-    pool: bytes = b""  # identity of the KV pool that it reads, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +69,27 @@ class Imbalance:
 
 
 class Policy(Protocol):
-    """Orders the nodes of one role."""
+    """Chooses among the nodes of one role."""
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
-        """Return one of `candidates`, of which there is at least one."""
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
+        """One of them; None where there is none. Of nodes of one ranking only load, and what is known of the prompt, may decide."""
 
 
 class RoundRobin:
     """Each node in turn, in the order of names; a node that joins or leaves shifts nobody else's turn."""
 
     def __init__(self) -> None:
-        self._last: tuple[str, int] = ("", -1)
+        self.last = NOBODY
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
         """The next candidate behind the one chosen last."""
+        return self.turn(among.next_by_name(self.last))
 
-        def turn(candidate: Candidate) -> tuple[bool, str, int]:
-            identity = (candidate.node.name, candidate.node.incarnation)
-            return (identity <= self._last, *identity)
-
-        chosen = min(candidates, key=turn)
-        self._last = (chosen.node.name, chosen.node.incarnation)
+    def turn(self, refs: Collection[NodeRef]) -> NodeRef | None:
+        """The next of these; now it is the last."""
+        chosen = min(refs, key=lambda ref: (ref <= self.last, ref), default=None)
+        if chosen is not None:
+            self.last = chosen
         return chosen
 
 
@@ -113,10 +99,11 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._among_equals = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
         """A candidate that no other undercuts."""
-        lowest = min(candidate.load for candidate in candidates)
-        return self._among_equals.choose([candidate for candidate in candidates if candidate.load == lowest])
+        found = among.next_by_load(self._among_equals.last)
+        lowest = min(found, default=None)
+        return None if lowest is None else self._among_equals.turn([ref for load, ref in found if load == lowest[0]])
 
 
 class Draw:
@@ -140,9 +127,9 @@ class Random:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
         """A candidate drawn."""
-        return candidates[self._draw.below(len(candidates))]
+        return among.draw(self._draw.below)
 
 
 class PowerOfTwo:
@@ -151,13 +138,12 @@ class PowerOfTwo:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
         """A candidate drawn, unless the second one drawn undercuts it."""
-        if len(candidates) == 1:
-            return candidates[0]
-        first = self._draw.below(len(candidates))
-        second = self._draw.below(len(candidates) - 1)
-        return min(candidates[first], candidates[second + (second >= first)], key=lambda candidate: candidate.load)
+        first = among.draw(self._draw.below)
+        second = None if first is None else among.but([first]).draw(self._draw.below)
+        drawn = [ref for ref in (first, second) if ref is not None]
+        return min(drawn, key=lambda ref: among.look(ref).load, default=None)
 
 
 def estimate(candidate: Candidate, prompt: Prompt) -> Expected:
@@ -174,18 +160,27 @@ class CacheAware:
         self._imbalance = imbalance
         self._among_equals = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate], prompt: Prompt = ANY_PROMPT) -> Candidate:
+    def choose(self, among: Among, prompt: Prompt = ANY_PROMPT) -> NodeRef | None:
         """A candidate whose queue is not too long, and that no other such undercuts."""
-        shortest = min(candidate.load[0] for candidate in candidates)
+        first = among.next_by_load(self._among_equals.last)
+        shortest = min((load[0] for load, _ in first), default=0.0)
         longest = max(shortest + self._imbalance.num_tokens, shortest * self._imbalance.ratio)
+        costs: list[tuple[Load, NodeRef]] = []
+        if not prompt.pooled:
+            # The first of a ranking stands for all there that hold nothing; one that holds something is sooner, and below.
+            nothing = Prompt(prompt.num_tokens, {})
+            costs = [(_cost(among.look(ref), nothing), ref) for load, ref in first if load[0] <= longest]
+        for ref in among if prompt.pooled else [ref for ref in prompt.cached if ref in among]:
+            candidate = among.look(ref)
+            if candidate.load[0] <= longest:
+                costs.append((_cost(candidate, prompt), ref))
+        lowest = min(costs, default=None)
+        return None if lowest is None else self._among_equals.turn([ref for cost, ref in costs if cost == lowest[0]])
 
-        def cost(candidate: Candidate) -> Load:
-            soon = estimate(candidate, prompt)
-            return _rounded(soon.seconds) if soon.num_fetched else soon.seconds, candidate.load[1]
 
-        costs = [(cost(each), each) for each in candidates if each.load[0] <= longest]
-        lowest = min(each for each, _ in costs)
-        return self._among_equals.choose([candidate for each, candidate in costs if each == lowest])
+def _cost(candidate: Candidate, prompt: Prompt) -> Load:
+    soon = estimate(candidate, prompt)
+    return _rounded(soon.seconds) if soon.num_fetched else soon.seconds, candidate.load[1]
 
 
 def _rounded(seconds: float) -> float:
@@ -219,50 +214,38 @@ class Placement:
 
     def choose(
         self,
-        prefills: Sequence[Candidate],
-        decodes: Sequence[Candidate],
+        prefills: Among,
+        decodes: Among,
         *,
         prompt: Prompt = ANY_PROMPT,
         kept: NodeRef | None = None,
-        excluded: Collection[NodeRef] = (),
         avoided: Collection[NodeRef] = (),
     ) -> Pair | None:
-        """Pair two nodes with equal fingerprints, or None if no allowed pair exists.
+        """Pair two nodes with equal fingerprints, or None if no pair exists.
 
-        `kept` is the prefill node to stay with if it can be used (its prefix cache holds the prompt); `excluded` nodes are
-        not used; `avoided` decode nodes only if no other can be.
+        `kept` is the prefill node to stay with if it can be used (its prefix cache holds the prompt); `avoided` decode nodes are
+        used only if no other can be.
         """
-        prefills = [candidate for candidate in prefills if candidate.node not in excluded]
-        decodes = [candidate for candidate in decodes if candidate.node not in excluded]
-        preferred = [candidate for candidate in decodes if candidate.node not in avoided]
-        return self._pair(prefills, preferred, prompt, kept) or self._pair(prefills, decodes, prompt, kept)
+        pair = self._pair(prefills, decodes.but(avoided), prompt, kept)
+        return self._pair(prefills, decodes, prompt, kept) if pair is None and avoided else pair
 
-    def choose_target(self, decodes: Sequence[Candidate], avoided: Collection[NodeRef]) -> NodeRef | None:
+    def choose_target(self, decodes: Among, avoided: Collection[NodeRef]) -> NodeRef | None:
         """Where a branch moves to, of nodes that can take it over; `avoided` ones only if no other can be."""
-        preferred = [candidate for candidate in decodes if candidate.node not in avoided] or decodes
-        return self._decode.choose(preferred).node if preferred else None
+        chosen = self._decode.choose(decodes.but(avoided))
+        return self._decode.choose(decodes) if chosen is None and avoided else chosen
 
-    def choose_alone(
-        self,
-        decodes: Sequence[Candidate],
-        *,
-        excluded: Collection[NodeRef] = (),
-        avoided: Collection[NodeRef] = (),
-    ) -> Pair | None:
+    def choose_alone(self, decodes: Among, avoided: Collection[NodeRef] = ()) -> Pair | None:
         """A decode node that computes the prompt itself, as a pair of one; else as `choose`."""
-        node = self.choose_target([candidate for candidate in decodes if candidate.node not in excluded], avoided)
+        node = self.choose_target(decodes, avoided)
         return None if node is None else Pair(node, node)
 
-    def _pair(
-        self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Prompt, kept: NodeRef | None
-    ) -> Pair | None:
-        reachable = {candidate.fingerprint for candidate in decodes}
-        usable = [candidate for candidate in prefills if candidate.fingerprint in reachable]
-        if not usable:
+    def _pair(self, prefills: Among, decodes: Among, prompt: Prompt, kept: NodeRef | None) -> Pair | None:
+        usable = prefills.of(decodes.fingerprints())
+        prefill = kept if kept is not None and kept in usable else self._prefill.choose(usable, prompt)
+        if prefill is None:
             return None
-        staying = [candidate for candidate in usable if candidate.node == kept]
-        prefill = staying[0] if staying else self._prefill.choose(usable, prompt)
-        fitting = [each for each in decodes if each.fingerprint == prefill.fingerprint]
-        here = [each for each in fitting if each.node == prefill.node]  # a mixed node: nothing is handed over
-        decode = self._decode.choose(here or fitting)
-        return Pair(prefill.node, decode.node)
+        fitting = decodes.of((usable.look(prefill).fingerprint,))
+        if prefill in fitting:  # a mixed node: nothing is handed over
+            return Pair(prefill, prefill)
+        decode = self._decode.choose(fitting)
+        return None if decode is None else Pair(prefill, decode)

@@ -22,6 +22,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -41,6 +42,7 @@ from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
 from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
+from router.worker_pages import own_page
 from runtime.credentials import Credentials, CredentialsError
 from runtime.http_protocol import HttpBounds
 from runtime.http_server import BACKLOG, HttpServer
@@ -51,6 +53,7 @@ from runtime.process import (
     fatal,
     first_signal,
     is_everywhere,
+    listening_socket,
     warn_if_exposed,
     write_atomically,
 )
@@ -113,9 +116,9 @@ async def _serve(
             config.max_body_mib << 20,
             config.max_prompt_tokens,
             config.max_n,
-            None if worker is None else worker.metrics_of_all,
+            None if worker is None else (worker.index, worker.page_of_all),
         )
-        app = _behind_keys(config, Api(shell, text, settings).app(), shell, started)
+        app = _behind_keys(config, Api(shell, text, settings).app(), shell, worker, started)
         http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
@@ -157,7 +160,7 @@ async def _find_nodes(
 ) -> str:
     """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
     if worker is not None:
-        await worker.open(shell, shell.metrics.render, started)
+        await worker.open(shell, partial(own_page, shell), started)
     if config.registry != EMBEDDED:
         return await _read_registry(config, shell, credentials, started)
     return worker.registry if worker is not None else await embed_registry(config, shell, credentials, started)
@@ -198,12 +201,17 @@ async def _stop_serving(http: HttpServer, serving: asyncio.Task[None], shell: Ro
     await serving
 
 
-def _behind_keys(config: RouterConfig, app: ASGIApp, shell: RouterShell, started: AsyncExitStack) -> ASGIApp:
+def _behind_keys(
+    config: RouterConfig, app: ASGIApp, shell: RouterShell, worker: WorkerEnd | None, started: AsyncExitStack
+) -> ASGIApp:
     """The app as clients get at it. Raises KeyFileError."""
     if config.api_keys is None:
         return app
     file = KeyFile(config.api_keys)
-    gate = Gate(app, lambda: file.keys, shell.metrics, metrics_need_key=config.metrics_need_key)
+    tell = None if worker is None else worker.tell
+    gate = Gate(app, lambda: file.keys, shell.metrics, metrics_need_key=config.metrics_need_key, tell=tell)
+    if worker is not None:
+        worker.on_taken(gate.hear)
     file.start(gate.keys_changed)
     started.push_async_callback(file.close)
     return gate
@@ -265,9 +273,8 @@ def _make_cache_map(config: RouterConfig) -> CacheMap:
 
 def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
     """A socket that listens there; `flag` is for the error, CannotListen."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, port), family=family, backlog=BACKLOG)
+        return listening_socket(config.host, port, BACKLOG)
     except OSError as error:
         raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 

@@ -3,6 +3,10 @@
     admit(request)  takes 1 of requests        or says how long until there is one
     take(prompt)    takes a prompt's tokens    or says how long until they are there
     owe(completion) takes what was generated, which nobody knew before: the bucket may be overdrawn
+    hear(taken)     takes what another process of this router has let in, or generated, a moment ago
+
+Several processes keep one bucket in as many copies: each tells the others what it has taken. What they take in the moment until
+they hear of it is too much at once, and paid back: the copies are overdrawn.
 
 A bucket holds a minute's worth: who has been quiet may ask for that much at once. So in any time t a client gets at most
 limit × (1 + t / 60 s) requests; of tokens that many, besides what it had running. A prompt that is longer than the bucket is let in
@@ -29,6 +33,16 @@ class Over:
     what: What
     limit: int  # a minute
     retry_after_s: float  # there is room then, if it asks for nothing else meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was taken from a client's bucket."""
+
+    name: str
+    what: What
+    amount: int
+    limit: int  # a minute
 
 
 @dataclass(slots=True)
@@ -60,6 +74,10 @@ class RateLimits:
         """Take what was generated."""
         if client.tokens_per_minute is not None:
             self._bucket(client.name, "tokens", client.tokens_per_minute, now).level -= num_tokens
+
+    def hear(self, taken: Taken, now: float) -> None:
+        """Take what another process took."""
+        self._bucket(taken.name, taken.what, taken.limit, now).level -= taken.amount
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget whoever has none of these names; the others' buckets stay as they are."""

@@ -29,6 +29,7 @@ class Rates:
             None  # of those that count; None: to be made anew when it is asked for
         )
         self._highest: float | None = None  # goes with it
+        self.version = 0  # what `of` says may be other than under the one before
 
     def hear(self, node: NodeRef, tokens_per_s: float, num_tokens: int) -> None:
         """A node says how fast it has computed so many; what cannot be right, as a 0 before its first prompt, changes nothing."""
@@ -36,17 +37,21 @@ class Rates:
             return
         counts = num_tokens >= NUM_TOKENS
         if counts and self._few.pop(node, None) is not None:
-            self._taken = None
+            self._change()
         told = self._told if counts else self._few
         known = told.get(node)
         if known is None or not known / KEEPS <= rate <= known * KEEPS:
             told[node] = rate
-            self._taken = None
+            self._change()
 
     def forget(self, node: NodeRef) -> None:
         """It is gone."""
         if self._few.pop(node, None) is not None or self._told.pop(node, None) is not None:
-            self._taken = None
+            self._change()
+
+    def _change(self) -> None:
+        self._taken = None
+        self.version += 1
 
     def of(self, node: NodeRef) -> float | None:
         """The rate to reckon with: where a node's own does not count, the highest, so that it is tried; None: there is none."""

@@ -73,6 +73,7 @@ def _node(node: Node, circuit: str) -> dict[str, Any]:
         "grpc": entry.grpc_address,
         "http": entry.http_address,
         "fingerprint": MessageToDict(entry.fingerprint, preserving_proto_field_name=True),
+        "tp": max(1, entry.num_ranks),
         "num_blocks": entry.num_blocks,
         "blocks": {state: getattr(load, f"blocks_{state}") for state in _BLOCK_STATES},  # all 0: it has not spoken yet
         "running": load.running,

@@ -87,8 +87,9 @@ class ModelText:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text.encode()  # the tokenizer's own error for what is no Unicode does not say so
-        # The batch form lets other threads run meanwhile; `encode` holds the interpreter for as long as a large text takes.
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        # The batch form lets other threads run meanwhile; `encode` holds the interpreter for as long as a large text takes. The
+        # fast one does not ask where in the text each token begins.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

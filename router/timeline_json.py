@@ -63,6 +63,7 @@ def summary(record: Record, now: float) -> dict[str, Any]:
         "client_request_id": record.client_id,
         "outcome": record.outcome,  # null while it lives
         "seconds": _round(ended_at - record.arrived_at),
+        "age_s": _round(now - record.arrived_at),
         "first_token_s": None if to_first is None else _round(to_first),
         "prompt_tokens": record.num_prompt_tokens,
         "completion_tokens": record.num_completion_tokens if record.outcome is not None else None,

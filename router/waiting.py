@@ -20,7 +20,8 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Final, NamedTuple, Protocol
 
 from proto.attempt_key import BranchKey
@@ -30,7 +31,8 @@ from router.events import NodeRef
 from router.keyed_heap import KeyedHeap
 from router.nodes import NodeTable
 from router.pace import QueuePace
-from router.placement import Candidate, Pair, Placement, Prompt, estimate
+from router.placement import Pair, Placement, Prompt, estimate
+from router.ranking import Among
 from router.requests import LiveBranch
 
 KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
@@ -106,7 +108,7 @@ class WaitingBranches:
         """Take out the first that finds room and who goes with it, and say where; None if there is none."""
         longest = self._nodes.max_total_tokens
         claimants: list[LiveBranch] = []
-        claimed: set[NodeRef] = set()
+        claimed: int | None = None  # every node that decodes and holds so long a sequence
         placed: Placed | None = None
         while placed is None and (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
@@ -118,8 +120,8 @@ class WaitingBranches:
             else:
                 claimants.append(branch)
                 if branch.request.pinned is None:  # a canary has a claim to nothing
-                    claimed |= self._nodes.decoding(branch.total_tokens)
-                if len(claimants) > _LOOK_AHEAD or self._nodes.decoding() <= claimed:
+                    claimed = branch.total_tokens if claimed is None else min(claimed, branch.total_tokens)
+                if len(claimants) > _LOOK_AHEAD or not self._nodes.has_unclaimed(claimed):
                     break
         for branch in claimants:
             self._by_arrival.put(branch.key, branch.arrival)
@@ -149,64 +151,52 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, claimed: Set[NodeRef], now: float) -> tuple[Pair, str, int, int] | None:
+    def _find_pair(self, branch: LiveBranch, claimed: int | None, now: float) -> tuple[Pair, str, int, int] | None:
         broken, last = self._broken(branch, now), branch.last_pair
-        total_tokens, max_inflight = branch.total_tokens, self._config.max_inflight_prefills
-        excluded, avoided = claimed | {node for node, until in branch.held_off.items() if until > now}, branch.held_off
-        num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
-
+        total_tokens, avoided = branch.total_tokens, branch.held_off
+        without = broken | {node for node, until in avoided.items() if until > now} if avoided else broken
         if (pinned := branch.request.pinned) is not None:
-            pair = self._pinned_pair(pinned, branch, excluded)
+            pair = self._pinned_pair(pinned, branch, claimed, now)
             return None if pair is None else (pair, "handoff", 0, 0)
-
-        def alone(decodes: Sequence[Candidate]) -> Pair | None:
-            return self._placement.choose_alone(_without(decodes, broken), excluded=excluded, avoided=avoided)
-
-        if pair := alone(self._nodes.spare_candidates(total_tokens, max_inflight, num_tokens, most)):
+        num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
+        spare = self._nodes.spare_candidates(total_tokens, without, claimed, num_tokens, most)
+        if pair := self._placement.choose_alone(spare, avoided):
             return pair, "local_short", 0, 0
         prompt = Prompt(branch.num_tokens, {}) if self._caches is None else self._caches.prompt(branch)
-        prefills = _without(self._nodes.prefill_candidates(total_tokens, max_inflight), broken)
+        prefills = self._nodes.prefill_candidates(total_tokens, without, claimed)
         pair = self._placement.choose(
             prefills,
-            _without(self._nodes.decode_candidates(total_tokens), broken),
+            self._nodes.decode_candidates(total_tokens, without, claimed),
             prompt=prompt,
-            kept=last.prefill if last is not None and last.prefill not in branch.held_off else None,
-            excluded=excluded,
+            kept=last.prefill if last is not None and last.prefill not in avoided else None,
             avoided=avoided,
         )
         if pair is not None:
             kind = "mixed" if pair.prefill == pair.decode else "handoff"
             return pair, kind, prompt.cached.get(pair.prefill, 0), _num_pooled(prefills, pair.prefill, prompt)
-        pair = alone(self._nodes.stranded_candidates(total_tokens, max_inflight, broken))
+        pair = self._placement.choose_alone(
+            self._nodes.stranded_candidates(total_tokens, without, claimed, broken), avoided
+        )
         return None if pair is None else (pair, "local_absent", 0, 0)
 
-    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, excluded: Set[NodeRef]) -> Pair | None:
-        """These two nodes, if both have room."""
-        prefills = self._nodes.prefill_candidates(branch.total_tokens, self._config.max_inflight_prefills)
-        decodes = self._nodes.decode_candidates(branch.total_tokens)
-        return self._placement.choose(
-            [each for each in prefills if each.node.name == names[0]],
-            [each for each in decodes if each.node.name == names[1]],
-            prompt=Prompt(branch.num_tokens, {}),
-            kept=None,
-            excluded=excluded,
-            avoided=branch.held_off,
-        )
+    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, claimed: int | None, now: float) -> Pair | None:
+        """These two nodes, if both have room and may exchange KV, be they left alone for their failures."""
+        excluded = {node for node, until in branch.held_off.items() if until > now}
+        prefills = self._nodes.prefill_candidates(branch.total_tokens, excluded, claimed)
+        decodes = self._nodes.decode_candidates(branch.total_tokens, excluded, claimed)
+        for prefill, decode in product(self._nodes.named(names[:1]), self._nodes.named(names[1:])):
+            if prefill in prefills and decode in decodes.of((prefills.look(prefill).fingerprint,)):
+                return Pair(prefill, decode)
+        return None
 
-    def _broken(self, branch: LiveBranch, now: float) -> Collection[str]:
-        """The names of nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
-        broken = self._breakers.avoided(now)
-        while broken and not self._nodes.can_serve(branch.total_tokens, broken):
-            broken = broken[1:]
-        return broken
+    def _broken(self, branch: LiveBranch, now: float) -> set[NodeRef]:
+        """Nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
+        names = self._breakers.avoided(now)
+        while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names)):
+            names = names[1:]
+        return self._nodes.named(names)
 
 
-def _without(candidates: Sequence[Candidate], names: Collection[str]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.node.name not in names]
-
-
-def _num_pooled(candidates: Sequence[Candidate], chosen: NodeRef, prompt: Prompt) -> int:
+def _num_pooled(candidates: Among, chosen: NodeRef, prompt: Prompt) -> int:
     """Tokens that the node chosen of these is expected to fetch."""
-    if not prompt.pooled:
-        return 0
-    return next((estimate(each, prompt).num_fetched for each in candidates if each.node == chosen), 0)
+    return estimate(candidates.look(chosen), prompt).num_fetched if prompt.pooled else 0

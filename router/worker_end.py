@@ -2,7 +2,8 @@
 
     listening socket  inherited: every worker takes connections from the same queue, so who hangs or dies keeps nobody waiting
     nodes             told by the parent, whose registry they announce themselves to; from Redis each worker reads by itself
-    /metrics          of all workers, whoever is asked: the parent asks the others
+    pages             of all workers, whoever is asked (worker_pages.py): the parent asks the others
+    limits of keys    what one worker lets a client have, the others hear of
 
 `python -m router.worker_end LISTENER LINK`, two inherited descriptors; started by workers.py and by nobody else.
 """
@@ -20,8 +21,8 @@ from typing import Final
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
+from router.rate_limit import Taken
 from router.worker_link import WorkerLink, read_blocking
-from router.worker_metrics import merged
 from runtime.config import from_json, silence_grpc
 from runtime.listing import Listed, Missed, Unlisted
 from runtime.logs import log_event
@@ -30,7 +31,7 @@ from runtime.session import Peer
 from runtime.session_driver import surface
 
 _LOG: Final = logging.getLogger(__name__)
-_METRICS_S: Final = 3.0  # for the parent to answer, which itself gives the others a second
+_PAGES_S: Final = 3.0  # for the parent to answer, which itself gives the others a second
 
 
 class WorkerEnd:
@@ -45,13 +46,14 @@ class WorkerEnd:
         self._end = end
         self._link: WorkerLink[pb.ToWorker, pb.FromWorker] | None = None
         self._handler: RegistryHandler | None = None
-        self._own_metrics: Callable[[], bytes] = bytes
-        self._questions: dict[int, asyncio.Future[str]] = {}
+        self._own_page: Callable[[str], str] = str
+        self._hear: Callable[[Taken], None] = _nobody
+        self._questions: dict[int, asyncio.Future[dict[int, str]]] = {}
         self._num_questions = 0
 
-    async def open(self, handler: RegistryHandler, own_metrics: Callable[[], bytes], started: AsyncExitStack) -> None:
-        """Listen to the parent from now on."""
-        self._handler, self._own_metrics = handler, own_metrics
+    async def open(self, handler: RegistryHandler, own_page: Callable[[str], str], started: AsyncExitStack) -> None:
+        """Listen to the parent from now on. `own_page`: this worker's part of a page, by its name."""
+        self._handler, self._own_page = handler, own_page
         self._link = await WorkerLink[pb.ToWorker, pb.FromWorker].opened(pb.ToWorker.FromString, self._end)
         task = asyncio.create_task(self._read(), name="link to the parent")
         task.add_done_callback(surface)
@@ -62,19 +64,28 @@ class WorkerEnd:
         """Connections are taken."""
         self._send(pb.FromWorker(up=True))
 
-    async def metrics_of_all(self, own: bytes) -> bytes:
-        """Every worker's; of those only that answer in time."""
+    def tell(self, taken: Taken) -> None:
+        """Let the other workers know what a client has had here."""
+        is_tokens = taken.what == "tokens"
+        told = pb.ClientTook(name=taken.name, tokens=is_tokens, amount=taken.amount, limit=taken.limit)
+        self._send(pb.FromWorker(took=told))
+
+    def on_taken(self, hear: Callable[[Taken], None]) -> None:
+        """Have `hear` called with what they tell."""
+        self._hear = hear
+
+    async def page_of_all(self, page: str) -> dict[int, str]:
+        """Every worker's part of it, by worker; of those only that answer in time."""
         self._num_questions += 1
-        question, text = self._num_questions, own.decode()
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        question, text = self._num_questions, self._own_page(page)
+        answer: asyncio.Future[dict[int, str]] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
-        self._send(pb.FromWorker(want_metrics=pb.WorkerMetrics(question=question, text=text)))
+        self._send(pb.FromWorker(want_page=pb.WorkerPage(question=question, page=page, text=text)))
         try:
-            whole = await asyncio.wait_for(answer, _METRICS_S)
-            return whole.encode()
+            return await asyncio.wait_for(answer, _PAGES_S)
         except TimeoutError:
-            log_event(_LOG, logging.WARNING, "metrics_of_one_worker_only", worker=self.index)
-            return merged({self.index: text}).encode()
+            log_event(_LOG, logging.WARNING, "page_of_one_worker_only", worker=self.index)
+            return {self.index: text}
         finally:
             del self._questions[question]
 
@@ -87,13 +98,17 @@ class WorkerEnd:
         assert self._link is not None
         while (message := await self._link.read()) is not None:
             match message.WhichOneof("kind"):
-                case "tell_metrics":
-                    answer = pb.WorkerMetrics(question=message.tell_metrics, text=self._own_metrics().decode())
-                    self._send(pb.FromWorker(metrics=answer))
-                case "metrics":
-                    waiter = self._questions.get(message.metrics.question)
+                case "tell_page":
+                    wanted = message.tell_page
+                    answer = pb.WorkerPage(question=wanted.question, text=self._own_page(wanted.page))
+                    self._send(pb.FromWorker(page=answer))
+                case "pages":
+                    waiter = self._questions.get(message.pages.question)
                     if waiter is not None and not waiter.done():
-                        waiter.set_result(message.metrics.text)
+                        waiter.set_result(dict(message.pages.texts))
+                case "took":
+                    took = message.took
+                    self._hear(Taken(took.name, "tokens" if took.tokens else "requests", took.amount, took.limit))
                 case _:
                     self._hear_of_node(message)
 
@@ -106,6 +121,10 @@ class WorkerEnd:
                 report(self._handler, [Missed(_peer(message.missed))])
             case "unlisted":
                 report(self._handler, [Unlisted(_peer(message.unlisted))])
+
+
+def _nobody(taken: Taken) -> None:
+    """There are no keys here, or not yet."""
 
 
 def _peer(node: pb.PeerId) -> Peer:

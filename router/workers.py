@@ -1,7 +1,7 @@
 """The parent of a router with several worker processes: the port, the registry, the workers' lives. Serves no request itself.
 
     parent ──listening socket, RouterConfig, news of nodes──> worker 0, 1, …     each a router of its own: core, sessions, identity
-           <──up, metrics────────────────────────────────────
+           <──up, pages, what clients took───────────────────
 
 Who runs when is worker_pool.py's. A worker that dies takes its clients' streams along, as a router does, and nobody else's; its
 nodes free its work within the session's grace. Connections that wait are taken by the others. Not here: what a router does.
@@ -24,7 +24,6 @@ from proto import baton_pb2 as pb
 from router.config import RouterConfig
 from router.process import CannotListen, address_of, dying_of, embed_registry, listen, warn_of_what_is_missing
 from router.worker_link import WorkerLink
-from router.worker_metrics import merged
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
 from runtime.alarm import Alarm
 from runtime.config import child_environment, to_json
@@ -36,7 +35,7 @@ from runtime.session import Peer
 from runtime.session_driver import surface
 
 _LOG: Final = logging.getLogger(__name__)
-_METRICS_S: Final = 1.0  # for the other workers to tell theirs
+_PAGES_S: Final = 1.0  # for the other workers to tell theirs
 _STOP_SPARE_S: Final = 5.0  # beyond the drain timeout, for what ends then to end
 
 Link = WorkerLink[pb.FromWorker, pb.ToWorker]
@@ -64,7 +63,7 @@ class _Child:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """Somebody wants the metrics of all workers."""
+    """Somebody wants a page of all workers."""
 
     asker: Link
     number: int  # the asker's
@@ -224,26 +223,30 @@ class _Parent:
             match message.WhichOneof("kind"):
                 case "up":
                     self._perform(self._pool.is_up(index, self._loop.time()))
-                case "want_metrics":
-                    self._ask_all(index, link, message.want_metrics)
-                case "metrics":
-                    self._answered(index, message.metrics)
+                case "want_page":
+                    self._ask_all(index, link, message.want_page)
+                case "page":
+                    self._answered(index, message.page)
+                case "took":
+                    for other, its_link in self._relay.links.items():
+                        if other != index:
+                            its_link.send(pb.ToWorker(took=message.took))
 
-    def _ask_all(self, index: int, asker: Link, wanted: pb.WorkerMetrics) -> None:
+    def _ask_all(self, index: int, asker: Link, wanted: pb.WorkerPage) -> None:
         self._num_questions += 1
         number, others = self._num_questions, {i for i in self._relay.links if i != index}
         self._questions[number] = _Question(asker, wanted.question, {index: wanted.text}, others)
         for other in others:
-            self._relay.links[other].send(pb.ToWorker(tell_metrics=number))
-        self._loop.call_later(_METRICS_S, self._answer, number)
+            self._relay.links[other].send(pb.ToWorker(tell_page=pb.WorkerPage(question=number, page=wanted.page)))
+        self._loop.call_later(_PAGES_S, self._answer, number)
         self._answer_if_whole(number)
 
-    def _answered(self, index: int, metrics: pb.WorkerMetrics) -> None:
-        question = self._questions.get(metrics.question)
+    def _answered(self, index: int, page: pb.WorkerPage) -> None:
+        question = self._questions.get(page.question)
         if question is not None and index in question.missing:
-            question.texts[index] = metrics.text
+            question.texts[index] = page.text
             question.missing.discard(index)
-            self._answer_if_whole(metrics.question)
+            self._answer_if_whole(page.question)
 
     def _forget_in_questions(self, index: int) -> None:
         for number, question in list(self._questions.items()):
@@ -258,5 +261,5 @@ class _Parent:
         """Answer with what is there; without effect if that was done before."""
         question = self._questions.pop(number, None)
         if question is not None:
-            metrics = pb.WorkerMetrics(question=question.number, text=merged(question.texts))
-            question.asker.send(pb.ToWorker(metrics=metrics))
+            pages = pb.WorkerPages(question=question.number, texts=question.texts)
+            question.asker.send(pb.ToWorker(pages=pages))

@@ -93,7 +93,9 @@ def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> N
             raise CertificateError(f"{what} begins only at {each.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
     names = names_of(certificate)
     if host is not None and not any(_covers(name, host) for name in names):
-        raise CertificateError(f"tls.crt is for {', '.join(names) or 'nobody'}, not for --host {host}")
+        raise CertificateError(
+            f"tls.crt is for {', '.join(names) or 'nobody'}, not for {host}, by which others dial this host"
+        )
 
 
 def names_of(certificate: bytes) -> list[str]:

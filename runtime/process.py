@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import ipaddress
 import json
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +79,17 @@ def is_loopback(host: str) -> bool:
 
 def is_everywhere(host: str) -> bool:
     """Whether a server that binds to `host` listens on every address, so that the host has another name for those who dial."""
-    return host in ("", "0.0.0.0", "::")
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there; at `::` for IPv4, too, as gRPC and zmq do it. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = family == socket.AF_INET6 and is_everywhere(host) and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def warn_if_exposed(host: str, what: str, missing: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 EMBEDDED: Final = "embedded"
 DEFAULT_NAMESPACE: Final = "baton"
+DEFAULT_PORT: Final = 6379
 
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -41,6 +42,12 @@ def shown(registry: str) -> str:
         return f"{scheme}://…" if scheme in _SCHEMES else "…"
     url = urlsplit(registry)
     return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
+
+def server_of(registry: str) -> tuple[str, int] | None:
+    """Host and port of the Redis; None: a socket of this machine. For a URL that has no registry_problem."""
+    url = urlsplit(registry)
+    return None if url.scheme == "unix" else (url.hostname or "", url.port or DEFAULT_PORT)
 
 
 def url_problem(registry: str, others: str = "") -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.advertise import HostPort, split_address
 from runtime.credentials import NO_CREDENTIALS, Credentials
-from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, server_of
 from runtime.registry_client import EmbeddedRegistry, Registry
 from runtime.registry_server import TTL_S
 
@@ -19,3 +20,11 @@ def choose_registries(
     from runtime.redis_store import RedisStore  # heavy: only who uses Redis pays for its client
 
     return [RedisStore(registry, namespace or DEFAULT_NAMESPACE, TTL_S)]
+
+
+def registry_servers(registry: str, routers: Sequence[str]) -> list[HostPort]:
+    """Where those are; none for a Redis behind a socket of this machine."""
+    if registry == EMBEDDED:
+        return [split_address(router) for router in routers]
+    server = server_of(registry)
+    return [] if server is None else [server]

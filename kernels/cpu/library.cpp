@@ -26,7 +26,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 3; }
+int baton_interface() { return 4; }
 
 Workspace *baton_workspace_new() { return new Workspace; }
 

@@ -23,12 +23,13 @@ struct Batch {
 struct Cache {
     void *kv;  // [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
     int32_t num_layers, block_size, num_kv_heads, head_dim, num_heads;
+    int32_t position_size;  // numbers from a position to the next: more than its heads have where others' lie between
 
     int group() const { return num_heads / num_kv_heads; }
     int padded() const { return ceil_div(head_dim, PANEL) * PANEL; }
     template <class T> T *at(int layer, int plane, int64_t block, int offset) const {
         const size_t row = ((size_t(block) * num_layers + layer) * 2 + plane) * block_size + offset;
-        return static_cast<T *>(kv) + row * num_kv_heads * head_dim;
+        return static_cast<T *>(kv) + row * position_size;
     }
 };
 

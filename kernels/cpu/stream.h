@@ -17,7 +17,7 @@ class KvStream {
     KvStream(const Cache &cache, const Batch &batch, const Unit *first, const Unit *last, int layer, int window,
              size_t number_bytes)
         : cache_(cache), batch_(batch), last_(last), layer_(layer), window_(window),
-          position_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes) {
+          read_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes), position_bytes_(cache.position_size * number_bytes) {
         go_to(first);
     }
 
@@ -86,12 +86,12 @@ class KvStream {
         return std::min((unit_->head + 1) * PART, span.first_position + span.num_rows);
     }
 
-    // The positions of one block in one plane; of a tile the keys first.
+    // The positions of one block in one plane, or, where others' heads lie between them, one; of a tile the keys first.
     Stretch next_stretch() {
         if (unit_ >= last_) return {};
         const int offset = position_ % cache_.block_size, end = unit_end();
         const int tile = position_ / TILE * TILE, tile_end = std::min(tile + TILE, end);
-        const int count = std::min(cache_.block_size - offset, tile_end - position_);
+        const int count = read_bytes_ < position_bytes_ ? 1 : std::min(cache_.block_size - offset, tile_end - position_);
         const int64_t block = batch_.tables[unit_->span * batch_.table_stride + position_ / cache_.block_size];
         const char *from = static_cast<const char *>(cache_.kv);
         from += (((size_t(block) * cache_.num_layers + layer_) * 2 + plane_) * cache_.block_size + offset) * position_bytes_;
@@ -101,14 +101,14 @@ class KvStream {
             plane_ ^= 1;
         }
         if (position_ == end && plane_ == 0) unit_++, begin_unit();
-        return {from, from + count * position_bytes_};
+        return {from, from + count * read_bytes_};
     }
 
     const Cache &cache_;
     const Batch &batch_;
     const Unit *unit_ = nullptr, *const last_;
     const int layer_, window_;
-    const size_t position_bytes_;
+    const size_t read_bytes_, position_bytes_;  // of a position, and from it to the next
     int position_ = 0, plane_ = 0, turn_ = 0;
     bool is_new_ = true;
     const char *at_ = nullptr, *end_ = nullptr, *chunk_ = nullptr;

@@ -101,12 +101,12 @@ template <class T> struct TileRows {
     int count = 0;
 
     TileRows(const Cache &cache, const int64_t *table, int layer, int start, int end)
-        : values(size_t(cache.block_size) * cache.num_kv_heads * cache.head_dim) {
+        : values(size_t(cache.block_size) * cache.position_size) {
         const int size = cache.block_size;
         int index = start / size, offset = start % size;
         for (; count < TILE && start + count < end; index++, offset = 0) {
             const T *row = cache.at<T>(layer, 0, table[index], offset);
-            for (; offset < size && count < TILE && start + count < end; offset++, row += cache.num_kv_heads * cache.head_dim)
+            for (; offset < size && count < TILE && start + count < end; offset++, row += cache.position_size)
                 keys[count++] = row;
         }
         for (int i = count; count && i < ceil_div(count, LANES) * LANES; i++) keys[i] = keys[count - 1];

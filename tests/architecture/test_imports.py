@@ -41,6 +41,7 @@ FILES_WITHOUT_TORCH: Final = (  # what decides, wherever it is
     "lease.py",
     "token_log.py",
     "session.py",
+    "split.py",
     "block_key.py",
     "config.py",
     "events.py",

@@ -58,6 +58,7 @@ PURE_FILES: Final = {
     "session_book.py",
     "session_end.py",
     "session_events.py",
+    "split.py",
     "steps.py",
     "stop_strings.py",
     "task.py",

@@ -12,6 +12,7 @@ import pytest
 from bench.router_figures import split_cost, streams_for
 from bench.router_load import Heard, Window, window_of
 from bench.router_placement import PLACEMENT_POLICIES
+from bench.router_report import BEGIN, END, with_figures
 from tests.architecture.source_tree import ROOT
 from tests.router.tiny_model import write_model_text
 
@@ -34,6 +35,22 @@ def test_a_run_measures_every_side_and_placement(tmp_path: Path) -> None:
         ("baton", 4),
     ]
     assert all(each["tokens_per_s"] > 0 and each["delay_p99_s"] >= each["delay_p50_s"] > 0 for each in found["sides"])
+    assert found["sides"][0]["streams"] == found["sides"][1]["streams"] == found["sides"][2]["streams"] > 0
+    assert all(each["load"] >= 0 and each["wait"] >= 0 for each in found["sides"])
+    page = with_figures(f"text\n{BEGIN}old\n{END}more\n", [found, found])
+    assert page == with_figures(page, [found, found]) and "old" not in page
+    assert page.startswith("text\n") and page.endswith("more\n") and page.count(found["command"]) == 2
+    baton, late = (
+        next(line for line in page.split(heading)[1].splitlines() if line.startswith("| baton |"))
+        for heading in ("| CPU, µs", "| delay of a token")
+    )
+    costs, delays = ([cell.strip() for cell in line.strip("|").split("|")] for line in (baton, late))
+    direct, floor, side = found["sides"]
+    assert costs[1:4] == ["4", f"{side['token_us']:.1f}", f"{side['token_us'] - floor['token_us']:.1f}"]
+    assert delays[7] == f"{1000 * (side['delay_p99_s'] - direct['delay_p99_s']):.2f}"
+    assert page.count("| cache_aware |") == 2
+    with pytest.raises(ValueError, match="no marks"):
+        with_figures("text", [found])
     assert {(each["policy"], each["nodes"]) for each in found["placement"]} == {
         (policy, number) for policy in PLACEMENT_POLICIES for number in (1, 6)
     }

@@ -9,9 +9,11 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +21,16 @@ from typing import Any, Final
 import httpx
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-COMPOSE_FILE: Final = ROOT / "deploy" / "compose.yaml"
+DEPLOY: Final = ROOT / "deploy"
 IMAGE: Final = "baton-under-test"
 PEERS_IMAGE: Final = "baton-peers"
 PATIENCE_S: Final = 120.0
 _GET: Final = (
-    "import socket, sys, urllib.request\n"
-    "url = f'http://{socket.gethostbyname(socket.gethostname())}:{sys.argv[1]}{sys.argv[2]}'\n"
-    "sys.stdout.write(urllib.request.urlopen(url, timeout=10).read().decode())"
+    "import socket, ssl, sys, urllib.request\n"
+    "url = f'{sys.argv[3]}://{socket.gethostbyname(socket.gethostname())}:{sys.argv[1]}{sys.argv[2]}'\n"
+    "trusted = ssl.create_default_context(cafile=sys.argv[4]) if sys.argv[4:] else None\n"
+    "if trusted: trusted.check_hostname = False\n"
+    "sys.stdout.write(urllib.request.urlopen(url, timeout=10, context=trusted).read().decode())"
 )
 KNOBS: Final = {
     "BATON_REGISTRY": "redis://redis:6379/0",
@@ -60,6 +64,16 @@ def build_images() -> None:
     )
 
 
+def model_for_containers(folder: Path) -> Path:
+    """A tiny model in that folder of pytest's, which their user, who is another one, can read."""
+    model = folder / "llama-tiny"
+    command = ["engine.make_model", "--like", "llama-tiny", "--dtype", "fp32", "--seed", "0", "--out", str(model)]
+    subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
+    for path in (folder, *folder.rglob("*"), *folder.parents[:2]):
+        path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
+    return model
+
+
 def docker(*words: str, limit_s: float = PATIENCE_S) -> str:
     """Run `docker WORDS` in the repository; raises CalledProcessError with what it printed."""
     return _run(["docker", *words], os.environ, limit_s)
@@ -68,21 +82,34 @@ def docker(*words: str, limit_s: float = PATIENCE_S) -> str:
 class Containers:
     """One project of compose. A *service* is a name of compose.yaml."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(
+        self, model: Path, folder: Path, certs: Path | None = None, more: Mapping[str, str] | None = None
+    ) -> None:
+        """`certs`: what `baton certs make` made for the services; none: nothing is encrypted. `more`: knobs of all processes."""
         self._project = f"baton{os.getpid()}"
         self._env_file = folder / "knobs.env"
-        self._env_file.write_text("".join(f"{name}={value}\n" for name, value in KNOBS.items()))
+        knobs = KNOBS | dict(more or {})
+        if certs is not None:
+            del knobs["BATON_REGISTRY"]
+        self._env_file.write_text("".join(f"{name}={value}\n" for name, value in knobs.items()))
         peers = dict.fromkeys(("HAPROXY_IMAGE", "REDIS_IMAGE", "PROMETHEUS_IMAGE", "GRAFANA_IMAGE"), PEERS_IMAGE)
         ours = {"MODEL_DIR": str(model), "BATON_IMAGE": IMAGE, "BATON_ENV": str(self._env_file)}
         self._ports = {"HTTP_PORT": _free_port(), "PROMETHEUS_PORT": _free_port(), "GRAFANA_PORT": _free_port()}
         self._environment = os.environ | peers | ours | {name: str(port) for name, port in self._ports.items()}
-        self.url: Final = f"http://127.0.0.1:{self._ports['HTTP_PORT']}"
+        self._files = [DEPLOY / "compose.yaml"]
+        self._shown = ["http"]  # how a page is asked for inside a container
+        if certs is not None:
+            self._environment["CERTS_DIR"] = str(certs)
+            self._files.append(DEPLOY / "compose.tls.yaml")
+            self._shown = ["https", "/tls/ca.crt"]
+        self.url: Final = f"{self._shown[0]}://127.0.0.1:{self._ports['HTTP_PORT']}"
         self.prometheus: Final = f"http://127.0.0.1:{self._ports['PROMETHEUS_PORT']}"
 
     def compose(self, *words: str) -> str:
         """Run compose, v1 or v2, whichever is there."""
         command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
-        return _run([*command, "-p", self._project, "-f", str(COMPOSE_FILE), *words], self._environment, PATIENCE_S)
+        files = [word for file in self._files for word in ("-f", str(file))]
+        return _run([*command, "-p", self._project, *files, *words], self._environment, PATIENCE_S)
 
     def inspect(self, service: str, path: str) -> str:
         """A field of `docker inspect`, such as `.State.Pid`."""
@@ -121,7 +148,7 @@ class Containers:
         return series
 
     def _get(self, service: str, port: int, path: str) -> str:
-        return docker("exec", self._container(service), "python3", "-c", _GET, str(port), path)
+        return docker("exec", self._container(service), "python3", "-c", _GET, str(port), path, *self._shown)
 
     def _container(self, service: str) -> str:
         return self.compose("ps", "-q", service).strip()
@@ -133,13 +160,19 @@ class Containers:
 
 
 @contextmanager
-def started_containers(model: Path, folder: Path) -> Iterator[Containers]:
+def started_containers(
+    model: Path, folder: Path, certs: Path | None = None, more: Mapping[str, str] | None = None
+) -> Iterator[Containers]:
     """Up and ready; gone, with their logs printed if something went wrong."""
-    containers = Containers(model, folder)
+    containers = Containers(model, folder, certs, more)
+    trusted: bool | ssl.SSLContext = True
+    if certs is not None:
+        trusted = ssl.create_default_context(cafile=str(certs / "ca.crt"))
     try:
         containers.compose("up", "-d", "--no-build")
         containers.wait_until_ready()
-        wait_until("the front serves", lambda: httpx.get(f"{containers.url}/ready", trust_env=False).status_code == 200)
+        with httpx.Client(base_url=containers.url, trust_env=False, verify=trusted) as client:
+            wait_until("the front serves", lambda: client.get("/ready").status_code == 200)
         yield containers
     except BaseException:
         print(containers.compose("logs", "--no-color", "--tail=60"))  # noqa: T201 (shown with the failure)

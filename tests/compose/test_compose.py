@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.containers import Containers, build_images, docker, started_containers, wait_until
+from tests.compose.containers import (
+    Containers,
+    build_images,
+    docker,
+    model_for_containers,
+    started_containers,
+    wait_until,
+)
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 
 pytestmark = pytest.mark.timeout(1800)  # the first one builds the images
@@ -25,12 +31,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
     """The cluster of compose.yaml on a tiny model, in images that are built for it."""
     build_images()
     folder = tmp_path_factory.mktemp("compose")
-    model = folder / "llama-tiny"
-    command = ["engine.make_model", "--like", "llama-tiny", "--dtype", "fp32", "--seed", "0", "--out", str(model)]
-    subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
-    for path in (folder, *folder.rglob("*"), *folder.parents[:2]):  # the containers' user is another one
-        path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
-    with started_containers(model, folder) as cluster:
+    with started_containers(model_for_containers(folder), folder) as cluster:
         yield cluster
 
 

@@ -48,7 +48,7 @@ def test_compose_v2_would_take_the_file(compose: dict[str, Any]) -> None:
     del compose["services"]["redis"]["imgae"]
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "baton.env", "Dockerfile", "container_entry", "container_health"])
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.tls.yaml", "baton.env", "Dockerfile", "container_entry"])
 def test_every_variable_is_one_that_some_role_reads(name: str) -> None:
     knobs = {
         f"BATON_{field.name.upper()}" for config in (NodeConfig, RouterConfig) for field in dataclasses.fields(config)
@@ -71,6 +71,35 @@ def test_the_ports_of_the_image_are_the_ports_that_others_are_told(compose: dict
 
     served = re.findall(r"^\s*server (\S+) (\S+)$", (DEPLOY / "haproxy.cfg").read_text(), flags=re.M)
     assert {address for _, address in served} == {each for each in addresses if each.startswith("router-")}
+
+
+def test_with_certificates_every_process_has_its_own_and_the_rest_is_as_without(compose: dict[str, Any]) -> None:
+    """The second file says nothing but that; what it mounts differs from what it replaces in words of TLS alone."""
+    over: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())
+    assert [str(error) for error in validator_of("compose-spec.json").iter_errors(over)] == []
+    assert set(over["services"]) == set(compose["services"]) - {"grafana"}
+    for name, service in over["services"].items():
+        assert set(service) <= {"environment", "volumes", "command"}
+        if "-" in name:
+            told = service["environment"]
+            assert told["BATON_TLS_DIR"] == "/tls" and told["BATON_REGISTRY"].startswith("rediss://redis:6379/0?")
+            assert told.get("BATON_ADVERTISE", name) == name and ("BATON_ADVERTISE" in told) == ("router" not in name)
+            (mounted,) = (each for each in service["volumes"] if each.endswith(":/tls:ro"))
+            assert re.fullmatch(rf"\$\{{CERTS_DIR[^}}]*\}}/{name}:/tls:ro", mounted)
+    mounted_twice = {
+        each.split(":")[1] for name in ("front", "prometheus") for each in over["services"][name]["volumes"]
+    }
+    assert mounted_twice >= {"/etc/baton/haproxy.cfg", "/etc/baton/prometheus.yml"}
+    for plain, secure, words in (
+        (
+            "haproxy.cfg",
+            "haproxy.tls.cfg",
+            r"    ssl-load.*\n| ssl(?= crt| verify)| (crt|verify|ca-file|sni|check-sni|verifyhost) [\w/.()-]+",
+        ),
+        ("prometheus.yml", "prometheus.tls.yml", r"    (scheme|tls_config): .*\n"),
+    ):
+        one, other = ((DEPLOY / each).read_text().split("\n", 1)[1] for each in (plain, secure))
+        assert other != one and re.sub(words, "", other) == one
 
 
 def test_a_container_has_longer_to_stop_than_a_drain_takes(compose: dict[str, Any]) -> None:

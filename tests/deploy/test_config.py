@@ -175,3 +175,25 @@ def test_baton_up_hands_on_what_it_says_that_it_hands_on_and_a_node_knows_it() -
     said = {each.name for each in fields(UpConfig) if "handed on to every node" in each.metadata.get("help", "")}
     assert said - {"kv_pool", "threads"} == {*HANDED_ON}
     assert said <= {each.name for each in fields(NodeConfig)}
+
+
+@pytest.mark.covers("H14")
+def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    def told(*flags: str) -> list[int | None]:
+        config = load(UpConfig, "baton up", "", ["--model", str(tmp_path), *flags])
+        return [config.tp_of(role) for role in ("prefill", "decode", "mixed")]
+
+    assert told() == [None, None, None]
+    assert told("--tp", "2") == [2, 2, 2]
+    assert told("--tp", "2", "--decode-tp", "1") == [2, 1, 2]
+    assert told("--prefill-tp", "4") == [4, None, None]
+
+    def threads(num_cores: int, *flags: str) -> dict[str, int]:
+        return load(UpConfig, "baton up", "", ["--model", str(tmp_path), *flags]).threads_by_role(num_cores)
+
+    assert threads(8) == {"prefill": 4, "decode": 4}
+    assert threads(8, "--decode-tp", "3") == {"prefill": 2, "decode": 6}
+    assert threads(2, "--mixed", "2", "--tp", "2") == {"prefill": 2, "decode": 2, "mixed": 2}
+    assert threads(8, "--tp", "2", "--threads", "1") == {"prefill": 1, "decode": 1}

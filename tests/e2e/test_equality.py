@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from connector.nixl_agent import is_installed
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from tests.e2e.cluster import Cluster, started_cluster
@@ -118,6 +119,7 @@ def total(states: list[dict[str, Any]], name: str) -> int:
         ("llama-tiny", "bf16", 1, "shm"),
         ("llama-tiny", "bf16", 1, "zmq"),
         ("llama-tiny", "fp32", 2, "auto"),
+        ("llama-tiny", "bf16", 1, "nixl"),
         ("qwen2-tiny", "bf16", 1, "zmq"),
         ("qwen3-tiny", "fp32", 1, "shm"),
         ("mistral-tiny", "bf16", 1, "shm"),
@@ -132,6 +134,8 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
     transport: str,
     fresh_seed: int,
 ) -> None:
+    if transport == "nixl" and not is_installed():
+        pytest.skip("NIXL is not installed: pip install baton[nixl]")
     tiny_model = made_model(like)
     cases = draw_cases(fresh_seed)[:: 1 if like == "llama-tiny" else 3]  # the other families differ in the model only
     expected = alone(tiny_model, dtype, cases)

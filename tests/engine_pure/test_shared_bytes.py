@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.shared_bytes import SharedBytes
+from engine.shared_bytes import SharedBytes, mapped_bytes
 
 MIB = 1 << 20
 
@@ -60,12 +60,25 @@ def test_the_descriptor_allows_reading_only(attack: Callable[[int], object]) -> 
 def test_a_page_cannot_be_taken_away_even_by_its_owner() -> None:
     shared = SharedBytes(1, 4096)
     shared.bytes[:] = 5
+    assert shared.descriptor >= 0  # shown to others
     owner: Any = shared.bytes
     while not isinstance(owner, mmap.mmap):  # at the end of numpy's chain of views
         owner = owner.obj if isinstance(owner, memoryview) else owner.base
     with pytest.raises(PermissionError):
         owner.madvise(mmap.MADV_REMOVE)
     assert (shared.bytes == 5).all()
+
+
+def test_processes_of_our_own_map_it_for_writing_before_it_is_shown_to_others_and_never_after() -> None:
+    shared = SharedBytes(2, 4096)
+    theirs = mapped_bytes(shared.writers_descriptor, 2, 4096)
+    assert shared.descriptor == shared.descriptor  # sealed once
+    theirs[1, 7] = 9  # who had it keeps it
+    assert shared.bytes[1, 7] == 9
+    with pytest.raises(RuntimeError, match="was shown to others"):
+        _ = shared.writers_descriptor
+    with pytest.raises(ValueError, match=r"^0 MiB of KV memory: Operation not permitted$"):
+        mapped_bytes(shared.descriptor, 2, 4096)
 
 
 def test_the_descriptor_goes_with_the_object_and_the_bytes_stay_as_long_as_somebody_has_them() -> None:

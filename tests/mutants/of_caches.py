@@ -171,8 +171,8 @@ MUTANTS: Final = (
         "placement-by-cache-bears-any-imbalance",
         "A node is taken for what it holds, however much longer its queue is than the shortest.",
         "router/placement.py",
-        "if each.load[0] <= longest]",
-        "if each.load[0] >= 0]",
+        "if candidate.load[0] <= longest:",
+        "if candidate.load[0] >= 0:",
         _PLACEMENT,
     ),
     Mutant(

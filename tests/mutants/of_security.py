@@ -63,6 +63,14 @@ MUTANTS: Final = (
         _LIMITS,
     ),
     Mutant(
+        "workers-do-not-listen",
+        "What another worker let a client have is not taken here: a limit holds for each worker by itself.",
+        "router/rate_limit.py",
+        ".level -= taken.amount",
+        ".level -= 0",
+        _LIMITS,
+    ),
+    Mutant(
         "first-of-several-headers",
         "Of several Authorization headers the first counts: a proxy in front may have looked at another one.",
         "router/gate.py",

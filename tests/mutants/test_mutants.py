@@ -19,7 +19,8 @@ MIN_MUTANTS = 30
 def test_a_mutant_changes_one_place_of_the_product_and_names_tests_that_exist(mutant: Mutant) -> None:
     text = (ROOT / mutant.path).read_text(encoding="utf-8")
     assert mutant.planted_in(text) != text
-    ast.parse(mutant.planted_in(text), mutant.path)
+    if mutant.path.endswith(".py"):
+        ast.parse(mutant.planted_in(text), mutant.path)
     assert mutant.path.split("/")[0] in ROOMS
     assert mutant.bug.endswith(".") and "\n" not in mutant.bug
     assert mutant.killed_by and all((ROOT / killer.partition("::")[0]).is_file() for killer in mutant.killed_by)

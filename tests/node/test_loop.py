@@ -10,6 +10,7 @@ import pytest
 
 from connector.choosing import choose_transports
 from connector.transport import RevokeDone
+from connector.zmq_options import LOOPBACK
 from engine.plan import Done, Launched, Plan, StepResult
 from engine.shared_bytes import SharedBytes
 from node import events as ev
@@ -90,7 +91,7 @@ class Shell:
         self.measures = Measures()
         memory = SharedBytes(4, 64)
         self.transport = choose_transports(
-            "auto", memory.bytes, memory.descriptor, ("n", 1), self.inbox.post, "127.0.0.1", is_encrypted=False
+            "auto", memory.bytes, memory.descriptor, ("n", 1), self.inbox.post, LOOPBACK, is_encrypted=False
         )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,14 +97,13 @@ def entry_of(ready: dict[str, str], state: dict[str, str]) -> pb.NodeEntry:
 
 @asynccontextmanager
 async def cluster(
-    model_dir: Path, tmp_path: Path, *weight_dtypes: str
+    model_dir: Path, tmp_path: Path, of_prefill: Sequence[str] = (), of_decode: Sequence[str] = ()
 ) -> AsyncIterator[tuple[TestRouter, pb.NodeEntry, pb.NodeEntry]]:
-    """One node of each role, and sessions with both; all blocks must be free again at the end."""
-    prefill_dtype, decode_dtype = weight_dtypes or ("auto", "auto")
-    arguments = [*flags(model_dir, *SIZES), "--weight-dtype"]
+    """One node of each role, with flags of its own, and sessions with both; all blocks must be free again at the end."""
+    arguments = flags(model_dir, *SIZES)
     with (
-        running("prefill_node", [*arguments, prefill_dtype], tmp_path / "p.json") as (prefill_process, prefill_ready),
-        running("decode_node", [*arguments, decode_dtype], tmp_path / "d.json") as (decode_process, decode_ready),
+        running("prefill_node", [*arguments, *of_prefill], tmp_path / "p.json") as (prefill_process, prefill_ready),
+        running("decode_node", [*arguments, *of_decode], tmp_path / "d.json") as (decode_process, decode_ready),
     ):
         async with httpx.AsyncClient() as http, asyncio.timeout(120):
             entries = [
@@ -216,9 +215,10 @@ def test_nodes_with_weights_in_8_bits_hand_over_to_each_other_and_to_no_others(
     model_dir: Path, tmp_path: Path, decode_dtype: str
 ) -> None:
     spec = SequenceSpec("r", tuple(range(1, 100)), 0, SamplingParams(1.0, 0), 300, frozenset(), ())
+    flags_of_dtypes = [("--weight-dtype", "int8"), ("--weight-dtype", decode_dtype)]
 
     async def serve() -> Stream:
-        async with cluster(model_dir, tmp_path, "int8", decode_dtype) as (router, prefill, decode):
+        async with cluster(model_dir, tmp_path, *flags_of_dtypes) as (router, prefill, decode):
             stream = router.streams["r"] = Stream()
             message = pb.RouterMessage(dispatch=dispatch_of(spec, decode))
             router.dialer.send(prefill.node.name, prefill.node.incarnation, message)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import grpc.aio
 
+from bench.session_service import SessionService
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.session import Peer, SessionTiming
 from runtime.session_driver import CHANNEL_OPTIONS
 from runtime.session_server import SessionServer
-
-if TYPE_CHECKING:
-    from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
 FINGERPRINT = pb.Fingerprint(
     architecture="scripted",
@@ -34,30 +32,6 @@ FINGERPRINT = pb.Fingerprint(
     weights="0",
     kernels="none",
 )
-
-
-class _Service(pb_grpc.NodeServicer):
-    """The gRPC service of a node that nobody hands anything to."""
-
-    def __init__(self, sessions: SessionServer) -> None:
-        self._sessions = sessions
-
-    async def Session(  # type: ignore[override]  # the generated stub knows handlers that yield only
-        self, request_iterator: _MaybeAsyncIterator[pb.Frame], context: _ServicerContext
-    ) -> None:
-        await self._sessions.Session(request_iterator, context)
-
-    async def Reserve(self, request: pb.ReserveRequest, context: _ServicerContext) -> pb.ReserveReply:
-        raise NotImplementedError
-
-    async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
-        raise NotImplementedError
-
-    async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
-        raise NotImplementedError
-
-    async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
-        yield pb.DrainProgress(has_ended=True)
 
 
 class ScriptedNode:
@@ -76,7 +50,7 @@ class ScriptedNode:
         self.on_dispatch: Callable[[pb.Dispatch], None] = lambda dispatch: None
 
     async def __aenter__(self) -> Self:
-        pb_grpc.add_NodeServicer_to_server(_Service(self._sessions), self._server)
+        pb_grpc.add_NodeServicer_to_server(SessionService(self._sessions), self._server)
         self._port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return self

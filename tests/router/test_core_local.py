@@ -171,3 +171,13 @@ def test_what_gave_way_on_a_decode_node_goes_on_elsewhere_with_all_that_it_said(
     assert list(dispatch.branches[0].generated_token_ids) == [7, 8] and dispatch.attempt == 1
     assert world.tokens["a"] == [7, 8]
     world.feed(SessionUp(ref("l1")))
+
+
+@pytest.mark.covers("R22")
+def test_who_has_no_room_for_a_prompt_of_its_own_is_not_asked_again_at_once() -> None:
+    world = CoreWorld.with_nodes("l1")
+    world.submit("a", prompt=LONG)
+    world.error_from("l1", "a", pb.NO_BLOCKS, node_id="l1", retry_after_ms=1000)
+    assert len(world.dispatches("a")) == 1
+    world.pass_time(1.1)
+    assert len(world.dispatches("a")) == 2

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from proto.prefill_speed import FetchSpeed, PrefillSpeed
 from router.config import RouterConfig
 from router.events import NodeRef
-from router.placement import CACHE_AWARE, POLICIES, Candidate, Draw, Imbalance, Pair, Placement, Prompt, estimate
+from router.placement import CACHE_AWARE, POLICIES, Draw, Imbalance, Pair, Placement, Prompt, estimate
+from router.ranking import Candidate
+from tests.router.plain_placement import among
 
 nodes = st.builds(NodeRef, st.sampled_from("abcde"), st.integers(1, 2))
 candidates = st.lists(
@@ -45,7 +47,9 @@ def test_choose_is_total_and_keeps_to_its_rules(
         for decode in decodes
         if prefill.fingerprint == decode.fingerprint and not {prefill.node, decode.node} & set(excluded)
     ]
-    pair = Placement(policy, "random").choose(prefills, decodes, kept=kept, excluded=excluded, avoided=avoided)
+    placement = Placement(policy, "random")
+    usable = among(prefills).but(excluded), among(decodes).but(excluded)
+    pair = placement.choose(*usable, kept=kept, avoided=avoided)
     assert (pair is None) == (not allowed)
     if pair is None:
         return
@@ -64,7 +68,7 @@ def test_a_pair_of_one_keeps_to_the_same_rules(
     decodes: list[Candidate], excluded: list[NodeRef], avoided: list[NodeRef], policy: str
 ) -> None:
     allowed = [candidate.node for candidate in decodes if candidate.node not in excluded]
-    pair = Placement(policy, policy).choose_alone(decodes, excluded=excluded, avoided=avoided)
+    pair = Placement(policy, policy).choose_alone(among(decodes).but(excluded), avoided)
     assert (pair is None) == (not allowed)
     if pair is not None:
         assert pair.prefill == pair.decode
@@ -75,11 +79,13 @@ def test_a_pair_of_one_keeps_to_the_same_rules(
 def test_a_node_that_does_both_decodes_what_it_prefills_as_long_as_it_may() -> None:
     mixed, other = candidate("m", 2.0), candidate("d")
     placement = Placement()
-    kept_here = placement.choose([mixed], [other, mixed])
+    kept_here = placement.choose(among([mixed]), among([other, mixed]))
     assert kept_here == Pair(mixed.node, mixed.node) and kept_here.nodes == (mixed.node,)
-    assert placement.choose([mixed], [other, mixed], avoided=[mixed.node]) == Pair(mixed.node, other.node)
-    assert placement.choose([mixed], [mixed], avoided=[mixed.node]) == kept_here, "the only one that is left"
-    assert placement.choose([candidate("p")], [mixed]) == Pair(NodeRef("p", 1), mixed.node)
+    assert placement.choose(among([mixed]), among([other, mixed]), avoided=[mixed.node]) == Pair(mixed.node, other.node)
+    assert placement.choose(among([mixed]), among([mixed]), avoided=[mixed.node]) == kept_here, (
+        "the only one that is left"
+    )
+    assert placement.choose(among([candidate("p")]), among([mixed])) == Pair(NodeRef("p", 1), mixed.node)
 
 
 @pytest.mark.covers("R01")
@@ -87,7 +93,7 @@ def test_round_robin_takes_each_in_turn_whoever_joins_or_leaves() -> None:
     placement = Placement("round_robin", "round_robin")
     names = []
     for present in ("abc", "abc", "abc", "abcd", "acd", "acd"):
-        pair = placement.choose([candidate(name) for name in present], [candidate("z")])
+        pair = placement.choose(among(map(candidate, present)), among([candidate("z")]))
         assert pair is not None
         names.append(pair.prefill.name)
     assert "".join(names) == "abcdac"
@@ -97,7 +103,8 @@ def test_round_robin_takes_each_in_turn_whoever_joins_or_leaves() -> None:
 def test_least_loaded_takes_the_lowest_and_equals_in_turn() -> None:
     placement = Placement("least_loaded", "least_loaded")
     pairs = [
-        placement.choose([candidate("a", 5), candidate("b", 2), candidate("c", 2)], [candidate("z")]) for _ in range(6)
+        placement.choose(among([candidate("a", 5), candidate("b", 2), candidate("c", 2)]), among([candidate("z")]))
+        for _ in range(6)
     ]
     assert Counter(pair.prefill.name for pair in pairs if pair) == {"b": 3, "c": 3}
 
@@ -105,16 +112,16 @@ def test_least_loaded_takes_the_lowest_and_equals_in_turn() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_restarted_node_is_not_taken_for_the_excluded_one(policy: str) -> None:
     old, new = NodeRef("d", 1), Candidate(NodeRef("d", 2), b"x", (0.0, 0.0))
-    pair = Placement(policy, policy).choose([candidate("p")], [new], excluded=[old])
+    pair = Placement(policy, policy).choose(among([candidate("p")]), among([new]).but([old]))
     assert pair == Pair(NodeRef("p", 1), NodeRef("d", 2))
 
 
 @pytest.mark.covers("R01")
 def test_random_takes_each_node_equally_often_and_repeats_itself_for_a_seed(fresh_seed: int) -> None:
-    present = [candidate(name, load) for load, name in enumerate("abcd")]
+    present = among(candidate(name, load) for load, name in enumerate("abcd"))
     first, second = (Placement("random", "random", fresh_seed) for _ in range(2))
-    names = [pair.prefill.name for _ in range(4000) if (pair := first.choose(present, [candidate("z")]))]
-    again = [pair.prefill.name for _ in range(4000) if (pair := second.choose(present, [candidate("z")]))]
+    names = [pair.prefill.name for _ in range(4000) if (pair := first.choose(present, among([candidate("z")])))]
+    again = [pair.prefill.name for _ in range(4000) if (pair := second.choose(present, among([candidate("z")])))]
     assert names == again
     assert all(850 < count < 1150 for count in Counter(names).values()), Counter(names)  # 1000 expected, 27 a deviation
 
@@ -122,9 +129,11 @@ def test_random_takes_each_node_equally_often_and_repeats_itself_for_a_seed(fres
 @pytest.mark.covers("R01")
 def test_power_of_two_takes_the_less_loaded_of_two_different_nodes(fresh_seed: int) -> None:
     """Of four nodes the least loaded is in half of all pairs, the next in a third, the next in a sixth, the last never wins."""
-    present = [candidate(name, load) for load, name in reversed([*enumerate("abcd")])]
+    present = among(candidate(name, load) for load, name in enumerate("abcd"))
     placement = Placement("power_of_two", "power_of_two", fresh_seed)
-    counts = Counter(pair.prefill.name for _ in range(6000) if (pair := placement.choose(present, [candidate("z")])))
+    counts = Counter(
+        pair.prefill.name for _ in range(6000) if (pair := placement.choose(present, among([candidate("z")])))
+    )
     assert set(counts) == {"a", "b", "c"}
     assert all(abs(counts[name] - expected) < 250 for name, expected in (("a", 3000), ("b", 2000), ("c", 1000))), counts
 
@@ -132,7 +141,8 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_nodes(fresh_seed: i
 def chosen(placement: Placement, loads: dict[str, float], num_tokens: int, cached: dict[str, int]) -> str:
     """The prefill node for a prompt."""
     prompt = Prompt(num_tokens, {NodeRef(name, 1): tokens for name, tokens in cached.items()})
-    pair = placement.choose([candidate(name, load) for name, load in loads.items()], [candidate("z")], prompt=prompt)
+    present = among(candidate(name, load) for name, load in loads.items())
+    pair = placement.choose(present, among([candidate("z")]), prompt=prompt)
     assert pair is not None
     return pair.prefill.name
 
@@ -204,7 +214,9 @@ def test_by_cache_and_pool_the_node_chosen_is_by_its_own_estimate_as_soon_as_any
         {refs[number]: min(tokens, num_tokens - 1) for number, tokens in cached.items()},
         {(pool, b"x"): min(tokens, num_tokens - 1) for pool, tokens in pooled.items()},
     )
-    pair = Placement(CACHE_AWARE, imbalance=Imbalance(1 << 20, 1.0)).choose(present, [candidate("z")], prompt=prompt)
+    pair = Placement(CACHE_AWARE, imbalance=Imbalance(1 << 20, 1.0)).choose(
+        among(present), among([candidate("z")]), prompt=prompt
+    )
     assert pair is not None
     seconds = {each.node: estimate(each, prompt).seconds for each in present}
     assert seconds[pair.prefill] <= 1.2 * min(seconds.values()) + 1e-9
@@ -236,7 +248,11 @@ def test_a_pool_counts_for_who_reads_it_and_for_one_model() -> None:
     chosen = [
         pair.prefill.name
         for _ in range(6)
-        if (pair := placement.choose(lagging, [candidate("z")], prompt=Prompt(161, {}, {(b"one", b"x"): 160})))
+        if (
+            pair := placement.choose(
+                among(lagging), among([candidate("z")]), prompt=Prompt(161, {}, {(b"one", b"x"): 160})
+            )
+        )
     ]
     assert Counter(chosen) == {"a": 3, "b": 3}, "a little faster is not faster"
 

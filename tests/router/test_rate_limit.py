@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api_keys import Client
-from router.rate_limit import MINUTE_S, Over, RateLimits
+from router.rate_limit import MINUTE_S, Over, RateLimits, Taken
 
 LIMITS = st.integers(1, 500)
 STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(0, 700), st.integers(0, 300)), max_size=60)
@@ -109,3 +109,39 @@ def test_a_limit_that_shrinks_counts_at_once() -> None:
     assert limits.admit(Client("a", 600), 0.0) is None
     assert limits.admit(Client("a", 1), 0.0) is None
     assert limits.admit(Client("a", 1), 0.0) is not None
+
+
+@pytest.mark.covers("X02", "R16")
+@given(
+    LIMITS,
+    st.lists(st.tuples(st.floats(0, 40), st.integers(0, 2), st.integers(0, 700), st.integers(0, 300)), max_size=60),
+)
+def test_processes_that_tell_each_other_at_once_are_one_bucket(
+    limit: int, steps: list[tuple[float, int, int, int]]
+) -> None:
+    one, three, client, now = RateLimits(), [RateLimits() for _ in range(3)], Client("a", tokens_per_minute=limit), 0.0
+    for pause, index, prompt, generated in steps:
+        now += pause
+        expected, over = one.take(client, prompt, now), three[index].take(client, prompt, now)
+        assert (over is None) == (expected is None)
+        one.owe(client, generated, now)
+        three[index].owe(client, generated, now)
+        for other in (each for number, each in enumerate(three) if number != index):
+            other.hear(Taken("a", "tokens", generated + (prompt if over is None else 0), limit), now)
+
+
+@pytest.mark.covers("X02", "R16")
+@given(LIMITS, st.integers(2, 8), st.integers(1, 2000))
+def test_what_was_let_in_before_the_others_heard_of_it_is_waited_for_by_all(
+    limit: int, number: int, asked: int
+) -> None:
+    """All ask at one instant: no more than each a bucket, and what is too much is paid back before anybody gets another."""
+    processes, client = [RateLimits() for _ in range(number)], Client("a", requests_per_minute=limit)
+    admitted = [sum(each.admit(client, 0.0) is None for _ in range(asked)) for each in processes]
+    assert all(count == min(asked, limit) for count in admitted)
+    for index, each in enumerate(processes):
+        each.hear(Taken("a", "requests", sum(admitted) - admitted[index], limit), 0.0)
+    paid_at = max(0.0, (sum(admitted) - limit + 1) * MINUTE_S / limit)
+    for each in processes:
+        assert (each.admit(client, paid_at - 1e-3) is None) == (paid_at == 0.0)
+        assert each.admit(client, paid_at + 1e-3) is None

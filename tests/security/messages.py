@@ -68,7 +68,7 @@ _DEPTH: Final = 6
 KINDS: Final[dict[str, tuple[type[Message], ...]]] = {
     "write": (pb.DataMessage,),
     "described-write": (pb.DataMessage,),
-    "shm-channel": (pb.LinkHello, pb.DataMessage),
+    "link-channel": (pb.LinkHello, pb.DataMessage),
     "frames": (pb.Frame,),
     "nodes-words": (pb.NodeMessage,),
     "peers-words": (pb.RouterMessage, pb.ReserveRequest, pb.RenewRequest, pb.ReleaseRequest, pb.DataMessage),
@@ -151,7 +151,7 @@ def sample(target: str, seed: int) -> bytes:
         pieces.append(bytes([index]) * (target == "peers-words") + bytes(content))
     if target == "described-write":
         return pieces[0]
-    if target == "shm-channel":
+    if target == "link-channel":
         return b"".join(bytes([chance.randrange(1, 8)]) + len(each).to_bytes(4, "little") + each for each in pieces)
     return joined(pieces)
 

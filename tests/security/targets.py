@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from connector.kv_record import HEADER_BYTES, KvRecords
 from connector.landing import Landing
-from connector.shm_channel import Channel, ChannelBroken
+from connector.link_channel import Channel, ChannelBroken
 from connector.transport import NotifyArrived
 from connector.writes import IncomingNotice, IncomingWrite, decode, decode_described
 from node import events as ev
@@ -86,7 +86,7 @@ def read_described_write(data: bytes) -> None:
         assert all(source.nbytes <= MEMORY.shape[1] for source in arrived.sources)
 
 
-def read_shm_channel(data: bytes) -> None:
+def read_link_channel(data: bytes) -> None:
     """What a process of this host says on a link's socket."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with near, far:
@@ -202,7 +202,7 @@ def read_http(data: bytes) -> None:
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     "write": read_write,
     "described-write": read_described_write,
-    "shm-channel": read_shm_channel,
+    "link-channel": read_link_channel,
     "frames": read_frames,
     "nodes-words": read_nodes_words,
     "peers-words": read_peers_words,

@@ -71,7 +71,7 @@ def test_each_host_gets_a_directory_that_its_owner_alone_can_read(
     for host in ("node-a", "NODE-A", "10.0.0.5", "x.example.org", "localhost", "127.0.0.1", "::1"):
         assert Credentials(folder / "node-a", host).is_encrypted
     for host in ("node-b", "10.0.0.6", "x.y.example.org", "example.org", "127.0.0.2"):
-        with pytest.raises(CredentialsError, match=r"tls\.crt is for node-a, .*, not for --host "):
+        with pytest.raises(CredentialsError, match=r"tls\.crt is for node-a, .*, not for .*, by which"):
             Credentials(folder / "node-a", host)
 
 
@@ -147,7 +147,8 @@ def test_a_process_does_not_start_with_a_certificate_for_another_host(
     words = [*command, "--model", str(tmp_path), "--host", "127.0.0.9", "--tls-dir", str(ours)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    told = r"baton (router|decode): --tls-dir \S+: tls.crt is for localhost, 127.0.0.1, ::1, not for --host 127.0.0.9\n"
+    names = "localhost, 127.0.0.1, ::1"
+    told = rf"baton (router|decode): --tls-dir \S+: tls.crt is for {names}, not for 127.0.0.9, by which others dial this host\n"
     assert re.fullmatch(told, done.stderr)
 
 

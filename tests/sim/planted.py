@@ -10,7 +10,7 @@ import pytest
 from connector.admissions import Admissions, Ended
 from connector.fence import FenceFloor
 from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderState
-from connector.one_sided import OneSidedLanding
+from connector.one_sided import OneSidedWriters
 from decode_node import admission
 from decode_node.core import DecodeCore
 from engine.scheduler import Scheduler
@@ -166,14 +166,15 @@ def refused_branches_are_not_queued(patch: Patch) -> None:
 
 def ended_leases_are_quiet_at_once(patch: Patch) -> None:
     """A one-sided transport does not wait for those who may still write."""
-    right = OneSidedLanding.revoke
+    right = OneSidedWriters.end
 
-    def revoke(self: Any, lease_id: int) -> tuple[Any, ...]:
-        if (lease := self._leases.get(lease_id)) is not None:
-            lease.writers.clear()
-        return right(self, lease_id)
+    def end(self: Any, lease_id: int) -> tuple[Any, ...]:
+        links = right(self, lease_id)
+        for link in links:
+            self.stopped(link, lease_id)
+        return links
 
-    patch.setattr(OneSidedLanding, "revoke", revoke)
+    patch.setattr(OneSidedWriters, "end", end)
 
 
 def budgets_are_one_short(patch: Patch) -> None:

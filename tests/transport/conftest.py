@@ -7,7 +7,8 @@ from typing import Final
 
 import pytest
 
-from tests.transport.net import MemoryNet, Net, ShmNet, ZmqNet
+from connector.nixl_agent import is_installed
+from tests.transport.net import MemoryNet, Net, NixlNet, ShmNet, ZmqNet
 
 KINDS: Final[dict[str, Callable[[], Net]]] = {
     "memory": MemoryNet,
@@ -17,21 +18,38 @@ KINDS: Final[dict[str, Callable[[], Net]]] = {
     "zmq without checksums": lambda: ZmqNet(checksums=False),
     "shm without checksums": lambda: ShmNet(checksums=False),
     "memory, one-sided": lambda: MemoryNet(is_one_sided=True),
+    "nixl, one-sided": NixlNet,
+    "nixl without checksums, one-sided": lambda: NixlNet(checksums=False),
 }
+
+
+def made(kind: str) -> Net:
+    """A net of a kind; skips the test where its transport is not installed."""
+    if kind.startswith("nixl") and not is_installed():
+        pytest.skip("NIXL is not installed: pip install baton[nixl]")
+    return KINDS[kind]()
 
 
 @pytest.fixture(params=KINDS)
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """A fresh net of each kind; its nodes are stopped afterwards."""
-    with KINDS[request.param]() as made:
-        yield made
+    with made(request.param) as net:
+        yield net
 
 
 @pytest.fixture(params=[name for name in KINDS if "one-sided" not in name])
 def two_sided_net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """The same of those whose receiver takes each write by itself."""
-    with KINDS[request.param]() as made:
-        yield made
+    with made(request.param) as net:
+        yield net
+
+
+@pytest.fixture
+def nixl_net() -> Iterator[NixlNet]:
+    """A net whose bytes NIXL moves; skips the test where it is not installed."""
+    with made("nixl, one-sided") as net:
+        assert isinstance(net, NixlNet)
+        yield net
 
 
 @pytest.fixture

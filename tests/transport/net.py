@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.memory_transport import MemoryHub, MemoryTransport
+from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
 from connector.transport import BlocksLanded, BlocksTaken, ReceiverEvent, SenderEvent
 from connector.zmq_options import LinkRules
@@ -63,7 +64,7 @@ class Node:
         self,
         memory: npt.NDArray[np.uint8],
         said: Recorder,
-        transport: ZmqTransport | MemoryTransport | ShmTransport,
+        transport: ZmqTransport | MemoryTransport | ShmTransport | NixlTransport,
     ) -> None:
         self.memory = memory
         self.said = said
@@ -170,6 +171,16 @@ class ShmNet(ThreadedNet):
         shared = SharedBytes(num_blocks, block_bytes)
         self._kept.append(shared)
         transport = ShmTransport(shared.bytes, shared.descriptor, name, incarnation, said, checksums=self._checksums)
+        return Node(shared.bytes, said, transport)
+
+
+class NixlNet(ThreadedNet):
+    """Nodes whose bytes UCX moves; needs NIXL."""
+
+    def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
+        shared = SharedBytes(num_blocks, block_bytes)
+        self._kept.append(shared)
+        transport = NixlTransport(shared.bytes, name, incarnation, said, checksums=self._checksums)
         return Node(shared.bytes, said, transport)
 
 

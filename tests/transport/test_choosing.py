@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import zmq
 
+from connector import nixl_agent
 from connector.choosing import ChoosingTransport, TransportChoice, choose_transports
 from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from connector.zmq_options import LOOPBACK, Place
 from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
 from tests.transport.net import WAIT_S, Recorder, answer, commit, fill_at_random
@@ -28,7 +30,7 @@ class ChoosingNode:
         self.memory = self.shared.bytes
         self.said = Recorder(changed)
         self.transport: ChoosingTransport = choose_transports(
-            choice, self.memory, self.shared.descriptor, (name, 1), self.said, "127.0.0.1", is_encrypted=False
+            choice, self.memory, self.shared.descriptor, (name, 1), self.said, LOOPBACK, is_encrypted=False
         )
 
     def shows(self, name: str) -> Mapping[str, object]:
@@ -83,6 +85,13 @@ def as_of_another_host(endpoints: list[pb.Endpoint]) -> list[pb.Endpoint]:
 def test_a_link_takes_shared_memory_on_one_host_else_zmq_or_what_was_forced(
     choosing: ChoosingNet, of_sender: TransportChoice, of_receiver: TransportChoice, is_one_host: bool, expected: str
 ) -> None:
+    assert_goes_over(choosing, of_sender, of_receiver, is_one_host, expected)
+
+
+def assert_goes_over(
+    choosing: ChoosingNet, of_sender: TransportChoice, of_receiver: TransportChoice, is_one_host: bool, expected: str
+) -> None:
+    """A link between two nodes of these choices carries KV, a notification and its answer that way, and counts it."""
     sender, receiver = choosing.node(of_sender, "sender"), choosing.node(of_receiver, "receiver")
     receiver.transport.admit(LEASE.lease_id, LEASE.secret, [3, 1])
     endpoints = receiver.transport.endpoints()
@@ -100,6 +109,50 @@ def test_a_link_takes_shared_memory_on_one_host_else_zmq_or_what_was_forced(
     sender.transport.close("receiver@1/1")
     choosing.until(lambda: bool(sender.said.of(LinkClosed)))
     assert sender.shows("links") == {}
+
+
+@pytest.mark.covers("H12")
+@pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed: pip install baton[nixl]")
+@pytest.mark.parametrize(
+    ("of_sender", "of_receiver", "is_one_host", "expected"),
+    [
+        ("auto", "auto", False, "nixl"),
+        ("auto", "auto", True, "shm"),
+        ("nixl", "auto", True, "nixl"),
+        ("auto", "nixl", True, "nixl"),
+        ("zmq", "auto", False, "zmq"),
+        ("auto", "zmq", False, "zmq"),
+    ],
+)
+def test_a_link_takes_nixl_where_both_have_it_and_rdma_but_not_on_one_host(
+    choosing: ChoosingNet,
+    monkeypatch: pytest.MonkeyPatch,
+    of_sender: TransportChoice,
+    of_receiver: TransportChoice,
+    is_one_host: bool,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: True)
+    assert_goes_over(choosing, of_sender, of_receiver, is_one_host, expected)
+
+
+@pytest.mark.covers("H12")
+def test_nixl_is_none_of_the_choices_without_the_library_without_rdma_or_where_links_are_encrypted(
+    choosing: ChoosingNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: True)
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ())
+    assert [each.transport for each in choosing.node("auto", "bare").transport.endpoints()] == ["shm", "zmq"]
+    with pytest.raises(nixl_agent.NixlFault, match=r"baton\[nixl\]"):
+        choosing.node("nixl", "bare")
+    monkeypatch.undo()
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: False)
+    assert [each.transport for each in choosing.node("auto", "slow").transport.endpoints()] == ["shm", "zmq"]
+    shared = SharedBytes(1, 512)
+    with pytest.raises(ValueError, match="encrypts nothing"):
+        choose_transports(
+            "nixl", shared.bytes, shared.descriptor, ("node", 1), lambda event: None, LOOPBACK, is_encrypted=True
+        )
 
 
 @pytest.mark.covers("H12")
@@ -208,7 +261,13 @@ def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     num_threads = threading.active_count()
     with pytest.raises(zmq.ZMQError):
         choose_transports(
-            "auto", shared.bytes, shared.descriptor, ("node", 1), lambda event: None, "192.0.2.1", is_encrypted=False
+            "auto",
+            shared.bytes,
+            shared.descriptor,
+            ("node", 1),
+            lambda event: None,
+            Place("192.0.2.1"),
+            is_encrypted=False,
         )
     assert threading.active_count() == num_threads
 

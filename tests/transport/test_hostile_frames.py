@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
 from connector.landing import Landing
-from connector.transport import MAX_PAYLOAD_BYTES, BlocksLanded, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
-from connector.writes import IncomingNotice, IncomingWrite, decode, decode_described, describe, gather, pack
+from connector.transport import BlocksLanded, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
+from connector.writes import (
+    MAX_MESSAGE_BYTES,
+    IncomingNotice,
+    IncomingWrite,
+    decode,
+    decode_described,
+    describe,
+    gather,
+    pack,
+)
 from proto import baton_pb2 as pb
 from tests.transport.net import Node, ZmqNet, commit, fill_at_random
 
@@ -233,7 +242,7 @@ def test_random_frames_decode_to_a_refusal_or_to_what_they_say(frames: list[byte
             assert pb.DataMessage.FromString(payload).WhichOneof("kind") == "commit"
         case IncomingWrite() as write:
             assert [span.length for span in write.spans] == [len(source) for source in write.sources]
-            assert write.num_bytes <= MAX_PAYLOAD_BYTES
+            assert write.num_bytes <= MAX_MESSAGE_BYTES
 
 
 @pytest.mark.covers("H13", "H09")

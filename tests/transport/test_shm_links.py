@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +16,8 @@ from connector.transport import LeaseRef, LinkClosed, NotifyArrived, RevokeDone,
 from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
 from tests.transport.net import Node, ShmNet, commit, fill_at_random
-from tests.transport.shm_peer import NUM_BLOCKS, pattern
+from tests.transport.peer import NUM_BLOCKS, pattern
+from tests.transport.peer_process import peer
 
 SECRET = b"0123456789abcdef"
 MIB = 1 << 20
@@ -46,43 +43,6 @@ def until_others_had_ten_turns(net: ShmNet, sender: Node) -> None:
     for _ in range(10):
         sender.transport.notify("witness@1/1", commit(9))
     net.until(lambda: len(witness.said.of(NotifyArrived)) == 10)
-
-
-class Peer:
-    """tests/transport/shm_peer.py in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.endpoint = pb.Endpoint.FromString(bytes.fromhex(self._line()))
-
-    def begin(self, target: pb.Endpoint | None) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write((target.SerializeToString().hex() if target else "") + "\n")
-        self.process.stdin.flush()
-
-    def wait_for(self, event: str) -> None:
-        while self._line() != event:
-            pass
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, "the peer has ended"
-        return line
-
-
-@contextmanager
-def peer() -> Iterator[Peer]:
-    command = [sys.executable, "-m", "tests.transport.shm_peer"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Peer(process)
-        finally:
-            process.kill()
 
 
 @pytest.mark.covers("H08", "H09")

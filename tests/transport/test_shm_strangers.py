@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.peer_memory import F_SEAL_FUTURE_WRITE, PeerMemory
-from connector.shm_channel import Channel, ChannelBroken, FrameKind
 from connector.shm_socket import find_connection
 from connector.transport import LeaseRef, LinkClosed, NotifyArrived, WriteRefused
 from engine.shared_bytes import SharedBytes

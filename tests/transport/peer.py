@@ -1,4 +1,4 @@
-"""A node's shm transport in a process of its own, driven over pipes: one that can be killed.
+"""A node's transport, shm or nixl as its argument says, in a process of its own, driven over pipes: one that can be killed.
 
 stdin    hex of an Endpoint to write to, or an empty line: then it only receives
 stdout   hex of its own Endpoint; then a line per event
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
 from connector.transport import LeaseRef, ReceiverEvent, SenderEvent
 from engine.shared_bytes import SharedBytes
@@ -37,7 +38,11 @@ def tell(event: SenderEvent | ReceiverEvent) -> None:
 def main() -> None:
     """Admit lease 1 into all blocks; write into lease 1 to 4 of the peer, if there is one; then live until killed."""
     shared = SharedBytes(NUM_BLOCKS, BLOCK_BYTES)
-    transport = ShmTransport(shared.bytes, shared.descriptor, "peer", 7, tell)
+    transport = (
+        NixlTransport(shared.bytes, "peer", 7, tell)
+        if sys.argv[1] == "nixl"
+        else ShmTransport(shared.bytes, shared.descriptor, "peer", 7, tell)
+    )
     transport.admit(1, SECRET, range(NUM_BLOCKS))
     say(transport.endpoint().SerializeToString().hex())
     line = sys.stdin.readline().strip()

@@ -1,11 +1,13 @@
-"""Frames over a unix socket that never blocks: what the two ends of a shm link say, and how it is cut.
+"""Frames over a stream socket that never blocks: what the two ends of a shm or a nixl link say, and how it is cut.
 
-    sender  HELLO (memory's descriptor beside it) ─►                    WRITE ─►  WRITE ─►  NOTICE ─►
-    receiver                                       ◄─ WELCOME (mapped)          ◄─ TAKEN ◄─ TAKEN      ◄─ ANSWER
+    shm    sender    HELLO (memory's descriptor beside it) ─►                    WRITE ─►  WRITE ─►  NOTICE ─►
+           receiver                                       ◄─ WELCOME (mapped)          ◄─ TAKEN ◄─ TAKEN      ◄─ ANSWER
+    nixl   sender    HELLO ─►             ATTACH ─►              (bytes) WRITE ─►  NOTICE ─►             STOPPED ─►
+           receiver         ◄─ WELCOME (agent)   ◄─ ATTACHED (where)                        ◄─ ANSWER ◄─ OVER
 
 A frame is its kind (1 byte), the length of its body (4 bytes) and the body. TAKEN answers one WRITE, in order: the receiver will
-not look at that write's source blocks again. All that arrives is hostile: a kind or a length that is not allowed breaks the channel
-before anything is allocated for it.
+not look at that write's source blocks again. A WRITE over nixl says that the bytes stand in the receiver's memory. All that
+arrives is hostile: a kind or a length that is not allowed breaks the channel before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ class FrameKind(IntEnum):
     """What a frame is; the values travel."""
 
     HELLO = 1  # LinkHello
-    WELCOME = 2  # empty
+    WELCOME = 2  # shm: empty; nixl: LinkWelcome
     WRITE = 3  # DataMessage{write}
     TAKEN = 4  # empty
     NOTICE = 5  # DataMessage{commit}
     ANSWER = 6  # DataMessage{answer}
+    ATTACH = 7  # Attach
+    ATTACHED = 8  # Attached
+    OVER = 9  # LeaseOver: the receiver has ended it
+    STOPPED = 10  # LeaseOver: the sender writes no more into it
+    MOVING = 11  # empty: what is under way needs the receiver's end to go on, until it hears something else
 
 
 _KINDS: Final = frozenset(int(kind) for kind in FrameKind)
@@ -129,15 +136,15 @@ class Channel:
             raise
         return frames, descriptors[0] if descriptors else None
 
-    def receive(self) -> list[Frame]:
-        """The frames that one read completes; raises ChannelBroken at the end, or for what is no frame."""
+    def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> list[Frame]:
+        """The frames, of `max_bytes` at most, that one read completes; raises ChannelBroken at the end, or for what is no frame."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
             return []
         except OSError as fault:
             raise ChannelBroken(f"connection lost: {fault.strerror}") from None
-        return self._cut(data, MAX_FRAME_BYTES)
+        return self._cut(data, max_bytes)
 
     def is_open_at_peer(self) -> bool:
         """Whether the peer has not closed its end until now, whatever of what it sent is still to be read."""

@@ -1,0 +1,102 @@
+# Names, labels, and what the manifests share.
+{{- define "baton.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a selector may hold: it can never be changed. */}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ include "baton.tag" . | trunc 63 | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
+{{- end -}}
+
+{{- define "baton.tag" -}}
+{{- default .Chart.AppVersion .Values.image.tag -}}
+{{- end -}}
+
+{{- define "baton.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "baton.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.nodeRoles" -}}
+{{- $roles := list -}}
+{{- range $role := list "prefill" "decode" "mixed" -}}
+{{- if gt (int (index $.Values $role).replicas) 0 }}{{ $roles = append $roles $role }}{{ end -}}
+{{- end -}}
+{{- toJson $roles -}}
+{{- end -}}
+
+{{/* The Secret with ca.crt, tls.crt and tls.key; empty: no TLS. */}}
+{{- define "baton.tlsSecret" -}}
+{{- if .Values.tls.certManager.enabled -}}
+{{- default (printf "%s-tls" (include "baton.fullname" .)) .Values.tls.existingSecret -}}
+{{- else -}}
+{{- .Values.tls.existingSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.hasOwnRedis" -}}
+{{- if not (or .Values.redis.url .Values.redis.urlSecret.name) }}yes{{ end -}}
+{{- end -}}
+
+{{/* One cluster's name in a Redis that may hold several: 64 characters at most. */}}
+{{- define "baton.registryNamespace" -}}
+{{- $name := printf "%s.%s" .Release.Namespace (include "baton.fullname" .) -}}
+{{- if gt (len $name) 64 }}{{ sha256sum $name }}{{ else }}{{ $name }}{{ end -}}
+{{- end -}}
+
+{{/* What is not said by a value must be said by somebody. */}}
+{{- define "baton.check" -}}
+{{- if and (not .Values.model.volume) (not .Values.model.random) -}}
+{{- fail "model: say in model.volume where it is (a volume of Kubernetes), or try the chart with --set model.random=llama-tiny" -}}
+{{- end -}}
+{{- if and .Values.model.volume .Values.model.random -}}
+{{- fail "model: volume and random exclude each other" -}}
+{{- end -}}
+{{- if not (fromJsonArray (include "baton.nodeRoles" .)) -}}
+{{- fail "replicas: without a prefill, decode or mixed node nobody computes" -}}
+{{- end -}}
+{{- if and (not .Values.decode.replicas) (not .Values.mixed.replicas) -}}
+{{- fail "replicas: without a decode or mixed node nobody generates" -}}
+{{- end -}}
+{{- if and .Values.redis.url .Values.redis.urlSecret.name -}}
+{{- fail "redis: url and urlSecret exclude each other" -}}
+{{- end -}}
+{{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) -}}
+{{- fail "tls.certManager: issuerRef.name says which issuer signs" -}}
+{{- end -}}
+{{- if and .Values.router.autoscaling.enabled (not (hasKey (default dict .Values.router.resources.requests) "cpu")) -}}
+{{- fail "router.autoscaling: goes by the requested CPU, so router.resources.requests.cpu must say how much" -}}
+{{- end -}}
+{{- if and .Values.router.ingress.enabled (not .Values.router.ingress.host) -}}
+{{- fail "router.ingress: host says for which name" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A knob's value as a variable spells it: YAML's off is a bool, and its numbers are floating ones. */}}
+{{- define "baton.knob" -}}
+{{- if kindIs "bool" . -}}
+{{- ternary "on" "off" . -}}
+{{- else if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) (lt . 9e15) -}}
+{{- int64 . -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}

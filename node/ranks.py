@@ -1,0 +1,123 @@
+"""The processes of a node's ranks behind the first, as the node's own process has them: started, waited for, watched, ended.
+
+    start ──► each maps the KV memory and loads its part ──► loaded ──► all join ──► steps … ──► their pipes end
+
+They are this process's children and nothing without it: the kernel kills them when it dies, their pipes end when it is done with
+them. One that ends before is the end of the node (node/process.py): its heads are computed by nobody else. Not here: what they do
+(node/rank_process.py, engine/lockstep.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import IO, Final
+
+from node.rank_process import LOADED, RankJob, meeting_path
+from runtime.config import child_environment
+from runtime.logs import log_event
+from runtime.threads import started_thread
+
+LOG: Final = logging.getLogger(__name__)
+END_TIMEOUT_S: Final = 2.0  # for who has nothing left to do but return
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    steps: IO[bytes]
+    answers: IO[bytes]
+    ended: Future[None]
+
+
+class RankProcesses:
+    """All ranks but this process's own."""
+
+    def __init__(self, job: RankJob) -> None:
+        """Start them, on the main thread, whose end is theirs; `job` as rank 1 is told it, the meeting's descriptor left out."""
+        self._meeting = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+        self._kills = False  # from now on ends are this process's doing
+        self._ranks: list[_Rank] = []
+        for number in range(1, job.size):
+            self._ranks.append(self._started(replace(job, rank=number, meeting_descriptor=self._meeting)))
+
+    def _started(self, job: RankJob) -> _Rank:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "node.rank_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(job.kv_descriptor, job.meeting_descriptor),
+            env=child_environment(job.threads),
+        )
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended already: `wait_until_loaded` says so
+            process.stdin.write(job.to_line())
+            process.stdin.flush()
+
+        def wait_for_end() -> None:
+            if process.wait() and not self._kills:
+                log_event(LOG, logging.ERROR, "rank_ended", rank=job.rank, pid=process.pid, how=how_it_ended(process))
+
+        ended = started_thread(f"rank-{job.rank}", wait_for_end)
+        return _Rank(job.rank, process, process.stdin, process.stdout, ended)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Their process ids, in the ranks' order."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    @property
+    def pipes(self) -> Sequence[IO[bytes]]:
+        """Where steps go."""
+        return [rank.steps for rank in self._ranks]
+
+    @property
+    def ends(self) -> Sequence[tuple[int, Future[None]]]:
+        """Of each rank its number, and what resolves when its process has ended, whyever."""
+        return [(rank.number, rank.ended) for rank in self._ranks]
+
+    @property
+    def meeting(self) -> str:
+        """The path of the file by which the ranks find each other; it has no name that could be left behind."""
+        return meeting_path(self._meeting)
+
+    def wait_until_loaded(self) -> None:
+        """Wait for all of them, then have them join. Raises ValueError with the sentence of one that could not load."""
+        for rank in self._ranks:
+            with rank.answers:
+                answer = rank.answers.readline().decode().strip()
+            if not answer:
+                rank.ended.result()
+                raise ValueError(f"--tp: rank {rank.number} ended while it loaded: {how_it_ended(rank.process)}")
+            if answer != LOADED:
+                raise ValueError(answer)
+        for rank in self._ranks:
+            rank.steps.write(b"\n")
+            rank.steps.flush()
+
+    def close(self) -> None:
+        """End them: who does not end with its pipe is killed."""
+        for rank in self._ranks:
+            with suppress(BrokenPipeError):  # what it did not read any more
+                rank.steps.close()
+        wait([rank.ended for rank in self._ranks], END_TIMEOUT_S)
+        self._kills = True
+        for rank in self._ranks:
+            rank.process.kill()  # does nothing to who has ended
+            rank.ended.result()
+            rank.answers.close()
+        os.close(self._meeting)
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words; of one that has ended."""
+    code = process.returncode
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -1,0 +1,87 @@
+"""The pages of a router with several workers: what one worker says on each, and what all of them together do.
+
+    metrics          samples of all, each with a label of its worker (worker_metrics.py)
+    state            sums, and of each node the worst that any worker says of it; `workers` has each one's part
+    requests/LIMIT   the newest of all
+    timeline/NAME    that of the worker which has it
+
+Not here: how the question reaches the others (worker_end.py, workers.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from router.shell import RouterShell
+from router.sight import Sight
+
+METRICS: Final = "metrics"
+STATE: Final = "state"
+REQUESTS: Final = "requests/"
+TIMELINE: Final = "timeline/"
+_OF_A_WORKER: Final = ("router", "pid", "ready", "missing", "degraded", "is_draining", "queued", "live_requests")
+_WELL: Final = {"session": "up", "circuit": "closed"}  # of a node
+
+
+def own_page(shell: RouterShell, page: str) -> str:
+    """This worker's part of it; nothing where it has none."""
+    sight = Sight(shell)
+    if page == METRICS:
+        return shell.metrics.render().decode()
+    if page == STATE:
+        return json.dumps(sight.state())
+    if page.startswith(REQUESTS):
+        return json.dumps(sight.requests(int(page.removeprefix(REQUESTS))))
+    if page.startswith(TIMELINE):
+        found = sight.timeline(page.removeprefix(TIMELINE))
+        return "" if found is None else json.dumps(found)
+    raise ValueError(page)
+
+
+def whole_state(texts: Mapping[int, str], asked: int) -> dict[str, Any]:
+    """Of all workers, as the one that was asked would say it."""
+    states: dict[int, dict[str, Any]] = {worker: json.loads(text) for worker, text in sorted(texts.items())}
+    whole = states[asked]
+    whole["workers"] = [{"worker": worker} | {key: states[worker][key] for key in _OF_A_WORKER} for worker in states]
+    whole["ready"] = all(state["ready"] for state in states.values())
+    for key in ("missing", "degraded"):
+        whole[key] = _each_once(sentence for state in states.values() for sentence in state[key])
+    for key in ("queued", "live_requests"):
+        whole[key] = sum(state[key] for state in states.values())
+    nodes: dict[tuple[str, str], dict[str, Any]] = {}
+    for state in (whole, *(states[worker] for worker in states if worker != asked)):
+        for node in state["nodes"]:
+            known = nodes.setdefault((node["name"], node["incarnation"]), node)
+            if known is not node:
+                _add(known, node)
+    whole["nodes"] = list(nodes.values())
+    return whole
+
+
+def whole_requests(texts: Mapping[int, str], limit: int) -> dict[str, Any]:
+    """The newest of all workers, the newest first."""
+    told = [each for text in texts.values() for each in json.loads(text)["data"]]
+    return {"object": "list", "data": sorted(told, key=lambda each: float(each["age_s"]))[:limit]}
+
+
+def found_timeline(texts: Mapping[int, str]) -> dict[str, Any] | None:
+    """That of the worker which has it; of several (a client's own id, used again) the newest."""
+    found: list[dict[str, Any]] = [json.loads(text) for text in texts.values() if text]
+    return min(found, key=lambda each: float(each["age_s"]), default=None)
+
+
+def _add(known: dict[str, Any], node: Mapping[str, Any]) -> None:
+    """What another worker says of a node."""
+    for key in ("prefilling", "sequences"):
+        known[key] += node[key]
+    for key, well in _WELL.items():
+        if known[key] == well:
+            known[key] = node[key]
+    known["listed"] = known["listed"] and node["listed"]
+    known["draining"] = known["draining"] or node["draining"]
+
+
+def _each_once(sentences: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(sentences))

@@ -1,0 +1,7 @@
+"""The small real model of the end-to-end tests."""
+
+from __future__ import annotations
+
+from tests.e2e.conftest import made_model, tiny_model
+
+__all__ = ["made_model", "tiny_model"]

@@ -1,0 +1,77 @@
+"""deploy/systemd: units that systemd takes, and that fit what the processes do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from node.config import NodeConfig
+from router.config import RouterConfig
+from tests.by_hand.unit import UNITS, Unit
+
+ROLES = ("prefill", "decode", "mixed")
+NAMES = ("baton-router.service", *(f"baton-{role}@.service" for role in ROLES))
+PAGE = (UNITS.parents[1] / "docs" / "by_hand.md").read_text(encoding="utf-8")
+DRAIN_S = 25.0
+WHERE_BATON_IS = "/opt/baton/.venv/bin/baton"
+
+
+def unit(name: str) -> Unit:
+    return Unit.parse((UNITS / name).read_text(encoding="utf-8"))
+
+
+def test_there_is_a_unit_for_each_role_and_nodes_differ_in_their_role_alone() -> None:
+    assert sorted(path.name for path in UNITS.iterdir()) == sorted(NAMES)
+    texts = {role: (UNITS / f"baton-{role}@.service").read_text().replace("KillMode=mixed\n", "") for role in ROLES}
+    assert len({text.replace(role, "ROLE") for role, text in texts.items()}) == 1
+
+
+def complaints(folder: Path, name: str, text: str) -> str:
+    """What systemd has to say of it, for a machine that has a `baton`."""
+    (folder / name).write_text(text.replace(WHERE_BATON_IS, shutil.which("true") or ""))
+    command = ["systemd-analyze", "verify", "--man=no", str(folder / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze (Debian: the package systemd)")
+@pytest.mark.parametrize("name", NAMES)
+def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
+    text = (UNITS / name).read_text()
+    assert complaints(tmp_path, name, text) == ""
+    assert "Unknown" in complaints(tmp_path, name, text.replace("TimeoutStopSec", "TimeoutStopSecs"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variable_of_units_and_page_is_a_knob(name: str) -> None:
+    config = RouterConfig if "router" in name else NodeConfig
+    knobs = {f"BATON_{field.name.upper()}" for field in dataclasses.fields(config)}
+    own = {word for value in unit(name).all("Environment") for word in re.findall(r"BATON_\w+", value)}
+    assert own <= knobs
+    everybodys = {
+        f"BATON_{field.name.upper()}" for each in (RouterConfig, NodeConfig) for field in dataclasses.fields(each)
+    }
+    (env_file,) = re.findall(r"^```\n((?:BATON_\w+=.*\n)+)```", PAGE, re.MULTILINE)
+    in_page = set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", env_file))
+    assert in_page and in_page <= everybodys
+    assert set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", PAGE)) <= everybodys | {"BATON_API_KEY"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_unit_lets_its_process_drain_and_stops_what_only_an_operator_can_mend(name: str) -> None:
+    found = unit(name)
+    for config in (RouterConfig, NodeConfig):
+        assert next(field.default for field in dataclasses.fields(config) if field.name == "drain_timeout_s") == DRAIN_S
+    assert float(found.one("TimeoutStopSec")) >= DRAIN_S + 20  # as the page says
+    assert (found.one("KillSignal"), found.one("KillMode")) == ("SIGTERM", "mixed")
+    assert (found.one("Restart"), found.one("RestartPreventExitStatus")) == ("on-failure", "2")
+    assert found.one("User") == "baton" and found.command()[0] == WHERE_BATON_IS
+    # What a node cannot live with.
+    broken = {"MemoryDenyWriteExecute", "PrivateNetwork", "PrivateUsers", "PrivateIPC", "DynamicUser", "RootDirectory"}
+    broken |= set() if "router" in name else {"PrivateDevices", "DevicePolicy"}
+    assert broken & {key for _, key, _ in found.settings} == set()

@@ -1,0 +1,94 @@
+"""Bugs in the orders and kinds of nodes that the router keeps so that placement need not look at every node."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_RANKING: Final = ("tests/router/test_ranking.py",)
+_KINDS: Final = ("tests/router/test_node_kinds.py",)
+_CACHES: Final = ("tests/router/test_core_caches.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "ranking-overlooks-a-load",
+        "A node whose load has changed keeps its place in the order.",
+        "router/ranking.py",
+        "                insort(self._names, ref)\n            self._stale[ref] = None\n",
+        "                insort(self._names, ref)\n                self._stale[ref] = None\n",
+        _RANKING,
+    ),
+    Mutant(
+        "ranking-keeps-who-has-gone",
+        "Every incarnation of a node that ever was is remembered where nobody asks for the order by load.",
+        "router/ranking.py",
+        "                self._stale.pop(ref, None)",
+        "                self._stale[ref] = None",
+        _RANKING,
+    ),
+    Mutant(
+        "equals-in-no-turn",
+        "Of nodes with the lowest load the first by name gets every request.",
+        "router/ranking.py",
+        "max(bisect_right(order, (load, last)), first)",
+        "first",
+        _RANKING,
+    ),
+    Mutant(
+        "turn-takes-who-is-left-out",
+        "Of nodes with the lowest load one is taken that may not be used.",
+        "router/ranking.py",
+        "                if self._may(order[index][1]):\n",
+        "                if order[index][1] > last:\n",
+        _RANKING,
+    ),
+    Mutant(
+        "draw-takes-who-is-left-out",
+        "A node that may not be used is drawn in place of the one behind it.",
+        "router/ranking.py",
+        "                    index += 1\n",
+        "                    pass\n",
+        _RANKING,
+    ),
+    Mutant(
+        "first-stands-for-who-can-fetch",
+        "By cache and pool a node that fetches is reckoned as if it computed.",
+        "router/placement.py",
+        "        if not prompt.pooled:\n",
+        "        if True:\n",
+        _RANKING,
+    ),
+    Mutant(
+        "what-has-ended-still-counts",
+        "A decode node whose branches have ended stays where it was in the order by load, and full.",
+        "router/nodes.py",
+        "            node.branches.discard(branch)\n            self._kinds.changed(node)\n",
+        "            node.branches.discard(branch)\n",
+        _KINDS,
+    ),
+    Mutant(
+        "new-rates-unheard",
+        "A node that turns out to be slow stays among the fast ones.",
+        "router/nodes.py",
+        "            self._kinds.look_at_rates()\n",
+        "            pass\n",
+        _CACHES,
+    ),
+    Mutant(
+        "lost-node-keeps-its-kind",
+        "A node that is lost is still counted among those that could serve.",
+        "router/nodes.py",
+        "            if event.node in self._nodes:\n                self._kinds.put(node)\n",
+        "",
+        _KINDS,
+    ),
+    Mutant(
+        "claims-hold-for-no-kind",
+        "Who waits for room has a claim to nodes, and others are sent there.",
+        "router/nodes.py",
+        "return claimed is not None and claimed <= nodes.kind.max_total_tokens",
+        "return claimed is not None and claimed < nodes.kind.max_total_tokens - 1000",
+        _KINDS,
+    ),
+)

@@ -1,0 +1,95 @@
+"""Bugs of nodes with several ranks: whose columns a rank has, where its heads lie, what the others are told, who ends with whom."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_SPLIT: Final = ("tests/engine_torch/test_split.py",)
+_RANKS: Final = ("tests/node/test_ranks.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "every-rank-has-the-first-heads",
+        "A rank sees and writes the KV of rank 0's heads.",
+        "engine/kv_memory.py",
+        "heads = split.part(self._host.shape[4])",
+        "heads = slice(0, split.width(self._host.shape[4]))",
+        _SPLIT,
+    ),
+    Mutant(
+        "columns-interleaved",
+        "What ranks computed is put together number by number, not part by part.",
+        "engine/ranks.py",
+        ".transpose(0, 1).reshape(num_rows",
+        ".permute(1, 2, 0).reshape(num_rows",
+        _SPLIT,
+    ),
+    Mutant(
+        "biases-of-another-rank",
+        "A rank adds the bias of the first columns to its own.",
+        "engine/model_weights.py",
+        'torch.cat([self._part(f"{name}.bias") for name in names])',
+        'torch.cat([self.whole(f"{name}.bias")[: len(self._part(f"{name}.bias"))] for name in names])',
+        _SPLIT,
+    ),
+    Mutant(
+        "a-vocabulary-that-does-not-divide-is-cut-off",
+        "The last tokens of a vocabulary that does not divide are nobody's.",
+        "engine/split.py",
+        "return -(-count // self.size)",
+        "return count // self.size",
+        _SPLIT,
+    ),
+    Mutant(
+        "a-block-of-the-rank-s-own-heads",
+        "The C++ is told that a block has this rank's heads alone.",
+        "kernels/cpu_kernels.py",
+        "*shape, kv.stride(3))",
+        "*shape, num_kv_heads * head_dim)",
+        _SPLIT,
+    ),
+    Mutant(
+        "ranks-are-not-waited-for",
+        "A node with devices tells a step before the other ranks' heads of its blocks are on the host.",
+        "engine/lockstep.py",
+        "return bool(self.leaving or self.written)",
+        "return False",
+        ("tests/engine_torch/test_lockstep.py",),
+    ),
+    Mutant(
+        "what-arrived-is-told-to-no-rank",
+        "On devices, only rank 0 copies its heads of blocks that came over the wire to its device.",
+        "engine/lockstep.py",
+        """        if step.arrived:
+            kv.to_device(step.arrived)
+""",
+        "",
+        _SPLIT,
+    ),
+    Mutant(
+        "a-rank-s-death-is-not-noticed",
+        "Nobody watches the other ranks: a node that lost one takes work until a step fails.",
+        "node/process.py",
+        "in self._engine.rank_ends:",
+        "in ():",
+        _RANKS,
+    ),
+    Mutant(
+        "heads-that-do-not-divide-are-taken",
+        "A model whose KV heads do not divide among the ranks is loaded all the same.",
+        "engine/split.py",
+        '"num_key_value_heads": config.num_kv_heads,',
+        '"num_key_value_heads": size,',
+        _SPLIT,
+    ),
+    Mutant(
+        "a-rank-hears-signals",
+        "A service manager that asks all processes of a node to stop ends its ranks at once, and the node with them.",
+        "node/rank_process.py",
+        "signal.signal(number, signal.SIG_IGN)",
+        "signal.signal(number, signal.SIG_DFL)",
+        ("tests/e2e/test_tensor_parallel.py",),
+    ),
+)

@@ -1,0 +1,150 @@
+"""Nodes of several ranks as real processes: handoffs between sizes, and what becomes of processes, however one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import select
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.kv_memory import KvMemory
+from engine.model_config import read_model_config
+from engine.plan import SamplingParams
+from engine.sequence import SequenceSpec
+from node.rank_process import RankJob
+from node.ranks import RankProcesses
+from proto import baton_pb2 as pb
+from tests.kernels_choice import KERNELS
+from tests.node.test_process import TIMEOUT_S, flags, run, running
+from tests.node.test_two_nodes import SIZES, Stream, TestRouter, alone, dispatch_of, entry_of, until_free
+
+
+@contextmanager
+def held(pids: Sequence[int]) -> Iterator[list[int]]:
+    """Descriptors that tell a process that ended from a new one with its number."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def wait_for_end(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 20)[0], "it is still there"
+
+
+@pytest.mark.covers("H14", "D07", "H01")
+def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_one_engine(
+    model_dir: Path, tmp_path: Path, fresh_seed: int
+) -> None:
+    """From nodes of two and of one to nodes of two and of one. Then a node is killed, and a rank of another."""
+    draw = random.Random(fresh_seed)
+    lengths = (1, 16, 31, 49, 96, 130, 200, 17)  # around block (16) and chunk (48) borders
+    specs = [
+        SequenceSpec(
+            sequence_id=f"r{length}",
+            token_ids=tuple(draw.randrange(256) for _ in range(length)),
+            num_generated=0,
+            sampling=SamplingParams(temperature=draw.choice((0.0, 1.0)), seed=draw.getrandbits(64)),
+            max_new_tokens=20,
+            stop_token_ids=frozenset(),
+            block_keys=(),
+        )
+        for length in lengths
+    ]
+
+    async def serve(entries: dict[tuple[str, int], pb.NodeEntry]) -> dict[str, list[int]]:
+        router = TestRouter(list(entries.values()))
+        ways = cycle([(entries["prefill", one], entries["decode", other]) for one in (1, 2) for other in (1, 2)])
+        try:
+            async with asyncio.timeout(120):
+                await router.ready()
+                for spec, (prefill, decode) in zip(specs, ways, strict=False):
+                    router.streams[str(spec.sequence_id)] = Stream()
+                    message = pb.RouterMessage(dispatch=dispatch_of(spec, decode))
+                    router.dialer.send(prefill.node.name, prefill.node.incarnation, message)
+                for stream in router.streams.values():
+                    await stream.end.wait()
+                    assert stream.error is None and stream.from_receiver > 1
+                for (_, size), entry in entries.items():
+                    state: dict[str, Any] = await until_free(entry)
+                    assert state["tp"] == size
+                    assert len(state["kv_bytes_sent"]) + len(state["kv_bytes_received"]) == 2, "of both sizes"
+        finally:
+            await router.dialer.close()
+        return {name: stream.token_ids for name, stream in router.streams.items()}
+
+    with ExitStack() as opened:
+        processes, entries, ranks = {}, {}, {}
+        for role, size in product(("prefill", "decode"), (1, 2)):
+            arguments = [*flags(model_dir, *SIZES), "--tp", str(size)]
+            context = running(f"{role}_node", arguments, tmp_path / f"{role}-{size}.json")
+            processes[role, size], ready = opened.enter_context(context)
+            state = httpx.get(f"http://{ready['http']}/state").json()
+            entries[role, size], ranks[role, size] = entry_of(ready, state), state["rank_pids"]
+        assert "baton_node_ranks 2.0" in httpx.get(f"http://{entries['decode', 2].http_address}/metrics").text
+        assert asyncio.run(serve(entries)) == alone(model_dir, specs)
+        with held([pid for pids in ranks.values() for pid in pids]) as descriptors:
+            assert len(descriptors) == 2
+            processes["decode", 2].kill()
+            os.kill(ranks["prefill", 2][0], signal.SIGKILL)  # nothing runs there that would notice
+            for size_one in (processes["prefill", 1], processes["decode", 1]):
+                size_one.send_signal(signal.SIGTERM)
+                assert size_one.wait(TIMEOUT_S) == 0
+            assert processes["decode", 2].wait(TIMEOUT_S) == -signal.SIGKILL
+            assert processes["prefill", 2].wait(TIMEOUT_S) == 1
+            wait_for_end(descriptors)
+        assert "rank_ended rank=1" in (tmp_path / "prefill-2.log").read_text()
+
+
+@pytest.mark.covers("H14")
+def test_a_number_of_ranks_that_does_not_go_is_refused_by_name(model_dir: Path) -> None:
+    for more, named in (
+        (("--tp", "3"), "--tp 3: the model's num_key_value_heads 2 cannot be cut into 3 equal parts"),
+        (("--tp", "0"), "--tp 0"),
+    ):
+        result = run("decode_node", flags(model_dir, *more))
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.startswith("baton decode: ") and named in result.stderr
+        assert result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_rank_that_cannot_load_says_why_and_one_that_dies_meanwhile_how(model_dir: Path, tmp_path: Path) -> None:
+    memory = KvMemory(read_model_config(model_dir), 16, 4, "fp32")
+    job = RankJob(
+        rank=1,
+        size=2,
+        model=str(tmp_path / "nothing"),
+        dtype="fp32",
+        kernels=KERNELS,
+        device="cpu",
+        weight_dtype="auto",
+        threads=1,
+        block_size=16,
+        num_blocks=4,
+        kv_descriptor=memory.writers_descriptor,
+        meeting_descriptor=-1,
+        parent_pid=os.getpid(),
+    )
+    ranks = RankProcesses(job)
+    with held(ranks.pids) as descriptors:
+        with pytest.raises(ValueError, match=r"nothing.config\.json"):
+            ranks.wait_until_loaded()
+        ranks.close()
+        wait_for_end(descriptors)
+    ranks = RankProcesses(job)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"^--tp: rank 1 ended while it loaded: SIGKILL$"):
+        ranks.wait_until_loaded()
+    ranks.close()

@@ -1,0 +1,130 @@
+"""nixl links whose senders die, hang or are none: what they could still write into is not given to anybody before they cannot."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from connector import nixl_receiver
+from connector.transport import LeaseRef, LinkClosed, NotifyArrived, RevokeDone
+from proto import baton_pb2 as pb
+from tests.transport.net import NixlNet, Node, commit, fill_at_random
+from tests.transport.peer import BLOCK_BYTES, NUM_BLOCKS, SECRET, pattern
+from tests.transport.peer_process import Peer, peer
+
+
+def receiver_of(net: NixlNet, sender: Peer) -> Node:
+    """A node into whose lease 1 the peer has written its block 0."""
+    receiver = net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
+    receiver.transport.admit(1, SECRET, [2])
+    sender.begin(receiver.transport.endpoint())
+    net.until(lambda: receiver.said.landed(1) == [0] and bool(receiver.said.of(NotifyArrived)))
+    assert (receiver.memory[2] == pattern(0)).all()
+    return receiver
+
+
+def assert_still_serves(net: NixlNet, receiver: Node) -> None:
+    """Another sender's write lands."""
+    good = net.node("good", NUM_BLOCKS, BLOCK_BYTES)
+    fill_at_random(good.memory)
+    receiver.transport.admit(9, SECRET, [3])
+    good.transport.open("receiver@1/9", receiver.transport.endpoint())
+    good.transport.write("receiver@1/9", LeaseRef(9, SECRET), [(0, 1)])
+    net.until(lambda: receiver.said.landed(9) == [0])
+    assert np.array_equal(receiver.memory[3], good.memory[1])
+
+
+@pytest.mark.covers("H08", "H07")
+def test_the_leases_of_a_killed_sender_are_quiet_and_others_go_on(nixl_net: NixlNet) -> None:
+    with peer("nixl") as sender:
+        receiver = receiver_of(nixl_net, sender)
+        sender.kill()
+        receiver.transport.revoke(1)
+        nixl_net.until(lambda: receiver.said.of(RevokeDone) == [RevokeDone(1)])
+    assert receiver.transport.snapshot()["leases_quarantined"] == 0
+    assert_still_serves(nixl_net, receiver)
+
+
+@pytest.mark.covers("H08")
+def test_a_sender_that_hangs_keeps_an_ended_lease_in_quarantine_until_its_link_is_torn_down(
+    nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_receiver, "_STOP_S", 0.5)
+    with peer("nixl") as sender:
+        receiver = receiver_of(nixl_net, sender)
+        sender.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        receiver.transport.revoke(1)
+        assert receiver.transport.snapshot()["leases_quarantined"] == 1 and receiver.said.of(RevokeDone) == []
+        nixl_net.until(lambda: receiver.said.of(RevokeDone) == [RevokeDone(1)])
+        assert time.monotonic() - began >= 0.5
+        assert_still_serves(nixl_net, receiver)
+        sender.process.send_signal(signal.SIGCONT)
+        sender.wait_for("LinkClosed")
+
+
+@pytest.mark.covers("H08")
+def test_a_sender_that_lives_says_that_it_has_stopped_and_keeps_its_link(nixl_net: NixlNet) -> None:
+    sender = nixl_net.node("sender", NUM_BLOCKS, BLOCK_BYTES)
+    receiver = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
+    fill_at_random(sender.memory)
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    for lease_id in range(1, 6):
+        receiver.transport.admit(lease_id, SECRET, [0, 1])
+        sender.transport.write("receiver@1/1", LeaseRef(lease_id, SECRET), [(0, 2), (1, 3)])
+        nixl_net.until(lambda lease_id=lease_id: len(receiver.said.landed(lease_id)) == 2)  # type: ignore[misc]
+        receiver.transport.revoke(lease_id)
+        nixl_net.until(lambda lease_id=lease_id: receiver.said.of(RevokeDone)[-1:] == [RevokeDone(lease_id)])  # type: ignore[misc]
+    assert sender.said.of(LinkClosed) == []
+
+
+def test_a_node_on_loopback_listens_nowhere_else(nixl_net: NixlNet) -> None:
+    sender, receiver = nixl_net.node("sender"), nixl_net.node("receiver")
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    sender.transport.notify("receiver@1/1", commit(1))
+    nixl_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
+    listening = [each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 4, "two of ours, two of UCX"
+    assert set(listening) == {"127.0.0.1"}
+
+
+@pytest.mark.covers("H13")
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\xff\xff\xff\xff",
+        b"\x01\x02\x00\x00\x00\xff\xff",
+        b"\x03\x00\x00\x00\x00",
+        b"\x01" + (18).to_bytes(4, "little") + pb.LinkHello(link_secret=b"x" * 16).SerializeToString(),
+    ],
+)
+def test_who_says_something_else_is_not_let_in(nixl_net: NixlNet, words: bytes) -> None:
+    receiver = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
+    host, _, port = receiver.transport.endpoint().address.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as stranger:
+        stranger.sendall(words)
+        assert stranger.recv(1) == b""
+    nixl_net.until(lambda: receiver.transport.snapshot()["links_refused"] == 1)
+    assert_still_serves(nixl_net, receiver)
+
+
+@pytest.mark.covers("H13")
+def test_a_sender_that_was_let_in_and_says_what_none_says_loses_its_link_alone(nixl_net: NixlNet) -> None:
+    receiver = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
+    endpoint = receiver.transport.endpoint()
+    host, _, port = endpoint.address.rpartition(":")
+    hello = pb.LinkHello(sender="mallory@1", link_secret=endpoint.link_secret).SerializeToString()
+    for kind, body in ((6, b""), (7, b"\xff"), (10, b"\xff"), (99, b"")):
+        with socket.create_connection((host, int(port)), 20) as stranger:
+            stranger.sendall(b"\x01" + len(hello).to_bytes(4, "little") + hello)
+            assert stranger.recv(1) == b"\x02"
+            stranger.sendall(bytes([kind]) + len(body).to_bytes(4, "little") + body)
+            while stranger.recv(65536):
+                pass
+    assert_still_serves(nixl_net, receiver)
