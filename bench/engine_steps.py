@@ -21,8 +21,8 @@ from engine.model_config import ModelConfig
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from engine.sampler import Draw, sample
-from kernels.cpu_kernels import CpuStack
-from kernels.interface import AttentionBatch, Linear
+from kernels.cpu_kernels import CpuModel
+from kernels.interface import AttentionBatch, Linear, StepRows
 
 _GENERATION: Final = 1  # every runner is new
 
@@ -88,16 +88,16 @@ class _TimedLinear:
         return self.result
 
 
-class _TimedStack:
-    def __init__(self, stack: CpuStack) -> None:
-        self._stack = stack
-        self.seconds = 0.0
+class _KeepsLogits:
+    def __init__(self, model: CpuModel) -> None:
+        self._model = model
+        self.result = torch.empty(0)
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
-        begin = time.perf_counter()
-        result = self._stack(hidden, cos, sin, kv, batch)
-        self.seconds += time.perf_counter() - begin
-        return result
+    def logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> None:
+        self.result = logits
+        self._model.logits(rows, cos, sin, kv, batch, logits)
 
 
 class Steps:
@@ -116,15 +116,11 @@ class Steps:
 
     def parts(self, num_steps: int) -> dict[str, float]:
         """Seconds of one step by what they went for, the mean of some."""
-        head = _TimedLinear(self._model.head)
-        stack = self._model.stack
-        timed = _TimedStack(stack) if isinstance(stack, CpuStack) else None
-        model = replace(self._model, head=head, stack=timed)
-        runner = self._new_runner(model)
-        before = stack.seconds if isinstance(stack, CpuStack) else {}
+        head, whole = _TimedLinear(self._model.ends.head), self._model.whole
+        kept = _KeepsLogits(whole) if isinstance(whole, CpuModel) else None
+        runner = self._new_runner(replace(self._model, ends=self._model.ends._replace(head=head), whole=kept))
+        before = whole.seconds if isinstance(whole, CpuModel) else {}
         head.seconds = 0.0
-        if timed is not None:
-            timed.seconds = 0.0
         begin = time.perf_counter()
         for _ in range(num_steps):
             runner.run(self._plan(()))
@@ -132,10 +128,10 @@ class Steps:
         draws = [Draw(sampling, 0) for sampling in self._sampling]
         begin = time.perf_counter()
         for _ in range(num_steps):
-            sample(head.result, draws, model.kernels)
+            sample(head.result if kept is None else kept.result, draws, self._model.kernels)
         parts = {"sampler": time.perf_counter() - begin, "head": head.seconds}
-        if isinstance(stack, CpuStack):
-            parts |= {name: seconds - before[name] for name, seconds in stack.seconds.items()}
+        if isinstance(whole, CpuModel):
+            parts |= {name: seconds - before[name] for name, seconds in whole.seconds.items()}
         parts["rest"] = total - sum(parts.values())
         return {name: seconds / num_steps for name, seconds in parts.items()}
 

@@ -22,13 +22,13 @@ from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
 from engine.model_weights import WeightReader
 from engine.ranks import Ranks
-from engine.rope import attention_factor, inverse_frequencies
+from engine.rope import Angles
 from engine.split import WHOLE, Split, check_split
 from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
-from kernels.interface import Kernels, LayerStack, Linear, StackLayer
+from kernels.interface import Kernels, LayerStack, Linear, ModelEnds, StackLayer, StepRows, WholeModel
 from kernels.upload import upload
 
 
@@ -54,12 +54,12 @@ class Model:
     dtype: str  # "fp32", "bf16" or "fp16"
     kernels: Kernels
     shortfall: str  # why the kernels are not those that were asked for; "" where they are
-    embedding: Tensor  # [vocab_size, hidden_size]
+    ends: ModelEnds
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden_size]
-    head: Linear  # hidden_size to vocab_size
-    inverse_frequencies: Tensor  # [head_dim / 2] fp32
-    stack: LayerStack | None  # the layers once more, where the back end runs all of them in one call
+    angles: Angles
+    # All of it, or the layers, once more, where the back end runs that in one call.
+    whole: WholeModel | None
+    stack: LayerStack | None
     split: Split = WHOLE  # which columns of its linears are here
     ranks: Ranks | None = None  # who has the others
 
@@ -67,7 +67,8 @@ class Model:
         """The same model with fewer layers; weights are shared."""
         layers = self.layers[:count]
         config = replace(self.config, num_layers=count)
-        return replace(self, config=config, layers=layers, stack=_stack(self.kernels, config, layers, self.split))
+        whole, stack = _in_one_call(self.kernels, config, layers, self.ends, self.split)
+        return replace(self, config=config, layers=layers, whole=whole, stack=stack)
 
     def joins(self, ranks: Ranks) -> Model:
         """The same model, which computes together with the other ranks' parts; all of them call all that follows alike."""
@@ -82,10 +83,17 @@ class Model:
         in fresh memory.
         """
         memory = StepTensors() if memory is None else memory
-        num_rows, device = len(batch.token_ids), self.embedding.device
-        cos, sin = self._angles(upload(batch.positions, device), memory)
-        hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.embedding)
-        torch.index_select(self.embedding, 0, upload(batch.token_ids, device), out=hidden)
+        cos, sin = self.angles.up_to(batch.attention.block_tables.shape[1] * kv.shape[3])
+        if self.whole is not None:
+            logits = self._room_for_logits(len(batch.logit_rows), memory)
+            self.whole.logits(StepRows(*batch[:3]), cos, sin, kv, batch.attention, logits)
+            return logits
+        num_rows, device = len(batch.token_ids), self.ends.embedding.device
+        positions, shape = upload(batch.positions, device), (num_rows, cos.shape[1])
+        cos = torch.index_select(cos, 0, positions, out=memory.take("cos", shape, cos))
+        sin = torch.index_select(sin, 0, positions, out=memory.take("sin", shape, sin))
+        hidden = memory.take("hidden", (num_rows, self.config.hidden_size), self.ends.embedding)
+        torch.index_select(self.ends.embedding, 0, upload(batch.token_ids, device), out=hidden)
         if self.stack is not None:
             hidden = self.stack(hidden, cos, sin, kv, batch.attention)
         else:
@@ -97,21 +105,17 @@ class Model:
         last = memory.take("last", shape, hidden)
         torch.index_select(hidden, 0, upload(batch.logit_rows, device), out=last)
         normed = self.kernels.rms_norm(
-            last, self.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
+            last, self.ends.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )
         if self.ranks is not None:
-            return self.ranks.gathered(self.head(normed))[:, : self.config.vocab_size].contiguous()
-        if num_logits > memory.max_logits:
-            return self.head(normed)
-        return self.head(normed, memory.take("logits", (num_logits, self.config.vocab_size), hidden))
+            return self.ranks.gathered(self.ends.head(normed))[:, : self.config.vocab_size].contiguous()
+        return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
-    def _angles(self, positions: Tensor, memory: StepTensors) -> tuple[Tensor, Tensor]:
-        """cos and sin of each row's rotations, each [num_rows, head_dim / 2] fp32."""
-        shape = (len(positions), len(self.inverse_frequencies))
-        turns, cos, sin = (memory.take(name, shape, self.inverse_frequencies) for name in ("turns", "cos", "sin"))
-        scale = attention_factor(self.config.rope)
-        torch.mul(turns.copy_(positions[:, None]), self.inverse_frequencies, out=turns)
-        return torch.cos(turns, out=cos).mul_(scale), torch.sin(turns, out=sin).mul_(scale)
+    def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
+        shape = (num_logits, self.config.vocab_size)
+        if num_logits > memory.max_logits:
+            return self.ends.embedding.new_empty(shape)
+        return memory.take("logits", shape, self.ends.embedding)
 
     def _layer_by_layer(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         attention = self.kernels.step_attention(kv, batch.attention, self.split.width(self.config.num_heads))
@@ -170,18 +174,23 @@ def load_model(
         files.check(tensor_shapes(config), ignored_tensors(config))
         reader = WeightReader(files, kernels, TORCH_DTYPES[dtype], device, split)
         layers = tuple(_read_layer(reader, config, f"model.layers.{index}") for index in range(config.num_layers))
+        ends = ModelEnds(
+            embedding=reader.whole("model.embed_tokens.weight"),
+            final_norm=reader.whole("model.norm.weight"),
+            # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
+            head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
+        )
+        whole, stack = _in_one_call(kernels, config, layers, ends, split)
         return Model(
             config=config,
             dtype=dtype,
             kernels=kernels,
             shortfall=shortfall,
-            embedding=reader.whole("model.embed_tokens.weight"),
+            ends=ends,
             layers=layers,
-            final_norm=reader.whole("model.norm.weight"),
-            # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
-            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
-            stack=_stack(kernels, config, layers, split),
+            angles=Angles.of(config.rope, config.head_dim, device),
+            whole=whole,
+            stack=stack,
             split=split,
         )
 
@@ -209,9 +218,12 @@ def _chosen_kernels(
         raise ModelError(str(error)) from None
 
 
-def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...], split: Split) -> LayerStack | None:
+def _in_one_call(
+    kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ...], ends: ModelEnds, split: Split
+) -> tuple[WholeModel | None, LayerStack | None]:
+    """The whole model where there is such a thing, else the layers where there are those."""
     if split.size > 1:
-        return None  # between any two of its linears activations go from rank to rank
+        return None, None  # between any two of its linears activations go from rank to rank
     stacked = [
         StackLayer(
             each.attention_norm,
@@ -226,4 +238,5 @@ def _stack(kernels: Kernels, config: ModelConfig, layers: tuple[LayerWeights, ..
         )
         for each, window in zip(layers, config.windows[: len(layers)], strict=True)
     ]
-    return kernels.stack(stacked, config.num_heads, config.rms_norm_eps)
+    whole = kernels.whole(ends, stacked, config.num_heads, config.rms_norm_eps)
+    return whole, None if whole is not None else kernels.stack(stacked, config.num_heads, config.rms_norm_eps)

@@ -27,7 +27,9 @@ def find_inexactness(model: Model) -> str | None:
     if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
         return f"{name} kernels do not promise it for {model.dtype} on this machine"
     shallow = model.first_layers(1)
-    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype).part(model.split, model.embedding.device)
+    kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype).part(
+        model.split, model.ends.embedding.device
+    )
     stride = max(1, model.config.vocab_size // (2 * _NUM_TOKENS))
     one = [index * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]
     two = [(index + _NUM_TOKENS) * stride % model.config.vocab_size for index in range(_NUM_TOKENS)]

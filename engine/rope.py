@@ -1,4 +1,5 @@
-"""The rotary frequencies of a model, scaled as it was trained, in the arithmetic of transformers' modeling_rope_utils.
+"""The rotary frequencies of a model, scaled as it was trained, in the arithmetic of transformers' modeling_rope_utils; and
+each position's angles.
 
 Not here: applying them (kernels), reading the settings (engine/rope_config.py).
 """
@@ -6,11 +7,14 @@ Not here: applying them (kernels), reading the settings (engine/rope_config.py).
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.rope_config import RopeConfig
+
+_FIRST_POSITIONS: Final = 1024
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -24,6 +28,28 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, frequencies)
     return frequencies
+
+
+class Angles:
+    """cos and sin of every position so far, in memory that doubles: a step takes them from there."""
+
+    def __init__(self, frequencies: Tensor, factor: float) -> None:
+        """`frequencies` [head_dim / 2] fp32: angle per position; `factor`: what cos and sin are multiplied by."""
+        self._frequencies, self._factor = frequencies, factor
+        self._cos = self._sin = frequencies.new_empty((0, len(frequencies)))
+
+    @classmethod
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Angles:
+        """A model's, on its device."""
+        return cls(inverse_frequencies(rope, head_dim).to(device), attention_factor(rope))
+
+    def up_to(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of at least positions 0 .. num_positions - 1, each [positions, head_dim / 2] fp32."""
+        if len(self._cos) < num_positions:
+            size = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            turns = torch.arange(size, device=self._frequencies.device).float()[:, None] * self._frequencies
+            self._cos, self._sin = turns.cos().mul_(self._factor), turns.sin().mul_(self._factor)
+        return self._cos, self._sin
 
 
 def attention_factor(rope: RopeConfig) -> float:

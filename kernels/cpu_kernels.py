@@ -25,6 +25,7 @@ from kernels.cpu_library import (
     CBatch,
     CCache,
     CContest,
+    CEnds,
     CLayer,
     CLinear,
     CRotation,
@@ -34,7 +35,15 @@ from kernels.cpu_library import (
     reference,
 )
 from kernels.int8_weights import INT8_SUFFIX, quantized
-from kernels.interface import AttentionBatch, Contenders, Linear, StackLayer, StepAttention
+from kernels.interface import (
+    AttentionBatch,
+    Contenders,
+    Linear,
+    ModelEnds,
+    StackLayer,
+    StepAttention,
+    StepRows,
+)
 from kernels.torch_reference import TorchBlockCopies
 from kernels.weight_memory import WeightMemory
 
@@ -177,7 +186,7 @@ class CpuStack:
             reference(self._c),
             reference(step.cache),
             reference(step.batch),
-            reference(CRotation(cos.data_ptr(), sin.data_ptr())),
+            reference(CRotation(cos.data_ptr(), sin.data_ptr(), None)),
             hidden.data_ptr(),
             torch.get_num_threads(),
             self._seconds,
@@ -186,7 +195,42 @@ class CpuStack:
         return hidden
 
 
-PHASES: Final = ("norm", "qkv", "rotate and write", "attend", "attention out", "gate and up", "down")
+class CpuModel(CpuStack):
+    """kernels.interface.WholeModel; and the stack of its layers."""
+
+    def __init__(
+        self, library: Library, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float
+    ) -> None:
+        super().__init__(library, layers, num_heads, norm_eps)
+        if not isinstance(ends.head, CpuLinear):
+            raise TypeError("the head of a model is packed by its own back end")
+        self._ends = ends  # keeps the weights
+        self._c_ends = CEnds(ends.embedding.data_ptr(), ends.final_norm.data_ptr(), ends.head.c)
+        self._dtype_code = DTYPE_CODES[ends.embedding.dtype]
+
+    def logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> None:
+        """See WholeModel."""
+        step, ends = _CStep(kv, batch, self._num_heads), self._c_ends
+        ends.token_ids, ends.logit_rows = rows.token_ids.data_ptr(), rows.logit_rows.data_ptr()
+        ends.logits, ends.num_logits = logits.data_ptr(), len(rows.logit_rows)
+        is_done = self._library.call.baton_forward(
+            self._workspace.address,
+            reference(self._c),
+            reference(step.cache),
+            reference(step.batch),
+            reference(CRotation(cos.data_ptr(), sin.data_ptr(), rows.positions.data_ptr())),
+            reference(ends),
+            torch.get_num_threads(),
+            self._seconds,
+            self._dtype_code,
+        )
+        if not is_done:
+            raise IndexError("a token id is none of the vocabulary's")
+
+
+PHASES: Final = ("norm", "qkv", "rotate and write", "attend", "attention out", "gate and up", "down", "head")
 
 
 def _c_layer(layer: StackLayer) -> CLayer:
@@ -239,7 +283,7 @@ class CpuKernels(TorchBlockCopies):
         cos, sin = cos.contiguous(), sin.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         shape = (ctypes.c_int32 * 3)(*x.shape)
-        rotation = CRotation(cos.data_ptr(), sin.data_ptr())
+        rotation = CRotation(cos.data_ptr(), sin.data_ptr(), None)
         self._library.call.baton_rotate(
             x.data_ptr(), reference(rotation), shape, x.stride(0), out.data_ptr(), DTYPE_CODES[x.dtype]
         )
@@ -262,6 +306,10 @@ class CpuKernels(TorchBlockCopies):
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> CpuStack:
         """All layers of a step in one call."""
         return CpuStack(self._library, layers, num_heads, norm_eps)
+
+    def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> CpuModel:
+        """All of a step in one call."""
+        return CpuModel(self._library, ends, layers, num_heads, norm_eps)
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders:
         """Leave few: the others' noise cannot make up for their logits."""

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 3
+INTERFACE: Final = 4
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
-NUM_PHASES: Final = 7
+NUM_PHASES: Final = 8
 
 _Fields = list[tuple[str, Any]]
 
@@ -65,7 +65,7 @@ class CCache(Structure):
 class CRotation(Structure):
     """layers.h."""
 
-    _fields_: ClassVar[_Fields] = [("cos", c_void_p), ("sin", c_void_p)]
+    _fields_: ClassVar[_Fields] = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_void_p)]
 
 
 class CLayer(Structure):
@@ -92,6 +92,20 @@ class CStack(Structure):
         ("num_layers", c_int32),
         ("hidden_size", c_int32),
         ("norm_eps", c_float),
+    ]
+
+
+class CEnds(Structure):
+    """layers.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", CLinear),
+        ("token_ids", c_void_p),
+        ("logit_rows", c_void_p),
+        ("logits", c_void_p),
+        ("num_logits", c_int32),
     ]
 
 
@@ -137,6 +151,20 @@ _FUNCTIONS: Final = MappingProxyType(
                 POINTER(CBatch),
                 POINTER(CRotation),
                 c_void_p,
+                c_int,
+                POINTER(c_double),
+                c_int,
+            ),
+        ),
+        "baton_forward": (
+            c_int,
+            (
+                c_void_p,
+                POINTER(CStack),
+                POINTER(CCache),
+                POINTER(CBatch),
+                POINTER(CRotation),
+                POINTER(CEnds),
                 c_int,
                 POINTER(c_double),
                 c_int,

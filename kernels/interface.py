@@ -75,11 +75,40 @@ class StackLayer(NamedTuple):
     window: int | None = None  # as in StepAttention.attend
 
 
+class ModelEnds(NamedTuple):
+    """What comes before a model's layers and behind them."""
+
+    embedding: Tensor  # [vocab_size, hidden_size]
+    final_norm: Tensor  # [hidden_size]
+    head: Linear  # hidden_size to vocab_size, packed by the back end that is to run it
+
+
+class StepRows(NamedTuple):
+    """The rows of a step."""
+
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    logit_rows: Tensor  # [num_logits] int64: which of them want logits
+
+
 class LayerStack(Protocol):
     """All decoder layers of a model in one call, where a back end is faster so. Same arithmetic as layer by layer."""
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
+
+
+class WholeModel(Protocol):
+    """A model from token ids to logits in one call, where a back end is faster so. Same arithmetic as layer by layer."""
+
+    def logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> None:
+        """Run one step, into logits [num_logits, vocab_size].
+
+        cos, sin: [num_positions, head_dim / 2] fp32, of every position up to the greatest in the step. Raises IndexError where a
+        token id is none of the vocabulary's.
+        """
 
 
 class Contenders(NamedTuple):
@@ -140,6 +169,11 @@ class Kernels(BlockCopies, Protocol):
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack | None:
         """The layers as one call; None: this back end runs them one primitive after the other."""
+
+    def whole(
+        self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float
+    ) -> WholeModel | None:
+        """The whole model as one call; None: this back end has none."""
 
     def contenders(
         self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.int8_weights import INT8_SUFFIX, quantized
-from kernels.interface import AttentionBatch, Linear, StackLayer, StepAttention
+from kernels.interface import AttentionBatch, Linear, ModelEnds, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
 
 
@@ -141,6 +141,9 @@ class TorchKernels(TorchBlockCopies):
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
         """Nothing to gain here."""
+
+    def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        """Nor here."""
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""

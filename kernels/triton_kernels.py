@@ -25,7 +25,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, LayerStack, Linear, StackLayer, StepAttention
+from kernels.interface import AttentionBatch, LayerStack, Linear, ModelEnds, StackLayer, StepAttention
 from kernels.triton_blocks import copy_blocks
 from kernels.triton_graphs import Capture, CudaCapture
 from kernels.triton_launch import EXACT, LANES, aligned, launch_norm
@@ -161,6 +161,9 @@ class TritonKernels:
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack:
         """All layers of a step, with what can be fused."""
         return TritonStack(layers, num_heads, norm_eps, self._attention_tuning, self._capture)
+
+    def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        """What is outside the layers is little beside launching them."""
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""

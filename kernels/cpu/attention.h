@@ -4,7 +4,8 @@
 //
 //     score     one chain or four over head_dim (scores.h), times 1 / sqrt(head_dim)
 //     tile      weights exp(score - greatest so far); their sum by a fixed tree; weighted values: one chain over the positions
-//               that the row sees, first to last
+//               that the row sees, first to last, by pairs from the tile's first on where CPUs have a dot product of bf16 pairs
+//               (weights are rounded to bf16 there)
 //     part      tiles one after the other, what came before scaled by exp(old greatest - new greatest)
 //     row       parts one after the other, merged in the same way
 //
@@ -70,8 +71,9 @@ template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel
             for (int w = 0; w < W; w++) panel[(size_t(step) * PANEL + column + i) * W + w] = rows[i][step * W + w];
 }
 
-// One position's values, in the panels of a tile.
-template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, float *to) {
+// The values of one step's positions, in the panels of a tile.
+template <class T> BATON_INLINE void unpack_values(const T *const *values, int head_dim, float *to) {
+    const T *value = values[0];
     int p = 0;
     for (; p + PANEL <= head_dim; p += PANEL, to += TILE * PANEL) {
         store(to, load(value + p));
@@ -83,24 +85,69 @@ template <class T> BATON_INLINE void unpack_value(const T *value, int head_dim, 
         store(to + LANES, left > LANES ? load_some(value + p + LANES, left - LANES) : Floats{});
     }
 }
+#if defined(__AVX512BF16__)
+BATON_INLINE void unpack_values(const Bf16 *const *values, int head_dim, Bf16 *to) {
+    int p = 0;
+    for (; p + PANEL <= head_dim; p += PANEL, to += TILE * PANEL) put_pair(values[0] + p, values[1] + p, to);
+    if (p == head_dim) return;
+    Bf16 last[2][PANEL] = {};
+    for (int w = 0; w < 2; w++) std::copy(values[w] + p, values[w] + head_dim, last[w]);
+    put_pair(last[0], last[1], to);
+}
+#endif
 
 // Bring one KV head's tile into the form that products take; positions that it lacks are zero.
 template <class T>
 void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s) {
+    constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
-    const T *rows[LANES];
+    const T *rows[LANES], *values[LANES];
     for (int begin = 0; begin < TILE; begin += LANES) {
         for (int i = 0; i < LANES; i++) {
-            if (begin + i >= tile.count) {
-                rows[i] = nothing;
-                continue;
-            }
-            rows[i] = tile.keys[begin + i] + head * D;
-            unpack_value(rows[i] + tile.values, D, s.values + size_t(begin + i) * PANEL);
+            const bool is_there = begin + i < tile.count;
+            rows[i] = is_there ? tile.keys[begin + i] + head * D : nothing;
+            values[i] = is_there ? rows[i] + tile.values : nothing;
         }
+        for (int i = 0; i < LANES && begin + i < tile.count; i += W)
+            unpack_values(values + i, D, s.values + size_t(begin + i) * PANEL);
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
+}
+
+#if defined(__AVX512BF16__)
+// Add the one position of a pair whose bits `seen` has; the other one's number may be anything.
+template <int M, int VECTORS>
+BATON_INLINE void mix_half(const Bf16 *const *weights, size_t offset, const Bf16 *at, size_t panel, int32_t seen,
+                           Floats (&sums)[M][VECTORS]) {
+    for (int v = 0; v < VECTORS; v++) {
+        const __m512i pairs = _mm512_loadu_si512(at + (v / 2) * panel + (v % 2) * PANEL);
+        const Floats column = (Floats)_mm512_and_si512(pairs, _mm512_set1_epi32(seen));
+        for (int m = 0; m < M; m++) sums[m][v] = Step<Bf16>::add(sums[m][v], column, Step<Bf16>::spread(weights[m] + offset));
+    }
+}
+constexpr int32_t FIRST_SEEN = 0xFFFF, SECOND_SEEN = ~0xFFFF;
+#endif
+
+// Multiply weights [low, high) of M queries by 16 columns of PANELS adjacent panels of values.
+template <class T, int M, int PANELS>
+BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, int high, Floats (&sums)[M][2 * PANELS]) {
+    constexpr size_t panel = TILE * PANEL;
+    const T *rows[M];
+    clear(sums);
+    int from = low, until = high;
+#if defined(__AVX512BF16__)
+    if constexpr (Step<T>::WIDTH == 2) {
+        from = (low + 1) / 2 * 2, until = high / 2 * 2;
+        if (low < from) mix_half(weights, from - 2, values + (from - 2) * PANEL, panel, SECOND_SEEN, sums);
+    }
+#endif
+    for (int m = 0; m < M; m++) rows[m] = weights[m] + from;
+    multiply_on<T, M, PANELS>(rows, values + from * PANEL, panel, (until - from) / Step<T>::WIDTH, sums);
+#if defined(__AVX512BF16__)
+    if constexpr (Step<T>::WIDTH == 2)
+        if (until < high) mix_half(weights, until, values + until * PANEL, panel, FIRST_SEEN, sums);
+#endif
 }
 
 // Multiply weights [low, high) of queries begin .. end by the tile's values and add them to what these have so far.
@@ -110,13 +157,13 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
     for (int query = begin; query < end; query += MAX_ROWS_OF_PAIR)
         with_constant<MAX_ROWS_OF_PAIR>(std::min(MAX_ROWS_OF_PAIR, end - query), [&](auto constant) {
             constexpr int M = constant();
-            const float *weights[M];
-            for (int m = 0; m < M; m++) weights[m] = s.scores + size_t(query + m) * TILE + low;
+            const Mixable<T> *weights[M];
+            for (int m = 0; m < M; m++) weights[m] = s.weights + size_t(query + m) * TILE;
             for (int column = 0; column < padded; column += 2 * PANEL)
                 with_constant<2>(std::min(2, (padded - column) / PANEL), [&](auto panels) {
                     Floats sums[M][2 * panels()];
-                    const float *values = s.values + size_t(column / PANEL) * TILE * PANEL + low * PANEL;
-                    multiply<float, M, panels()>(weights, values, TILE * PANEL, high - low, sums);
+                    const Mixable<T> *values = s.values + size_t(column / PANEL) * TILE * PANEL;
+                    mix_panels<Mixable<T>, M, panels()>(weights, values, low, high, sums);
                     for (int m = 0; m < M; m++)
                         for (int v = 0; v < 2 * panels(); v++) {
                             float *at = mixed.values + size_t(query + m) * padded + column + v * LANES;
@@ -149,8 +196,8 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRo
         while (end < last && end - row < most_rows && low(end) == low(row) && high(end) == high(row)) end++;
         for (int query = row * group; query < end * group; query += MAX_TOGETHER)
             with_constant<MAX_TOGETHER>(std::min(MAX_TOGETHER, end * group - query), [&](auto constant) {
-                weigh<constant()>(s.scores + size_t(query) * TILE, low(row), high(row), scale, mixed.greatest + query,
-                                  mixed.sums + query, shrink + (query - row * group));
+                weigh<constant()>(s.scores + size_t(query) * TILE, s.weights + size_t(query) * TILE, low(row), high(row), scale,
+                                  mixed.greatest + query, mixed.sums + query, shrink + (query - row * group));
             });
         mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
         row = end;
@@ -208,8 +255,13 @@ inline void merge(Mixed all_parts, const Mixed &part, int num_queries, int padde
 template <class T> void finish(const Rows<T> &rows, const Mixed &mixed) {
     const int padded = rows.cache.padded(), D = rows.cache.head_dim;
     for (int query = 0; query < rows.num_queries(); query++)
-        for (int i = 0; i < D; i += LANES)
-            store_some(rows.to(query) + i, load(mixed.values + size_t(query) * padded + i) / mixed.sums[query], D - i);
+        for (int i = 0; i < D; i += PANEL) {
+            const float *from = mixed.values + size_t(query) * padded + i;
+            Floats first = load(from), second = load(from + LANES);
+            if constexpr (Step<T>::WIDTH == 2) in_order<T>(first, second);
+            store_some(rows.to(query) + i, first / mixed.sums[query], D - i);
+            if (D - i > LANES) store_some(rows.to(query) + i + LANES, second / mixed.sums[query], D - i - LANES);
+        }
 }
 
 }  // namespace baton

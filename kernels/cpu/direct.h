@@ -6,11 +6,22 @@
 namespace baton {
 
 #if defined(__AVX512F__)
+// A step of values where they lie: two vectors of 16 columns. The second position's are read where a step has pairs.
+template <class T> BATON_INLINE void load_step(const T *first, const T *, Floats &a, Floats &b) {
+    a = load(first), b = load(first + LANES);
+}
+#if defined(__AVX512BF16__)
+BATON_INLINE void load_step(const Bf16 *first, const Bf16 *second, Floats &a, Floats &b) {
+    const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+    a = (Floats)_mm512_unpacklo_epi16(x, y), b = (Floats)_mm512_unpackhi_epi16(x, y);
+}
+#endif
+
 // What mix_where_they_lie does for all heads alike.
 struct Mixing {
     int num_heads, head_dim, group, low, high;
     bool begins, ends;
-    const float *weights, *shrink;  // [num_heads, group, TILE], [num_heads, group]
+    const float *shrink;            // [num_heads, group]
     float *sums;                    // [num_heads, group, head_dim]
     float *mixed;                   // [num_heads] of [group, head_dim], `mixed_size` numbers apart
     size_t mixed_size;
@@ -18,13 +29,16 @@ struct Mixing {
 
 // Add weights [low, high) of M queries of each head times values where they lie to `sums`, which `begins` from zero; where it
 // `ends`, add those to what the queries have so far. keys: the values are `values` numbers behind. ahead: what to bring nearer
-// meanwhile, a chunk for every 8 lines of values.
+// meanwhile, a chunk for every 8 lines of values. weights: [num_heads, group, TILE].
 template <class T, int M, int VECTORS>
-void mix_where_they_lie(const T *const *keys, size_t values, int column, const Mixing &mixing, const char *const *ahead) {
-    const int D = mixing.head_dim, high = mixing.high;
+void mix_where_they_lie(const T *const *keys, size_t values, int column, const Mixing &mixing, const Mixable<T> *weights,
+                        const char *const *ahead) {
+    constexpr int W = Step<T>::WIDTH;
+    static const T nothing[2 * PANEL] = {};
+    const int D = mixing.head_dim, low = mixing.low, high = mixing.high;
     values += column;
     float *sums_memory = mixing.sums + column;
-    const float *weights = mixing.weights, *shrink = mixing.shrink;
+    const float *shrink = mixing.shrink;
     float *mixed = mixing.mixed + column;
     for (int head = 0; head < mixing.num_heads; head++) {
         Floats sums[M][VECTORS];
@@ -32,24 +46,27 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) sums[m][v] = mixing.begins ? Floats{} : load(sums_memory + m * D + v * LANES);
-        auto mix = [&](int i) __attribute__((always_inline)) {
-            const T *value = keys[i] + values;
+        auto mix = [&](int i, const T *first, const T *second) __attribute__((always_inline)) {
             Floats part[VECTORS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v += 2) load_pair(value + v * LANES, part[v], part[v + 1]);
+            for (int v = 0; v < VECTORS; v += 2) load_step(first + v * LANES, second + v * LANES, part[v], part[v + 1]);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
-                const Floats weight = all(weights[m * TILE + i]);
+                const Floats weight = Step<Mixable<T>>::spread(weights + m * TILE + i);
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) sums[m][v] = multiply_add(part[v], weight, sums[m][v]);
+                for (int v = 0; v < VECTORS; v++) sums[m][v] = Step<Mixable<T>>::add(sums[m][v], part[v], weight);
             }
         };
-        int i = mixing.low;
+        auto mix_whole = [&](int i) __attribute__((always_inline)) { mix(i, keys[i] + values, keys[i + W - 1] + values); };
+        int i = low;
+        if (i % W) mix(i - 1, nothing, keys[i] + values), i++;
         for (; i + 4 <= high; i += 4) {
             bring(*ahead++);
-            mix(i), mix(i + 1), mix(i + 2), mix(i + 3);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j += W) mix_whole(i + j);
         }
-        for (; i < high; i++) mix(i);
+        for (; i + W <= high; i += W) mix_whole(i);
+        if (i < high) mix(i, keys[i] + values, nothing);
         if (!mixing.ends) {
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++)
@@ -58,8 +75,6 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
         } else {
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v += 2) in_order<T>(sums[m][v], sums[m][v + 1]);
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
                     float *at = mixed + m * D + v * LANES;
@@ -94,22 +109,23 @@ void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRo
     for (int head = 0; head < num_heads; head++) {
         const Mixed so_far(mixed + head * mixed_size, group, D);
         passes([&](auto constant, int query) {
-            weigh<constant()>(s.scores + size_t(head * group + query) * TILE, low, high, 1.0f / std::sqrt(float(D)),
-                              so_far.greatest + query, so_far.sums + query, s.shrink + head * group + query);
+            const size_t at = size_t(head * group + query) * TILE;
+            weigh<constant()>(s.scores + at, s.weights + at, low, high, 1.0f / std::sqrt(float(D)), so_far.greatest + query,
+                              so_far.sums + query, s.shrink + head * group + query);
         });
     }
     for (int begin = low / LANES * LANES; begin < high; begin += LANES) {
         const int from = std::max(low, begin), until = std::min(begin + LANES, high);
         passes([&](auto constant, int query) {
-            const Mixing mixing = {num_heads, D, group, from, until, from == low, until == high,
-                                   s.scores + query * TILE, s.shrink + query, s.sums + size_t(query) * D,
-                                   mixed + size_t(query) * D, mixed_size};
+            const Mixing mixing = {num_heads, D, group, from, until, from == low, until == high, s.shrink + query,
+                                   s.sums + size_t(query) * D, mixed + size_t(query) * D, mixed_size};
+            const Mixable<T> *weights = s.weights + query * TILE;
             for (int column = 0; column < D;) {
                 const bool wide = D - column >= 2 * PANEL;
                 const int chunks = num_heads * 4;
                 const char *const *ahead = stream.take(query ? 0 : chunks, chunks);
-                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, ahead);
-                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, ahead);
+                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, weights, ahead);
+                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, weights, ahead);
                 column += wide ? 2 * PANEL : PANEL;
             }
         });

@@ -1,4 +1,5 @@
-// All decoder layers of one step in one call: threads meet at a barrier between the parts of a layer, nobody goes back to Python.
+// All decoder layers of one step, and what comes before and behind them, in one call: threads meet at a barrier between the
+// parts of a layer, nobody goes back to Python.
 #pragma once
 
 #include <omp.h>
@@ -27,10 +28,24 @@ struct Stack {
 };
 
 struct Rotation {
-    const float *cos, *sin;  // [num_rows, head_dim / 2]
+    const float *cos, *sin;    // [num_positions, head_dim / 2]
+    const int64_t *positions;  // [num_rows]; null: a row's angles are those of its own number
+
+    size_t of(int row) const { return positions ? positions[row] : row; }
 };
 
-constexpr int NUM_PHASES = 7;  // norm, qkv, rotate and write, attend, attention out, gate and up, down
+// From token ids to logits.
+struct Ends {
+    const void *embedding;      // [vocab_size, hidden_size]
+    const void *final_norm;     // [hidden_size]
+    Linear head;                // hidden_size to vocab_size
+    const int64_t *token_ids;   // [num_rows]
+    const int64_t *logit_rows;  // [num_logits]
+    void *logits;               // [num_logits, vocab_size]
+    int32_t num_logits;
+};
+
+constexpr int NUM_PHASES = 8;  // norm, qkv, rotate and write, attend, attention out, gate and up, down, head
 constexpr int MAX_OWN_NORMS = 4;  // rows up to here each thread norms for itself: cheaper than meeting
 
 // Store a step's keys and values of one layer for heads share .. of all rows, rotating queries in place and keys on their way.
@@ -42,7 +57,7 @@ void rotate_and_write(const Layer &layer, int index, float eps, const Cache &cac
     for (int64_t i = all_heads * share / shares; i < all_heads * (share + 1) / shares; i++) {
         const int row = int(i / heads), head = int(i % heads);
         T *x = qkv + i * D;
-        const float *cos = rotation.cos + size_t(row) * (D / 2), *sin = rotation.sin + size_t(row) * (D / 2);
+        const float *cos = rotation.cos + rotation.of(row) * (D / 2), *sin = rotation.sin + rotation.of(row) * (D / 2);
         if (head < cache.num_heads) {
             if (layer.query_norm) norm_row(x, static_cast<const T *>(layer.query_norm), D, eps, x);
             rotate_head(x, cos, sin, D, x);
@@ -79,10 +94,11 @@ class Clock {
 
 class Workspace {
   public:
-    // Run the layers over hidden [num_rows, hidden_size], in place. `seconds` [NUM_PHASES]: added to, or null.
+    // Run the layers over hidden [num_rows, hidden_size], in place; or, where there are ends, the whole model. `seconds`
+    // [NUM_PHASES]: added to, or null.
     template <class T>
-    void run(const Stack &stack, const Cache &cache, const Batch &batch, const Rotation &rotation, T *hidden, int num_threads,
-             double *seconds) {
+    void run(const Stack &stack, const Cache &cache, const Batch &batch, const Rotation &rotation, T *hidden, const Ends *ends,
+             int num_threads, double *seconds) {
         plan.make(batch, cache, num_threads);
         const int rows = batch.num_rows, width = stack.hidden_size, heads_width = cache.num_heads * cache.head_dim;
         const int qkv_width = heads_width + 2 * cache.num_kv_heads * cache.head_dim;
@@ -91,29 +107,43 @@ class Workspace {
         const bool norms_alone = rows <= MAX_OWN_NORMS;
         const size_t normed_size = size_t(rows) * width + 64;
         const size_t numbers = normed_size * (norms_alone ? num_threads : 1) +
-                               size_t(rows) * (qkv_width + heads_width + gated_width) + 4 * 64;
+                               size_t(rows) * (qkv_width + heads_width + gated_width + (ends ? width : 0)) + 5 * 64;
         char *memory = activations_.at_least(numbers * sizeof(T));
         T *qkv = take<T>(memory, size_t(rows) * qkv_width), *attended = take<T>(memory, size_t(rows) * heads_width);
-        T *gated = take<T>(memory, size_t(rows) * gated_width), *all_normed = reinterpret_cast<T *>(memory);
+        T *gated = take<T>(memory, size_t(rows) * gated_width);
+        if (ends) hidden = take<T>(memory, size_t(rows) * width);
+        T *all_normed = reinterpret_cast<T *>(memory);
 #pragma omp parallel num_threads(num_threads)
         {
             const int share = omp_get_thread_num(), shares = omp_get_num_threads();
             Clock clock(share ? nullptr : seconds);
             T *normed = norms_alone ? all_normed + share * normed_size : all_normed;
-            auto norm = [&](const void *weight) {
-                const int first = norms_alone ? 0 : int64_t(rows) * share / shares;
-                const int last = norms_alone ? rows : int64_t(rows) * (share + 1) / shares;
+            // `count` rows, all or those of `chosen`, to the front of normed.
+            auto norm_rows = [&](const void *weight, int count, const int64_t *chosen) {
+                const int first = norms_alone ? 0 : int64_t(count) * share / shares;
+                const int last = norms_alone ? count : int64_t(count) * (share + 1) / shares;
                 for (int row = first; row < last; row++)
-                    norm_row(hidden + size_t(row) * width, static_cast<const T *>(weight), width, stack.norm_eps,
-                             normed + size_t(row) * width);
+                    norm_row(hidden + size_t(chosen ? chosen[row] : row) * width, static_cast<const T *>(weight), width,
+                             stack.norm_eps, normed + size_t(row) * width);
                 if (!norms_alone) meet();
                 clock.phase(0);
             };
-            auto linear = [&](const Linear &linear, const T *x, T *to, const T *residual, int phase) {
-                linear_share(linear, x, linear.in, rows, Output<T>{to, residual, linear.out}, share, shares);
+            auto norm = [&](const void *weight) { norm_rows(weight, rows, nullptr); };
+            auto linear_of = [&](const Linear &linear, const T *x, int count, const Output<T> &output, int phase) {
+                linear_share(linear, x, linear.in, count, output, share, shares);
                 meet();
                 clock.phase(phase);
             };
+            auto linear = [&](const Linear &linear, const T *x, T *to, const T *residual, int phase) {
+                linear_of(linear, x, rows, Output<T>{to, residual, linear.out}, phase);
+            };
+            if (ends) {
+                for (int row = int64_t(rows) * share / shares; row < int64_t(rows) * (share + 1) / shares; row++) {
+                    const T *from = static_cast<const T *>(ends->embedding) + size_t(ends->token_ids[row]) * width;
+                    std::copy(from, from + width, hidden + size_t(row) * width);
+                }
+                meet();
+            }
             for (int i = 0; i < stack.num_layers; i++) {
                 const Layer &layer = stack.layers[i];
                 norm(layer.attention_norm);
@@ -134,6 +164,11 @@ class Workspace {
                 norm(layer.mlp_norm);
                 linear(layer.gate_up, normed, gated, nullptr, 5);
                 linear(layer.down, gated, hidden, hidden, 6);
+            }
+            if (ends && ends->num_logits) {
+                norm_rows(ends->final_norm, ends->num_logits, ends->logit_rows);
+                const Output<T> logits{static_cast<T *>(ends->logits), nullptr, ends->head.out};
+                linear_of(ends->head, normed, ends->num_logits, logits, 7);
             }
         }
     }

@@ -26,7 +26,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 3; }
+int baton_interface() { return 4; }
 
 Workspace *baton_workspace_new() { return new Workspace; }
 
@@ -110,8 +110,19 @@ void baton_attend(Workspace *workspace, const Cache *cache, const Batch *batch, 
 void baton_layers(Workspace *workspace, const Stack *stack, const Cache *cache, const Batch *batch, const Rotation *rotation,
                   void *hidden, int num_threads, double *seconds, int dtype) {
     in_dtype(dtype, [&](auto t) {
-        workspace->run(*stack, *cache, *batch, *rotation, static_cast<decltype(t) *>(hidden), num_threads, seconds);
+        workspace->run(*stack, *cache, *batch, *rotation, static_cast<decltype(t) *>(hidden), nullptr, num_threads, seconds);
     });
+}
+
+// The whole model. False, and nothing done, if a token id is not in the vocabulary.
+int baton_forward(Workspace *workspace, const Stack *stack, const Cache *cache, const Batch *batch, const Rotation *rotation,
+                  const Ends *ends, int num_threads, double *seconds, int dtype) {
+    for (int row = 0; row < batch->num_rows; row++)
+        if (ends->token_ids[row] < 0 || ends->token_ids[row] >= ends->head.out) return 0;
+    in_dtype(dtype, [&](auto t) {
+        workspace->run<decltype(t)>(*stack, *cache, *batch, *rotation, nullptr, ends, num_threads, seconds);
+    });
+    return 1;
 }
 
 // logits: [num_rows, vocab_size].

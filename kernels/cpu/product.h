@@ -171,12 +171,11 @@ BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C
     }
 }
 
-// sums[m][v] = row m times 16 columns of PANELS adjacent panels.
+// Add to sums[m][v] row m times 16 columns of PANELS adjacent panels.
 template <class T, int M, int PANELS, class C>
-BATON_INLINE void multiply(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
-                           Ahead ahead = {}) {
+BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
+                              Ahead ahead = {}) {
     constexpr int W = Step<T>::WIDTH;
-    clear(sums);
     const T *row[M];
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) row[m] = rows[m];
@@ -194,6 +193,14 @@ BATON_INLINE void multiply(const T *const *rows, const C *columns, size_t panel,
         }
         multiply_step(row, step * W, at, panel, sums);
     }
+}
+
+// The same from zero.
+template <class T, int M, int PANELS, class C>
+BATON_INLINE void multiply(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
+                           Ahead ahead = {}) {
+    clear(sums);
+    multiply_on<T, M, PANELS>(rows, columns, panel, steps, sums, ahead);
 }
 
 }  // namespace baton

@@ -12,6 +12,28 @@ namespace baton {
 
 constexpr int MAX_TOGETHER = 6;    // queries that are weighed together
 
+// Weights and values as they are multiplied: in T where a CPU has a dot product of its pairs, in fp32 elsewhere.
+template <class T> using Mixable = std::conditional_t<Step<T>::WIDTH == 2, T, float>;
+
+// Two vectors of 16 columns of a pair of positions, in the order that is cheapest; in_order puts sums of such right again.
+template <class T> BATON_INLINE void in_order(Floats &, Floats &) {}
+#if defined(__AVX512BF16__)
+BATON_INLINE void put_pair(const Bf16 *first, const Bf16 *second, Bf16 *to) {
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b)), _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(a, b));
+}
+template <> BATON_INLINE void in_order<Bf16>(Floats &first, Floats &second) {
+    const Floats low = first, high = second;
+    first = __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    second = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+BATON_INLINE void put_weights(Bf16 *to, Floats weights) {  // from 0 to 1, none too small for a normal number but 0
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)weights);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+#endif
+BATON_INLINE void put_weights(float *to, Floats weights) { store(to, weights); }
+
 // Queries in, mixed values out, both [num_rows, stride], heads from the start of the row; window 0: a row sees all before it.
 template <class T> struct Attend {
     const T *queries;
@@ -23,8 +45,9 @@ template <class T> struct Attend {
 template <class T> struct Scratch {
     T *keys;          // [2 panels]
     float *sums;      // [num_heads, head_dim]
-    float *values;    // [padded / PANEL, TILE, PANEL]
-    float *scores;    // [queries, TILE], then weights
+    Mixable<T> *values;   // [padded / PANEL] panels of TILE positions
+    float *scores;        // [queries, TILE]
+    Mixable<T> *weights;  // [queries, TILE]; the scores' memory where they are fp32
     float *shrink;    // [queries]
     float *part;      // a Mixed of one part
     float *row;       // and of all parts so far
@@ -32,14 +55,16 @@ template <class T> struct Scratch {
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         return 2 * panel_size<T>(cache.head_dim) * sizeof(T) +
-               (cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (TILE + 1) + 2 * mixed) * 4 + 7 * 64;
+               (cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 + 8 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         keys = take<T>(memory, 2 * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
-        values = take<float>(memory, cache.padded() * TILE);
+        values = take<Mixable<T>>(memory, cache.padded() * TILE);
         scores = take<float>(memory, queries * TILE);
+        if constexpr (std::is_same_v<Mixable<T>, float>) weights = scores;
+        else weights = take<T>(memory, queries * TILE);
         shrink = take<float>(memory, queries);
         part = take<float>(memory, mixed);
         row = take<float>(memory, mixed);
@@ -88,13 +113,24 @@ template <class T> struct TileRows {
     }
 };
 
+// Where reduce_four leaves what it makes of the m-th vector, where as many calls as it takes are stored one after the other.
+constexpr int lane_of(int m) { return m / 4 * LANES + m % 4 * 4; }
+
 // Turn M queries' scores of a tile into weights, [low, high) being what they see, and rescale the sums that they have so far.
-template <int M>
-BATON_INLINE void weigh(float *scores, int low, int high, float scale, float *greatest, float *sums, float *shrink) {
+template <int M, class Weight>
+BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float scale, float *greatest, float *sums, float *shrink) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const bool sees_a_part = low > 0 || high < TILE;
-    Floats most[M];
+    auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+    Floats most[M], total[M];
+    alignas(64) float reduced[lane_of(M + 3)], gaps[LANES] = {};
+    auto reduce = [&](const Floats (&of)[M], auto &&both) {
+        for (int m = 0; m < M; m += 4) {
+            auto at = [&](int i) { return of[std::min(m + i, M - 1)]; };
+            store(reduced + lane_of(m), reduce_four(at(0), at(1), at(2), at(3), both));
+        }
+    };
     for (int m = 0; m < M; m++) {
         most[m] = all(greatest[m]);
         for (int v = 0; v < TILE / LANES; v++) {
@@ -104,20 +140,27 @@ BATON_INLINE void weigh(float *scores, int low, int high, float scale, float *gr
                 score = (at >= float(low)) & (at < float(high)) ? score : hidden;
             }
             store(scores + m * TILE + v * LANES, score);
-            most[m] = score > most[m] ? score : most[m];
+            most[m] = larger(score, most[m]);
         }
     }
-    for (int m = 0; m < M; m++) most[m] = all(largest_of(most[m]));
-    for (int m = 0; m < M; m++) {
-        shrink[m] = exponential(all(greatest[m]) - most[m])[0];
-        greatest[m] = most[m][0];
-        Floats sum[TILE / LANES];
-        for (int v = 0; v < TILE / LANES; v++) {
-            sum[v] = exponential(load(scores + m * TILE + v * LANES) - most[m]);
-            store(scores + m * TILE + v * LANES, sum[v]);
-        }
-        sums[m] = sums[m] * shrink[m] + sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    }
+    reduce(most, larger);
+    for (int m = 0; m < M; m++) gaps[m] = greatest[m] - reduced[lane_of(m)], greatest[m] = reduced[lane_of(m)];
+    store(gaps, exponential(load(gaps)));
+    auto exponentials_of = [&](int m, auto num) {
+        constexpr int V = TILE / LANES, QUERIES = num(), N = QUERIES * V;
+        Floats sum[N];
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) sum[i] = load(scores + m * TILE + i * LANES) - all(greatest[m + i / V]);
+        exponentials_below(sum);
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) put_weights(weights + m * TILE + i * LANES, sum[i]);
+#pragma GCC unroll 2
+        for (int i = 0; i < QUERIES; i++) total[m + i] = (sum[V * i] + sum[V * i + 1]) + (sum[V * i + 2] + sum[V * i + 3]);
+    };
+    for (int m = 0; m + 1 < M; m += 2) exponentials_of(m, std::integral_constant<int, 2>{});
+    if constexpr (M % 2) exponentials_of(M - 1, std::integral_constant<int, 1>{});
+    reduce(total, [](Floats a, Floats b) { return a + b; });
+    for (int m = 0; m < M; m++) shrink[m] = gaps[m], sums[m] = sums[m] * shrink[m] + reduced[lane_of(m)];
 }
 
 // What one unit of work is about: rows of one span, and one KV head.

@@ -134,25 +134,22 @@ template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
 
 template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return from_fp16(to_fp16(x)); }
 
-// 32 numbers in whatever order is cheapest; in_order puts two vectors in that order right again.
-template <class T> BATON_INLINE void load_pair(const T *from, Floats &first, Floats &second) {
-    first = load(from), second = load(from + LANES);
-}
-BATON_INLINE void load_pair(const Bf16 *from, Floats &first, Floats &second) {
-    Bits pairs;
-    std::memcpy(&pairs, from, sizeof pairs);
-    first = (Floats)(pairs << 16), second = (Floats)(pairs & 0xFFFF0000u);
-}
-template <class T> BATON_INLINE void in_order(Floats &, Floats &) {}
-template <> BATON_INLINE void in_order<Bf16>(Floats &first, Floats &second) {
-    const Floats even = first, odd = second;
-    first = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    second = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-
 // Lane i of the result is lane i + 8, 4, 2 or 1 of x.
 template <int BY> BATON_INLINE Floats shifted(Floats x) {
     return __builtin_shufflevector(x, x, BY, BY + 1, BY + 2, BY + 3, BY + 4, BY + 5, BY + 6, BY + 7, 15, 15, 15, 15, 15, 15, 15, 15);
+}
+
+// Lane 4 i is what `both`, taken of halves again and again as sum_of takes them, makes of the i-th.
+template <class F> BATON_INLINE Floats reduce_four(Floats a, Floats b, Floats c, Floats d, F &&both) {
+    auto halves = [&](Floats x, Floats y) {
+        return both(__builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                    __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+    };
+    const Floats ab = halves(a, b), cd = halves(c, d);
+    Floats x = both(__builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                    __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+    x = both(x, __builtin_shufflevector(x, x, 2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));
+    return both(x, __builtin_shufflevector(x, x, 1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9, 13, 13, 13, 13));
 }
 
 BATON_INLINE float sum_of(Floats x) {
@@ -160,15 +157,6 @@ BATON_INLINE float sum_of(Floats x) {
     x += shifted<4>(x);
     x += shifted<2>(x);
     x += shifted<1>(x);
-    return x[0];
-}
-
-BATON_INLINE float largest_of(Floats x) {
-    auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
-    x = larger(x, shifted<8>(x));
-    x = larger(x, shifted<4>(x));
-    x = larger(x, shifted<2>(x));
-    x = larger(x, shifted<1>(x));
     return x[0];
 }
 
@@ -180,24 +168,37 @@ BATON_INLINE Floats at_least(float bound, Floats x) { return x < all(bound) ? al
 BATON_INLINE Floats at_most(float bound, Floats x) { return x > all(bound) ? all(bound) : x; }
 #endif
 
-// exp, off by less than 2 units in the last place; 0 below -87, a NaN of a NaN. The polynomial is Cephes' expf.
+// exp of what is 88 at most, off by less than 2 units in the last place; 0 below -87, a NaN of a NaN. The polynomial is Cephes'
+// expf. N at once, step by step: a single one is a long chain, and CPUs do not look far enough ahead to find the next.
+template <int N> BATON_INLINE void exponentials_below(Floats (&x)[N]) {
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
+    Floats y[N], shifted[N], n[N], p[N];
+    auto each = [](auto &&step) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) step(i);
+    };
+    auto multiply_with = [&](float number) __attribute__((always_inline)) {
+        each([&](int i) __attribute__((always_inline)) { p[i] = multiply_add(p[i], y[i], all(number)); });
+    };
+    each([&](int i) __attribute__((always_inline)) { y[i] = at_least(-87.0f, x[i]); });
+    each([&](int i) __attribute__((always_inline)) { shifted[i] = multiply_add(y[i], all(1.44269504088896341f), magic); });
+    each([&](int i) __attribute__((always_inline)) { n[i] = shifted[i] - magic; });
+    each([&](int i) __attribute__((always_inline)) { y[i] = multiply_add(n[i], all(-0.693359375f), y[i]); });
+    each([&](int i) __attribute__((always_inline)) { y[i] = multiply_add(n[i], all(2.12194440e-4f), y[i]); });
+    each([&](int i) __attribute__((always_inline)) { p[i] = multiply_add(all(1.9875691500e-4f), y[i], all(1.3981999507e-3f)); });
+    multiply_with(8.3334519073e-3f), multiply_with(4.1665795894e-2f), multiply_with(1.6666665459e-1f), multiply_with(5.0000001201e-1f);
+    each([&](int i) __attribute__((always_inline)) { p[i] = multiply_add(p[i], y[i] * y[i], y[i]) + 1.0f; });
+    each([&](int i) __attribute__((always_inline)) {
+        const Floats value = p[i] * (Floats)(((Bits)shifted[i] - (Bits)magic + 127u) << 23);
+        x[i] = (Floats)(~(Bits)(x[i] < all(-87.0f)) & (Bits)value);
+    });
+}
+
+// The same of anything.
 BATON_INLINE Floats exponential(Floats x) {
-    const Floats lowest = all(-87.0f), magic = all(12582912.0f);  // 1.5 * 2^23: its sum rounds to integers
-    Floats y = at_least(-87.0f, at_most(88.0f, x));
-    Floats shifted = multiply_add(y, all(1.44269504088896341f), magic);
-    Floats n = shifted - magic;
-    y = multiply_add(n, all(-0.693359375f), y);
-    y = multiply_add(n, all(2.12194440e-4f), y);
-    Floats p = all(1.9875691500e-4f);
-    p = multiply_add(p, y, all(1.3981999507e-3f));
-    p = multiply_add(p, y, all(8.3334519073e-3f));
-    p = multiply_add(p, y, all(4.1665795894e-2f));
-    p = multiply_add(p, y, all(1.6666665459e-1f));
-    p = multiply_add(p, y, all(5.0000001201e-1f));
-    p = multiply_add(p, y * y, y) + 1.0f;
-    Floats power = (Floats)(((Bits)shifted - (Bits)magic + 127u) << 23);
-    Floats value = p * power;
-    return (Floats)(~(Bits)(x < lowest) & (Bits)value);
+    Floats one[1] = {at_most(88.0f, x)};
+    exponentials_below(one);
+    return one[0];
 }
 
 }  // namespace baton

@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_reference(model_dirs: ModelDirs, dtype: str) ->
     assert triton.kernels.name.startswith("triton-")
     assert triton.shortfall == ""
     tokens = list(range(40, 60))
-    memories = [KvMemory(each.config, BLOCK_SIZE, 4, dtype, each.embedding.device) for each in (triton, torchs)]
+    memories = [KvMemory(each.config, BLOCK_SIZE, 4, dtype, each.ends.embedding.device) for each in (triton, torchs)]
     for segment in (Segment(tokens[:19], 0, (2, 0), 2), Segment(tokens[19:], 19, (2, 0), 1)):
         found, expected = (
             each.forward(build_batch([segment], BLOCK_SIZE), kv.tensor).cpu().float()

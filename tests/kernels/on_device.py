@@ -10,7 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, Contenders, Kernels, LayerStack, Linear, StackLayer, StepAttention
+from kernels.interface import (
+    AttentionBatch,
+    Contenders,
+    Kernels,
+    LayerStack,
+    Linear,
+    ModelEnds,
+    StackLayer,
+    StepAttention,
+)
 
 
 class OnDevice:
@@ -58,6 +67,9 @@ class OnDevice:
         if isinstance(part, _Linear):
             return part.there
         return self._there(part) if isinstance(part, Tensor) else part
+
+    def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
+        """Layers are what is tested there."""
 
     def contenders(
         self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]

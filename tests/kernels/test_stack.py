@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu_kernels import CpuKernels
-from kernels.interface import AttentionBatch, Kernels, RowSpan, StackLayer
+from kernels.interface import AttentionBatch, Kernels, ModelEnds, RowSpan, StackLayer, StepRows
 from tests.kernels.back_ends import COMPILED, REFERENCE
 
 NUM_POSITIONS = 300  # three parts of 128, five tiles of 64
@@ -218,3 +218,52 @@ def test_steps_like_earlier_ones_use_the_memory_that_is_there() -> None:
     for position in range(200, 290):
         assert run([(index, position, 1) for index in range(4)]) == largest
     assert run([(1, 0, 200)]) == largest
+
+
+VOCAB_SIZE = 70
+
+
+def made_ends(kernels: Kernels, dtype: torch.dtype) -> ModelEnds:
+    generator = torch.Generator().manual_seed(6)
+    embedding = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator).to(dtype)
+    head = kernels.pack_linear(torch.randn(VOCAB_SIZE, HIDDEN, generator=generator).div(7).to(dtype))
+    return ModelEnds(embedding, (1 + 0.1 * torch.randn(HIDDEN, generator=generator)).to(dtype), head)
+
+
+@pytest.mark.covers("M04", "M06")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 4, 90])  # each thread norms all rows, or its own
+def test_a_whole_model_has_the_bits_of_its_layers_and_ends(dtype: torch.dtype, num_threads: int, num_rows: int) -> None:
+    kernels, shape = COMPILED[0], SHAPES[0]
+    layers, ends = made_layers(kernels, shape, dtype), made_ends(kernels, dtype)
+    together, apart = (Sequences(shape, dtype, 2, 16) for _ in range(2))
+    apart.tables = together.tables
+    batch, positions = together.batch([(0, 0, num_rows), (1, 0, 2)])
+    token_ids = torch.randint(VOCAB_SIZE, (len(positions),))
+    logit_rows = torch.tensor([num_rows - 1, num_rows + 1])
+    every_cos, every_sin = angles(torch.arange(NUM_POSITIONS), shape.head_dim)
+    logits = torch.empty(2, VOCAB_SIZE, dtype=dtype)
+    torch.set_num_threads(num_threads)
+    rows = StepRows(token_ids, positions, logit_rows)
+    kernels.whole(ends, layers, shape.num_heads, EPS).logits(rows, every_cos, every_sin, together.kv, batch, logits)
+    torch.set_num_threads(1)
+    stack = kernels.stack(layers, shape.num_heads, EPS)
+    cos, sin = angles(positions, shape.head_dim)
+    hidden = stack(ends.embedding[token_ids], cos, sin, apart.kv, apart.batch([(0, 0, num_rows), (1, 0, 2)])[0])
+    assert torch.equal(logits, ends.head(kernels.rms_norm(hidden[logit_rows], ends.final_norm, EPS)))
+    assert torch.equal(together.kv.nan_to_num(), apart.kv.nan_to_num())
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_a_token_that_the_vocabulary_lacks_is_refused_before_anything_is_written(token_id: int) -> None:
+    kernels, shape = COMPILED[0], SHAPES[0]
+    whole = kernels.whole(
+        made_ends(kernels, torch.float32), made_layers(kernels, shape, torch.float32), shape.num_heads, EPS
+    )
+    own = Sequences(shape, torch.float32, 1, 16)
+    batch, positions = own.batch([(0, 0, 2)])
+    rows = StepRows(torch.tensor([0, token_id]), positions, torch.tensor([1]))
+    with pytest.raises(IndexError, match="vocabulary"):
+        whole.logits(rows, *angles(positions, shape.head_dim), own.kv, batch, torch.empty(1, VOCAB_SIZE))
+    assert own.kv.isnan().all()

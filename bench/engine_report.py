@@ -1,0 +1,123 @@
+"""`python -m bench.engine_report RUN.json … > bench/results/engine.md`: what runs of bench.engine found, side by side, as text.
+
+One run for each number of threads and each back end; one model. A cell is empty where a run has not that case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+Run = Mapping[str, Any]
+
+DECODE_TARGET: Final = 1.15  # design, section 10: batches 1 to 8
+CHUNK_TARGET: Final = 1 / 0.7
+_LINEARS: Final = ("qkv", "attention out", "gate and up", "down")
+_SMALL: Final = ("norm", "rotate and write")
+# As parts of a step are told: what is measured -> what the table says.
+_PARTS: Final = (
+    ("sampler", ("sampler",)),
+    ("head", ("head",)),
+    ("linears of layers", _LINEARS),
+    ("attend", ("attend",)),
+    ("norm, rotate and write", _SMALL),
+    ("rest", ("rest",)),
+)
+
+
+def target_of(case: str) -> float | None:
+    """How many times its limit a step may take; None: nothing is asked."""
+    if case.startswith("chunk"):
+        return CHUNK_TARGET
+    return DECODE_TARGET if case.startswith(("decode 1 ", "decode 8 ")) else None
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Of each run's JSON: commands, machine, ratios by case, and, of those that tell them, the parts of a step."""
+    machine, settings = runs[0]["machine"], runs[0]["settings"]
+    lines = [
+        f"# Engine steps against the machine's limits: {Path(settings['model']).name}",
+        "",
+        *(f"    {run['command']}" for run in runs),
+        "",
+        f"{min(run['date'] for run in runs)[:10]}, {machine['cores']} cores of an {machine['cpu_model']}. `limit` = max(bytes / R, "
+        "operations / F), measured beside each step",
+        f"with as many threads (R {_median_rates(runs, 'bytes_per_s', 1e9)} GB/s, F {_median_rates(runs, 'operations_per_s', 1e9)} "
+        f"GFLOP/s); temperature {settings['temperature']:g}, sampler included.",
+        "A ratio is the median of the rounds' own ratios; beside it the best round's, and the step in milliseconds.",
+        "",
+        *_ratios(runs),
+        "",
+        *_verdict(runs),
+    ]
+    for run in runs:
+        if any("attend" in case["parts_s"] for case in run["cases"]):
+            lines += ["", f"Where the time goes, {_name(run)}, milliseconds of one step:", "", *_parts(run)]
+    return "\n".join(lines) + "\n"
+
+
+def _name(run: Run) -> str:
+    settings = run["settings"]
+    threads = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
+    kernels = "" if settings["kernels"] == "cpu" else f"{settings['kernels']}, "
+    return f"{kernels}{'' if settings['weight_dtype'] == 'auto' else 'int8, '}{threads}"
+
+
+def _median_rates(runs: Sequence[Run], name: str, unit: float) -> str:
+    return " / ".join(f"{run[name] / unit:.0f}" for run in runs)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratios(runs: Sequence[Run]) -> Iterator[str]:
+    headings = ["case", "by", "target"]
+    for run in runs:
+        headings += [_name(run), "best", "ms"]
+    yield _row(headings)
+    yield "|" + "---|" * len(headings)
+    by_run = [{case["case"]: case for case in run["cases"]} for run in runs]
+    for case in dict.fromkeys(name for cases in by_run for name in cases):
+        target = target_of(case)
+        first = next(cases[case] for cases in by_run if case in cases)
+        cells = [case, first["limit_is"], "" if target is None else f"{target:.2f}"]
+        for cases in by_run:
+            found = cases.get(case)
+            cells += ["", "", ""] if found is None else _figures(found)
+        yield _row(cells)
+
+
+def _figures(case: Mapping[str, Any]) -> list[str]:
+    return [f"{case['ratio']:.2f}", f"{case['best_ratio']:.2f}", f"{1000 * case['step_s']:.2f}"]
+
+
+def _verdict(runs: Sequence[Run]) -> Iterator[str]:
+    """Which cases meet their targets, run by run."""
+    for run in runs:
+        asked = [(case, target) for case in run["cases"] if (target := target_of(case["case"])) is not None]
+        met = [case["case"] for case, target in asked if case["ratio"] <= target]
+        missed = [f"{case['case']} ({case['ratio']:.2f})" for case, target in asked if case["ratio"] > target]
+        yield f"- {_name(run)}: met by {', '.join(met) or 'none'}; missed by {', '.join(missed) or 'none'}."
+
+
+def _parts(run: Run) -> Iterator[str]:
+    names = [name for name, _ in _PARTS]
+    yield _row(["case", *names])
+    yield "|" + "---|" * (len(names) + 1)
+    for case in run["cases"]:
+        sums = (sum(case["parts_s"].get(part, 0.0) for part in parts) for _, parts in _PARTS)
+        yield _row([case["case"], *(f"{1000 * seconds:.2f}" for seconds in sums)])
+
+
+def main(paths: Sequence[str]) -> int:
+    """Print the text of these files."""
+    sys.stdout.write(markdown([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
