@@ -201,6 +201,24 @@ def test_a_row_has_the_same_bits_in_any_company_cut_phase_and_thread_count(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [4, 9])  # shared out by parts of the context; by rows and heads
+def test_a_row_without_numbers_breaks_none_before_it(kernels: CpuKernels, dtype: torch.dtype, num_rows: int) -> None:
+    shape = SHAPES[0]
+    stack = kernels.stack(made_layers(kernels, shape, dtype), shape.num_heads, EPS)
+    found = []
+    for number in (1.0, torch.nan):
+        own = Sequences(shape, dtype, 1, 16)
+        batch, positions = own.batch([(0, 0, num_rows)])
+        hidden = inputs(0, dtype)[:num_rows].clone()
+        hidden[3] *= number  # positions 2 and 3 are multiplied as a pair
+        found.append(stack(hidden, *angles(positions, shape.head_dim), own.kv, batch))
+    assert torch.equal(found[1][:3], found[0][:3])
+    assert found[1][3:].isnan().all()
+
+
 @pytest.mark.covers("M07")
 def test_steps_like_earlier_ones_use_the_memory_that_is_there() -> None:
     kernels, shape = COMPILED[0], SHAPES[0]
