@@ -35,3 +35,6 @@ class SessionService(pb_grpc.NodeServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
         yield pb.DrainProgress(has_ended=True)
+
+    async def ChangeRole(self, request: pb.RoleRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_changed=True)

@@ -7,7 +7,7 @@ environment that the knobs decide.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from decode_node.core import DecodeCore
@@ -17,16 +17,18 @@ from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
+    from node.process import CoreMaker
+    from node.roles import RoleName
 
 
-def run(argv: Sequence[str] | None) -> int:
-    """Run the node until a signal; its exit code."""
+def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | None = None) -> int:
+    """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
     set_thread_environment(config.num_threads)
     silence_grpc()
     from node.process import run_node
 
-    return run_node("decode", config, make_core)
+    return run_node("decode", config, {**(make_others or {}), "decode": make_core})
 
 
 def make_core(parts: CoreParts) -> DecodeCore:

@@ -22,6 +22,7 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("decode",): ("deploy.node_process", "decode"),
     ("mixed",): ("deploy.node_process", "mixed"),
     ("drain",): ("deploy.drain",),
+    ("role",): ("deploy.role",),
     ("status",): ("deploy.status",),
     ("doctor",): ("deploy.doctor",),
     ("certs", "make"): ("deploy.certs",),
@@ -37,6 +38,7 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   decode       a decode node: generates
   mixed        a node that does both, over one pool: baton up --model DIR --prefill 0 --decode 0 --mixed 1
   drain        ask a node to hand over what it has, and to end: baton drain decode-0 --router 127.0.0.1:8001
+  role         have a node serve in another role, without a restart: baton role decode-0 prefill --router 127.0.0.1:8001
   status       nodes, blocks and requests of a running cluster, live: baton status http://127.0.0.1:8000
   doctor       what is wrong with this machine, or with a cluster: baton doctor http://127.0.0.1:8000
   certs make   certificates for --tls-dir, signed by an authority of your own: baton certs make certs --hosts node-a,node-b

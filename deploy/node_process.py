@@ -1,7 +1,7 @@
 """A node's process: `python -m deploy.node_process prefill|decode|mixed [flags]`; the only file that knows all roles.
 
-A role is imported when it is chosen, so that a prefill node never loads the decode role; a mixed node is given both. Not here:
-anything a node does.
+A process that is started here can take any of them later (`baton role`), so it has them all; `python -m prefill_node` and
+`python -m decode_node` have their own alone. Not here: anything a node does.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from decode_node import entry as decode_node
+from mixed_node import entry as mixed_node
+from prefill_node import entry as prefill_node
 from runtime.process import fatal
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the role that the first argument names; its exit code."""
     role = argv[0] if argv else ""
+    make_prefill_core, make_decode_core = prefill_node.make_core, decode_node.make_core
+    make_mixed_core = mixed_node.core_maker(make_prefill_core, make_decode_core)
     if role == "prefill":
-        from prefill_node.__main__ import main as run_prefill_node
-
-        return run_prefill_node(argv[1:])
+        return prefill_node.run(argv[1:], {"decode": make_decode_core, "mixed": make_mixed_core})
     if role == "decode":
-        from decode_node.__main__ import main as run_decode_node
-
-        return run_decode_node(argv[1:])
+        return decode_node.run(argv[1:], {"prefill": make_prefill_core, "mixed": make_mixed_core})
     if role == "mixed":
-        from decode_node.entry import make_core as make_decode_core
-        from mixed_node.entry import run as run_mixed_node
-        from prefill_node.entry import make_core as make_prefill_core
-
-        return run_mixed_node(argv[1:], make_prefill_core, make_decode_core)
+        return mixed_node.run(
+            argv[1:], {"prefill": make_prefill_core, "decode": make_decode_core, "mixed": make_mixed_core}
+        )
     fatal(f"baton: {role or 'no role'}: must be prefill, decode or mixed")
 
 

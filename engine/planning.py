@@ -35,7 +35,7 @@ class Planner:
         self._room = room
         self._saves = saves
         self._max_batched_tokens = max_batched_tokens
-        self._max_beside_decodes = max_batched_tokens if max_beside_decodes is None else max_beside_decodes
+        self.bound_prompts(max_beside_decodes)
         self._next_step_id = 0
         self._starts: list[SlotStart] = []  # of the plan being made
         self._to_mark: list[Sequence] = []  # in it
@@ -43,6 +43,10 @@ class Planner:
         self.shown: Shown = ()  # what the last plan puts where links read: whose, and how many leading blocks it makes
         self.is_short = False  # somebody who runs found no blocks in the last plan
         self.num_preempted = 0  # so far
+
+    def bound_prompts(self, max_beside_decodes: int | None) -> None:
+        """So many tokens of prompts at most in a step that decodes; None: all that decodes leave."""
+        self._max_beside_decodes = self._max_batched_tokens if max_beside_decodes is None else max_beside_decodes
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to do."""

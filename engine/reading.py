@@ -35,7 +35,7 @@ class Reader:
         self._all = population
         self._room = room
         self._saves = saves
-        self._resumes_preempted = resumes_preempted
+        self.resumes_preempted = resumes_preempted
         self._keeps_preempted = keeps_preempted
         self._last_read_step_id = NEVER
 
@@ -149,7 +149,7 @@ class Reader:
         is_paused = sequence.is_pausing
         num_computed = int(self._all.slots.num_computed[sequence.slot])
         self._room.publish(sequence, num_computed, decodes=True)  # what it computed again, before it comes to decode
-        if not is_paused and self._resumes_preempted and not sequence.is_read:
+        if not is_paused and self.resumes_preempted and not sequence.is_read:
             self._saves.preempted(sequence)
             self._all.requeue(sequence)
             return []

@@ -35,7 +35,7 @@ is final. Surplus rows write behind everything published.
 from __future__ import annotations
 
 from collections import abc, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
 from engine.plan import Plan, StepResult
@@ -98,6 +98,15 @@ class Scheduler:
         )
         self._unread: deque[tuple[Plan, Shown]] = deque()
         self.num_prompt_tokens = 0  # prompt positions that the steps read so far have computed
+
+    def take_role(self, resumes_preempted: bool, max_prompt_tokens_beside_decodes: int | None) -> None:
+        """Go on under other rules (SchedulerConfig). ValueError: somebody is here, whom other rules let in."""
+        if self.has_sequences or self._all.slots.num_reserved:
+            raise ValueError("there are sequences, or slots kept for some")
+        self._config = replace(self._config, resumes_preempted=resumes_preempted)
+        self._planner.bound_prompts(max_prompt_tokens_beside_decodes)
+        self._reader.resumes_preempted = resumes_preempted
+        self.num_prompt_tokens = 0
 
     # Sequences come and go
 

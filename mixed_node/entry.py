@@ -6,7 +6,7 @@ environment that the knobs decide. Nor the other roles, which a room of its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mixed_node.core import FetchingPart, LeasingPart, MixedCore
@@ -15,20 +15,26 @@ from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
+    from node.process import CoreMaker
+    from node.roles import RoleName
 
 
-def run(
-    argv: Sequence[str] | None,
-    make_prefill_core: Callable[[CoreParts], FetchingPart],
-    make_decode_core: Callable[[CoreParts], LeasingPart],
-) -> int:
-    """Run the node until a signal; its exit code."""
+def run(argv: Sequence[str] | None, make_cores: Mapping[RoleName, CoreMaker]) -> int:
+    """Run the node until a signal; its exit code. `make_cores`: of the roles that it can take, this one included."""
     config = load(NodeConfig, "baton mixed", "Compute prompts and generate, in one process over one pool of KV.", argv)
     set_thread_environment(config.num_threads)
     silence_grpc()
     from node.process import run_node
 
+    return run_node("mixed", config, make_cores)
+
+
+def core_maker(
+    make_prefill_core: Callable[[CoreParts], FetchingPart], make_decode_core: Callable[[CoreParts], LeasingPart]
+) -> Callable[[CoreParts], MixedCore]:
+    """What makes this role's core over a node's engine, of those of the others."""
+
     def make_core(parts: CoreParts) -> MixedCore:
         return MixedCore(parts.identity, parts.scheduler, make_prefill_core(parts), make_decode_core(parts))
 
-    return run_node("mixed", config, make_core)
+    return make_core

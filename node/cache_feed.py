@@ -67,6 +67,11 @@ class CacheFeed:
         if self._asks.pop(router, self) is not self and not self._asks:
             self._pool.key_log.switch(False)
 
+    def forget_all(self) -> None:
+        """All sessions are lost."""
+        for router in tuple(self._asks):
+            self.forget(router)
+
     def tell(self) -> list[ev.ToRouter]:
         """Answer every question to which there is news."""
         out: list[ev.ToRouter] = []
@@ -116,7 +121,7 @@ class TellingCore:
 
     def __init__(self, core: ev.NodeCore, pool: BlockPool, piece: int = PIECE, book: PoolBook | None = None) -> None:
         self._core = core
-        self._book = book or PoolBook()
+        self._book = PoolBook() if book is None else book
         self._feeds = (CacheFeed(pool, piece), CacheFeed(self._book, piece, of_pool=True))
 
     def receive(self, event: ev.Event, now: float) -> Sequence[ev.Action]:
@@ -132,6 +137,11 @@ class TellingCore:
                 for feed in self._feeds:
                     feed.forget(router)
         return [*self._core.receive(event, now), *self._tell()]
+
+    def forget_listeners(self) -> None:
+        """Its sessions are closed, without a word to the core: the pool need keep no changes for them."""
+        for feed in self._feeds:
+            feed.forget_all()
 
     def tick(self, now: float) -> Sequence[ev.Action]:
         """See NodeCore."""

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from node.drain import Answer
 from node.ending import Ending
 from node.events import Event, ReleaseAsked, RenewAsked, ReserveAsked
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
+from node.roles import role_named
 from node.validate import Bounds, release_problem, renew_problem, reserve_problem
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
@@ -39,13 +41,13 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._ids = count(1)
-        self._reserves: dict[int, asyncio.Future[pb.ReserveReply]] = {}
+        self._reserves: dict[int, asyncio.Future[pb.ReserveReply | None]] = {}
         self._renews: dict[int, asyncio.Future[pb.RenewReply]] = {}
 
-    async def reserve(self, request: pb.ReserveRequest, post: Callable[[Event], None]) -> pb.ReserveReply:
-        """Ask the core and wait for its answer; the caller's time limit ends the wait by cancelling it."""
+    async def reserve(self, request: pb.ReserveRequest, post: Callable[[Event], None]) -> pb.ReserveReply | None:
+        """Ask the core and wait for its answer; the caller's time limit ends the wait by cancelling it. None: see `close`."""
         call_id = next(self._ids)
-        answer: asyncio.Future[pb.ReserveReply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[pb.ReserveReply | None] = asyncio.get_running_loop().create_future()
         self._reserves[call_id] = answer
         post(ReserveAsked(call_id, request))
         try:
@@ -76,9 +78,18 @@ class PendingCalls:
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
+    def close(self) -> None:
+        """The core hears no more, and what it has not read is nobody's: it holds nothing."""
+        for reserve in self._reserves.values():
+            if not reserve.done():
+                reserve.set_result(None)
+        for renew in self._renews.values():
+            if not renew.done():
+                renew.set_result(pb.RenewReply(life_ms=0))
+
 
 class NodeService(pb_grpc.NodeServicer):
-    """The servicer; on the loop's thread, like everything that decides."""
+    """What one incarnation serves; on the loop's thread, like everything that decides."""
 
     def __init__(
         self,
@@ -119,7 +130,8 @@ class NodeService(pb_grpc.NodeServicer):
         if not self._sessions.knows(Peer(request.router.name, request.router.incarnation)):
             # Its tokens would reach nobody, and nobody would ever cancel it.
             return self._refused(request, pb.BUSY, "there is no session with the attempt's router", True)
-        return await self._calls.reserve(request, self._post)
+        reply = await self._calls.reserve(request, self._post)
+        return self._refused(request, pb.DRAINING, "the node takes another role", True) if reply is None else reply
 
     async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
         """Keep a lease alive; a life of 0 says that there is none."""
@@ -151,6 +163,24 @@ class NodeService(pb_grpc.NodeServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "Drain is meant for another process")
         self._ending.ask("operator", request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
         async for progress in self._ending.watch():
+            yield progress
+
+    async def ChangeRole(self, request: pb.RoleRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        """Serve in another role, and tell how far it is until then. Who hangs up stops nothing."""
+        if request.to_incarnation not in (0, self._identity.incarnation):
+            self._counters.count("wrong_incarnation")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "ChangeRole is meant for another process")
+        role = role_named(request.role)
+        if role is None:
+            self._counters.count("malformed_messages")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role}, there is none such")
+        answer = self._ending.ask_role(role, request.timeout_ms / 1000 if request.HasField("timeout_ms") else None)
+        if answer is Answer.HAS_IT:
+            yield pb.DrainProgress(has_changed=True)
+            return
+        if answer is not Answer.BEGUN:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer.value)
+        async for progress in self._ending.watch_change():
             yield progress
 
     def _malformed(self, call: str, problem: str) -> None:

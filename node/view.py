@@ -29,7 +29,7 @@ from runtime.version import versions
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What does not change while the process lives."""
+    """What does not change while the process keeps its role."""
 
     identity: NodeIdentity
     role: str  # "prefill", "decode", "mixed"
@@ -66,6 +66,10 @@ class NodeView(Collector):
         self._sources = sources
         self._registry = CollectorRegistry()  # of its own: nothing is global
         self._registry.register(self)
+
+    def show(self, facts: NodeFacts, sources: Sources) -> None:
+        """Look at these from now on: the process has taken another role."""
+        self._facts, self._sources = facts, sources
 
     @property
     def node_id(self) -> str:

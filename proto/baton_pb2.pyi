@@ -1041,6 +1041,7 @@ class DrainProgress(_message.Message):
     MS_LEFT_FIELD_NUMBER: _builtins.int
     HAS_ENDED_FIELD_NUMBER: _builtins.int
     WAS_CUT_SHORT_FIELD_NUMBER: _builtins.int
+    HAS_CHANGED_FIELD_NUMBER: _builtins.int
     attempts: _builtins.int
     """here, in any stage"""
     leases: _builtins.int
@@ -1050,7 +1051,9 @@ class DrainProgress(_message.Message):
     has_ended: _builtins.bool
     """nothing is left that anybody waits for: the last message"""
     was_cut_short: _builtins.bool
-    """with has_ended: the time was over before"""
+    """with the last message: the time was over before"""
+    has_changed: _builtins.bool
+    """of ChangeRole: the node serves in that role, or did all along: the last message"""
     def __init__(
         self,
         *,
@@ -1059,14 +1062,44 @@ class DrainProgress(_message.Message):
         ms_left: _builtins.int = ...,
         has_ended: _builtins.bool = ...,
         was_cut_short: _builtins.bool = ...,
+        has_changed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "has_ended", b"has_ended", "leases", b"leases", "ms_left", b"ms_left", "was_cut_short", b"was_cut_short"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "has_changed", b"has_changed", "has_ended", b"has_ended", "leases", b"leases", "ms_left", b"ms_left", "was_cut_short", b"was_cut_short"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015
+
+@_typing.final
+class RoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TO_INCARNATION_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    to_incarnation: _builtins.int
+    """0: whoever it is"""
+    role: Global___Role.ValueType
+    timeout_ms: _builtins.int
+    """until what is left is given up, and goes on elsewhere; absent: --drain-timeout-s"""
+    def __init__(
+        self,
+        *,
+        to_incarnation: _builtins.int = ...,
+        role: Global___Role.ValueType = ...,
+        timeout_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "role", b"role", "timeout_ms", b"timeout_ms", "to_incarnation", b"to_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
+
+Global___RoleRequest: _TypeAlias = RoleRequest  # noqa: Y015
 
 @_typing.final
 class WantsMove(_message.Message):

@@ -227,6 +227,11 @@ class NodeStub:
                 request_serializer=proto_dot_baton__pb2.DrainRequest.SerializeToString,
                 response_deserializer=proto_dot_baton__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_stream(
+                '/baton.Node/ChangeRole',
+                request_serializer=proto_dot_baton__pb2.RoleRequest.SerializeToString,
+                response_deserializer=proto_dot_baton__pb2.DrainProgress.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -266,6 +271,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """An operator wants the node to serve in another role; hears how far it is until it does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -292,6 +304,11 @@ def add_NodeServicer_to_server(servicer, server):
             'Drain': grpc.unary_stream_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=proto_dot_baton__pb2.DrainRequest.FromString,
+                    response_serializer=proto_dot_baton__pb2.DrainProgress.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_stream_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=proto_dot_baton__pb2.RoleRequest.FromString,
                     response_serializer=proto_dot_baton__pb2.DrainProgress.SerializeToString,
             ),
     }
@@ -431,6 +448,33 @@ class Node:
             target,
             '/baton.Node/Drain',
             proto_dot_baton__pb2.DrainRequest.SerializeToString,
+            proto_dot_baton__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.Node/ChangeRole',
+            proto_dot_baton__pb2.RoleRequest.SerializeToString,
             proto_dot_baton__pb2.DrainProgress.FromString,
             options,
             channel_credentials,

@@ -96,6 +96,8 @@ class NodeStub:
     Release: _grpc.UnaryUnaryMultiCallable[_baton_pb2.ReleaseRequest, _baton_pb2.ReleaseReply]
     Drain: _grpc.UnaryStreamMultiCallable[_baton_pb2.DrainRequest, _baton_pb2.DrainProgress]
     """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
+    ChangeRole: _grpc.UnaryStreamMultiCallable[_baton_pb2.RoleRequest, _baton_pb2.DrainProgress]
+    """An operator wants the node to serve in another role; hears how far it is until it does."""
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -109,6 +111,8 @@ class NodeAsyncStub(NodeStub):
     Release: _aio.UnaryUnaryMultiCallable[_baton_pb2.ReleaseRequest, _baton_pb2.ReleaseReply]  # type: ignore[assignment]
     Drain: _aio.UnaryStreamMultiCallable[_baton_pb2.DrainRequest, _baton_pb2.DrainProgress]  # type: ignore[assignment]
     """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
+    ChangeRole: _aio.UnaryStreamMultiCallable[_baton_pb2.RoleRequest, _baton_pb2.DrainProgress]  # type: ignore[assignment]
+    """An operator wants the node to serve in another role; hears how far it is until it does."""
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """---------------------------------------------------------------- session: router <-> node"""
@@ -149,5 +153,13 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_baton_pb2.DrainProgress], _abc.AsyncIterator[_baton_pb2.DrainProgress]]:
         """An operator wants the node to end without a loss; hears how far it is until it ends, which hanging up does not stop."""
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _baton_pb2.RoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_baton_pb2.DrainProgress], _abc.AsyncIterator[_baton_pb2.DrainProgress]]:
+        """An operator wants the node to serve in another role; hears how far it is until it does."""
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

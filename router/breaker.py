@@ -96,6 +96,15 @@ class Breakers:
     def __init__(self, timing: BreakerTiming) -> None:
         self._timing = timing
         self._circuits: dict[str, Circuit] = {}  # but for those that are closed without a failure
+        self._roles: dict[str, int] = {}  # in which each was listed last
+
+    def listed(self, name: str, role: int) -> None:
+        """Note the role in which a node is to be used: what it failed at in another one is not held against it."""
+        if self._roles.pop(name, role) != role:
+            self.succeeded(name)  # or as good as that
+        elif len(self._roles) >= _MAX_NODES:
+            del self._roles[next(iter(self._roles))]
+        self._roles[name] = role
 
     def failed(self, name: str, what: str, now: float) -> bool:
         """Note a failure; True if it opened the circuit."""

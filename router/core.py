@@ -180,6 +180,8 @@ class RouterCore:
             self._num_lost += 1
             self._live.count("nodes_lost")
             self._ends.fail_at(ref.name, f"loss {self._num_lost}", now)
+        if isinstance(event, ev.NodeListed):
+            self._breakers.listed(event.entry.node.name, event.entry.role)
         for key, ref in change.orphans:
             branch = self._live.find(key)
             if branch is None or branch.pair is None or (side := branch.side_at(ref)) is None:

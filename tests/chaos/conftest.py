@@ -85,11 +85,13 @@ class Broken:
 
 
 @contextmanager
-def started_town(model: Path, folder: Path, names: Sequence[str]) -> Iterator[Broken]:
+def started_town(
+    model: Path, folder: Path, names: Sequence[str], of_routers: Sequence[str] = (), of_nodes: Sequence[str] = SIZES
+) -> Iterator[Broken]:
     """A cluster of these processes, each a host of its own where that can be."""
     with ExitStack() as stack:
         net = None if why_not() else stack.enter_context(network(names))
-        flags = {name: () if name.startswith("router") else SIZES for name in names}
+        flags = {name: of_routers if name.startswith("router") else of_nodes for name in names}
         fleet = stack.enter_context(Fleet.started(model, folder, flags, net))
         threads = stack.enter_context(ThreadPoolExecutor(16))
         broken = Broken(fleet, net, threads)

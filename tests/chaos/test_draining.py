@@ -100,18 +100,17 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
 class SteadyClients:
     """So many clients, each asking one request after the other until it is told to stop; what they got."""
 
-    def __init__(self, url: str, bodies: Sequence[dict[str, Any]]) -> None:
-        self._url = url
+    def __init__(self, bodies: Sequence[dict[str, Any]]) -> None:
         self._bodies = bodies
         self._stopping = threading.Event()
         self.told: list[tuple[dict[str, Any], Told]] = []
 
-    def run(self, rng: random.Random) -> None:
-        """One client."""
+    def run(self, url: str, rng: random.Random) -> None:
+        """One client, of the router there."""
         with httpx.Client(trust_env=False) as client:
             while not self._stopping.is_set():
                 body = rng.choice(self._bodies)
-                self.told.append((body, ask(client, self._url, body, is_stream=rng.random() < 0.6)))
+                self.told.append((body, ask(client, url, body, is_stream=rng.random() < 0.6)))
 
     def stop(self) -> None:
         """Nothing new is asked."""
@@ -119,11 +118,14 @@ class SteadyClients:
 
 
 @contextmanager
-def steady_clients(town: Broken, seed: int) -> Iterator[SteadyClients]:
-    """Clients that ask until the block ends; then their last answers are there."""
-    clients = SteadyClients(town.fleet.url, long_requests(seed, NUM_BODIES))
+def steady_clients(town: Broken, seed: int, *routers: str) -> Iterator[SteadyClients]:
+    """Clients that ask, of these routers in turn (none: of the first), until the block ends; then their last answers are there."""
+    clients = SteadyClients(long_requests(seed, NUM_BODIES))
+    urls = [town.fleet.url_of(router) for router in routers] or [town.fleet.url]
     threads = [
-        threading.Thread(target=clients.run, args=(random.Random(f"{seed} {number}"),), daemon=True)
+        threading.Thread(
+            target=clients.run, args=(urls[number % len(urls)], random.Random(f"{seed} {number}")), daemon=True
+        )
         for number in range(NUM_CLIENTS)
     ]
     for thread in threads:

@@ -50,7 +50,7 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
     [
         (
             [],
-            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, status, doctor, certs make, "
+            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, role, status, doctor, certs make, "
             "model make; "
             "see baton --help",
         ),
@@ -58,7 +58,7 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
         (["model", "bake"], "baton: model: unknown command; did you mean model make?"),
         (
             ["xyz"],
-            "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, status, doctor, "
+            "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, role, status, doctor, "
             "certs make, model make",
         ),
         (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),

@@ -29,7 +29,7 @@ async def _announce() -> None:
 async def drained(node: GrpcNode) -> None:
     """What the node's process does, with a core that drains at once."""
     node.ending.has_drained.set()
-    await node.ending.run(Means(_announce, node.events.append, lambda: 0))
+    await node.ending.run(Means(_announce, node.events.append, lambda: 0, lambda: ""))
 
 
 async def hung_up(node: GrpcNode) -> None:

@@ -308,7 +308,7 @@ MUTANTS: Final = (
         "drain-waits-for-its-core-for-ever",
         "A node whose core does not drain never ends.",
         "node/drain.py",
-        "(has_drained or now >= self.deadline + CORE_LATE_S)",
+        "(has_drained or now >= self.deadline + late_s)",
         "has_drained",
         _DRAIN,
     ),

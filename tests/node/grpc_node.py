@@ -14,6 +14,7 @@ from node.ending import Ending
 from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
+from node.roles import ROLES, RoleName
 from node.routers import Routers
 from node.service import NodeService, PendingCalls
 from node.validate import Bounds
@@ -24,6 +25,7 @@ from tests.node.scripted_core import ScriptedCore
 
 INCARNATION = 77
 ROUTER = Peer("router", 3)
+ROLE_NAMES: dict[int, RoleName] = {role: name for name, role in ROLES.items()}
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class GrpcNode:
     counters: Counters
     routers: Routers
     ending: Ending
+    service: NodeService
     events: list[ev.Event] = field(default_factory=list)
 
 
@@ -76,10 +79,11 @@ async def serve_node(
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
     routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    ending = Ending(ScriptedCore(), default_timeout_s=25.0)
+    ending = Ending(25.0, ROLE_NAMES[role], ("decode", "mixed", "prefill"))
+    ending.take_up(ScriptedCore())
     service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
-    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending)
+    node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending, service)
     await server.start()
     stream = await _open_session(node.address)
     try:

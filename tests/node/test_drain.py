@@ -13,12 +13,14 @@ import pytest
 from node import events as ev
 from node.drain import CORE_LATE_S, DELIVERY_S, Drain, Stage
 from node.ending import Ending, Means
+from node.roles import RoleName
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from tests.node.grpc_node import INCARNATION, serve_node
 from tests.node.scripted_core import ScriptedCore
 
-ORDER = list(Stage)
+ROLES = frozenset[RoleName](("decode",))
+ORDER = (Stage.SERVING, Stage.DRAINING, Stage.DELIVERING, Stage.OVER)
 ASKS = (0.0, 1.0, 4.0)  # seconds
 LOOKS = tuple(product((False, True), (0, 3)))  # has drained, undelivered
 WAITS = (0.6, 2.5)
@@ -29,7 +31,7 @@ class Watched:
     """A Drain, and what a naive reader of its description knows: who asked for what, and what was seen since."""
 
     def __init__(self) -> None:
-        self.drain = Drain()
+        self.drain = Drain("decode", ROLES)
         self.now = 100.0
         self.deadlines: list[float] = []
         self.is_at_once = False
@@ -91,11 +93,11 @@ def test_a_node_drains_then_delivers_then_ends_and_never_later_than_it_was_given
 @pytest.mark.covers("D08")
 def test_an_end_without_time_says_that_something_was_given_up() -> None:
     for asks, was_cut_short in (((0.0,), True), ((5.0, 0.0), True)):
-        drain = Drain()
+        drain = Drain("decode", ROLES)
         for each in asks:
             drain.ask(each, 0.0)
         assert (drain.stage, drain.was_cut_short) == (Stage.OVER, was_cut_short)
-    drain = Drain()
+    drain = Drain("decode", ROLES)
     drain.ask(5.0, 0.0)
     drain.look(True, 1, 1.0)
     drain.ask(0.0, 1.0)
@@ -115,8 +117,9 @@ class World:
     def __init__(self) -> None:
         self.done: list[object] = []
         self.num_undelivered = 0
-        self.ending = Ending(Holder(), default_timeout_s=30.0)
-        self.means = Means(self.announce, self.done.append, lambda: self.num_undelivered)
+        self.ending = Ending(30.0, "decode", ROLES)
+        self.ending.take_up(Holder())
+        self.means = Means(self.announce, self.done.append, lambda: self.num_undelivered, lambda: "")
 
     async def announce(self) -> None:
         assert self.ending.is_draining, "what is announced says so"
@@ -207,7 +210,7 @@ def ask_a_node(request: pb.DrainRequest) -> tuple[Stage, list[pb.DrainProgress] 
             except grpc.aio.AioRpcError as error:
                 return node.ending.stage, error.code()
             node.ending.has_drained.set()
-            ended = asyncio.create_task(node.ending.run(Means(_nothing, node.events.append, lambda: 0)))
+            ended = asyncio.create_task(node.ending.run(Means(_nothing, node.events.append, lambda: 0, lambda: "")))
             heard += [each async for each in call]
             await ended
             return node.ending.stage, heard

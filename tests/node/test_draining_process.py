@@ -45,7 +45,7 @@ class TalkativeCore(PrefillCore):
 def make_core(parts):
     return TalkativeCore(parts.identity, parts.limits, parts.scheduler, parts.pool, parts.fingerprint, parts.key_seed)
 
-sys.exit(run_node("prefill", load(NodeConfig, "baton prefill", "", sys.argv[1:]), make_core))
+sys.exit(run_node("prefill", load(NodeConfig, "baton prefill", "", sys.argv[1:]), {{"prefill": make_core, "decode": make_core}}))
 """
 
 

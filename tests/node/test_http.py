@@ -60,7 +60,8 @@ async def _get(counters: Counters, measures: Measures, *paths: str, is_draining:
         sizes=EngineSizes(16, 25, 256),
     )
     core = LoadedCore()
-    ending = Ending(core, default_timeout_s=25.0)
+    ending = Ending(25.0, "decode", frozenset())
+    ending.take_up(core)
     if is_draining:
         ending.ask("the test")
     view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending))

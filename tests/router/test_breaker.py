@@ -23,7 +23,7 @@ from router.breaker import (
     is_avoided,
 )
 from router.events import SessionLost
-from tests.router.core_world import CoreWorld, ref
+from tests.router.core_world import CoreWorld, node_entry, ref
 
 TIMING = BreakerTiming(num_failures=2, first_s=1.0, longest_s=4.0)
 KEY, OTHER = BranchKey("a", 0), BranchKey("b", 0)
@@ -97,6 +97,30 @@ def test_the_least_bad_comes_first_and_names_that_never_return_are_forgotten() -
     for number in range(3000):
         breakers.failed(f"n{number}", "a", 1.0)
     assert len(breakers.avoided(1.5)) == 1024
+
+
+@pytest.mark.covers("R18", "C11")
+def test_what_a_node_failed_at_in_another_role_is_not_held_against_it() -> None:
+    breakers = Breakers(BreakerTiming(1, 1.0, 4.0))
+    for role, state in ((1, "open"), (1, "open"), (2, "closed"), (1, "closed")):
+        breakers.listed("x", role)
+        if role == 1 and state == "open":
+            breakers.failed("x", "a", 1.0)
+        assert breakers.state("x") == state
+    for number in range(3000):
+        breakers.listed(f"n{number}", 1)
+    breakers.failed("x", "a", 1.0)
+    breakers.listed("x", 2)
+    assert breakers.state("x") == "open", "in which role it was is forgotten with those that never return"
+
+    world = CoreWorld.with_nodes("p1", "d1", breaker_failures=1, preempt_retry_count=9)
+    world.submit("a")
+    world.error_from("d1", "a", pb.INTERNAL)
+    assert world.counts.count(("circuits_opened", "")) == 1
+    for role, state in ((pb.ROLE_DECODE, "open"), (pb.ROLE_MIXED, "closed")):
+        world.feed(SessionLost(ref("d1")))
+        world.join(node_entry("d1", role, incarnation=1 + role))
+        assert world.core.snapshot()["circuits"] == {"p1": "closed", "d1": state}
 
 
 @pytest.mark.covers("R18")

@@ -110,6 +110,9 @@ class _Servicer(NodeServicer):
     async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
         yield pb.DrainProgress(has_ended=True)
 
+    async def ChangeRole(self, request: pb.RoleRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:
+        yield pb.DrainProgress(has_changed=True)
+
     async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
         return pb.ReleaseReply()
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from decode_node.core import DecodeCore
 from engine.block_pool import BlockPool
-from engine.fake_runner import BYTES_PER_TOKEN
+from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner
 from engine.key_log import KeyLog
 from engine.reserve import ReserveConfig
 from engine.saving import SaveRules
@@ -20,6 +20,7 @@ from mixed_node.core import MixedCore
 from node.cache_feed import TellingCore
 from node.events import NodeCore
 from node.identity import NodeIdentity, NodeLimits
+from node.roles import find_leftover
 from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
 from proto.block_key import fingerprint_bytes, seed_key
@@ -54,7 +55,17 @@ class NodeParts:
     pool: BlockPool
     scheduler: Scheduler
     memory: npt.NDArray[np.uint8]
-    core: NodeCore
+    runner: FakeRunner
+    core: TellingCore
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """As what a node process begins, or goes on."""
+
+    name: str
+    role: pb.Role.ValueType
+    before: NodeParts | None = None  # of the process whose role was another one; nothing touches them any more
 
 
 def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
@@ -62,8 +73,9 @@ def prefills_locally(role: pb.Role.ValueType, knobs: Knobs) -> bool:
     return role == pb.ROLE_DECODE and knobs.local_prefill_max_tokens is not None
 
 
-def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
-    """A node that has just started; lease ids and secrets are drawn from `rng`."""
+def build_parts(life: Life, identity: NodeIdentity, knobs: Knobs, rng: random.Random) -> NodeParts:
+    """A node that has just started, or taken a role; lease ids and secrets are drawn from `rng`."""
+    role = life.role
     limits = NodeLimits(
         max_model_len=knobs.max_model_len,
         vocab_size=VOCAB_SIZE,
@@ -76,20 +88,7 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
         reserves_for_running=knobs.reserves_for_running,
         reads_kv_pool=knobs.kv_pool_flaws is not None,
     )
-    pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
-    pool.key_log = KeyLog(knobs.key_log)
-    config = SchedulerConfig(
-        knobs.num_slots,
-        knobs.max_batched_tokens,
-        knobs.max_model_len,
-        knobs.local_prefill_chunk if prefills_locally(role, knobs) else None,
-        reserve=ReserveConfig(knobs.reserve_policy),
-        saves=SaveRules(knobs.kv_pool_flaws is not None, knobs.kv_pool_flaws is not None and knobs.saves_finished),
-        resumes_preempted=role == pb.ROLE_MIXED,
-        keeps_preempted=knobs.preempt_move_s > 0,
-    )
-    scheduler = Scheduler(config, pool, KEY_SEED)
-    memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+    pool, scheduler, memory, runner = _build_engine(role, knobs) if life.before is None else _take_over(life, knobs)
     shared = (identity, limits, scheduler)
     prefill = PrefillCore(*shared, pool, FINGERPRINT, KEY_SEED)
     decode = DecodeCore(*shared, pool, FINGERPRINT, KEY_SEED, lambda: (rng.getrandbits(63) + 1, rng.randbytes(16)))
@@ -101,4 +100,40 @@ def build_parts(role: pb.Role.ValueType, identity: NodeIdentity, knobs: Knobs, r
             core = decode
         case _:
             core = MixedCore(identity, scheduler, prefill, decode)
-    return NodeParts(limits, pool, scheduler, memory, TellingCore(core, pool, knobs.cache_piece))
+    return NodeParts(limits, pool, scheduler, memory, runner, TellingCore(core, pool, knobs.cache_piece))
+
+
+_Engine = tuple[BlockPool, Scheduler, npt.NDArray[np.uint8], FakeRunner]
+
+
+def _build_engine(role: pb.Role.ValueType, knobs: Knobs) -> _Engine:
+    pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
+    pool.key_log = KeyLog(knobs.key_log)
+    config = SchedulerConfig(
+        knobs.num_slots,
+        knobs.max_batched_tokens,
+        knobs.max_model_len,
+        _beside_decodes(role, knobs),
+        reserve=ReserveConfig(knobs.reserve_policy),
+        saves=SaveRules(knobs.kv_pool_flaws is not None, knobs.kv_pool_flaws is not None and knobs.saves_finished),
+        resumes_preempted=role == pb.ROLE_MIXED,
+        keeps_preempted=knobs.preempt_move_s > 0,
+    )
+    scheduler = Scheduler(config, pool, KEY_SEED)
+    memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
+    return pool, scheduler, memory, FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
+
+
+def _take_over(life: Life, knobs: Knobs) -> _Engine:
+    """As node/incarnation.py."""
+    before = life.before
+    assert before is not None
+    left = find_leftover(before.scheduler, before.pool, before.core.snapshot())
+    assert not left, f"{life.name} takes another role with {left} left"
+    before.core.forget_listeners()
+    before.scheduler.take_role(life.role == pb.ROLE_MIXED, _beside_decodes(life.role, knobs))
+    return before.pool, before.scheduler, before.memory, before.runner
+
+
+def _beside_decodes(role: pb.Role.ValueType, knobs: Knobs) -> int | None:
+    return knobs.local_prefill_chunk if prefills_locally(role, knobs) else None

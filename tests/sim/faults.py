@@ -64,7 +64,7 @@ class Faults:
         self.num_pending -= 1
         seconds = fault.seconds
         self.ends_at = max(self.ends_at, now + seconds)
-        if fault.kind != "drain":  # which costs nobody anything, unless its time is over
+        if fault.kind not in ("drain", "role"):  # which costs nobody anything, unless its time is over
             self.struck(frozenset((fault.who, fault.other) if fault.other else (fault.who,)), seconds)
         world.kernel.tell("FAULT", fault.kind, str(fault))
         if seconds:
@@ -82,10 +82,10 @@ class Faults:
                 process = network.find(who)
                 if process is not None:
                     world.lives.end(process, fault.kind, seconds, fault.number)
-            case "drain":
+            case "drain" | "role":
                 process = network.find(who)
                 if isinstance(process, SimNode):
-                    world.lives.drain(process, seconds)
+                    world.lives.drain(process, seconds, other)
             case "pause":
                 process = network.find(who)
                 if process is not None:

@@ -8,9 +8,12 @@ from typing import Final
 
 from engine.sequence import Phase
 from node import events as ev
+from node.drain import CORE_LATE_S, DELIVERY_S, ROLE_LATE_S
+from node.roles import find_leftover
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
+from tests.sim.engines import ROLES, Life, role_of
 from tests.sim.kernel import Process
 from tests.sim.links import Links
 from tests.sim.network import Network
@@ -22,9 +25,7 @@ from tests.sim.stream import ListenerSide, Stream, Wire
 _REGISTER_TIMEOUT_S: Final = 0.5  # of one call, as in runtime/registry_client.py
 GIVES_UP_WITHIN_S: Final = 3.0  # a session's grace and the way there, by any clock
 DRAIN_TIMEOUT_S: Final = 25.0
-_LATE_S: Final = 0.5  # of a core that has until its deadline to drain
 _LOOKS_EVERY_S: Final = 0.02  # whether a node has drained
-_DELIVERS_WITHIN_S: Final = 2.0  # its last words
 _MOVES_ON_WITHIN_S: Final = 2.0  # what runs on a draining node is asked for again, if nobody had room
 
 
@@ -58,7 +59,8 @@ class Lives:
         found = [self._network.find(host) for host in self._scenario.hosts]
         return [process for process in found if isinstance(process, SimNode)]
 
-    def _start(self, host: str) -> None:
+    def _start(self, host: str, before: SimNode | None = None, role: str = "") -> None:
+        """A new process, or `before` in another role."""
         self._generations[host] += 1
         generation, knobs = self._generations[host], self._scenario.knobs
         rate = 1 + self._kernel.rng(f"rate {host}").uniform(-1, 1) * knobs.clock_spread
@@ -67,7 +69,12 @@ class Lives:
             process = SimRouter(self._around, self._wire, host, generation, rate)
         else:
             port = 7000 if knobs.keeps_addresses else 7000 + generation
-            process = node = SimNode(self._around, host, generation, f"{host}:{port}", rate)
+            name = host if knobs.keeps_names else f"{host}.{generation}"
+            address, life = f"{host}:{port}", Life(name, role_of(host))
+            if before is not None:
+                address, life = before.address, Life(before.identity.name, ROLES[role], before.parts)
+                self._kernel.count(f"role: {pb.Role.Name(before.role)[5:]} to {role}".lower())
+            process = node = SimNode(self._around, host, generation, address, rate, life)
             self._links.add(node)
         self._tell(process, "starts", "")
         self._network.start(process)
@@ -105,11 +112,14 @@ class Lives:
         else:
             self._die(process, kind == "power off", number / 3, down_s)
 
-    def drain(self, node: SimNode, down_s: float) -> None:
-        """As node/ending.py: the routers are told, the core is asked, its last words arrive, then it ends; another one follows."""
-        if node.is_draining:
+    def drain(self, node: SimNode, down_s: float, role: str = "") -> None:
+        """As node/ending.py: the routers are told, the core is asked, its last words arrive, then it ends; another one follows.
+
+        With a role the process goes on in it, under its name and address, and with what nobody touches any more.
+        """
+        if node.is_draining or ROLES.get(role) == node.role:
             return
-        self._tell(node, "drains", "")
+        self._tell(node, "drains", role and f"to be a {role} node")
         node.is_draining = True
         self.num_ending += 1
         self._kernel.count("drains")
@@ -120,8 +130,8 @@ class Lives:
             )
         deadline = node.clock() + DRAIN_TIMEOUT_S
         self._kernel.after(_REGISTER_TIMEOUT_S, lambda: node.post(ev.DrainAsked(deadline)), node)
-        self._kernel.after(_REGISTER_TIMEOUT_S, partial(self._look_at_drain, node, deadline, down_s), node)
-        until_watched_s = node.seconds(DRAIN_TIMEOUT_S - _MOVES_ON_WITHIN_S - _LATE_S)
+        self._kernel.after(_REGISTER_TIMEOUT_S, partial(self._look_at_drain, node, deadline, down_s, role), node)
+        until_watched_s = node.seconds(DRAIN_TIMEOUT_S - _MOVES_ON_WITHIN_S - CORE_LATE_S)
         self._kernel.after(until_watched_s, partial(self._watch_drain, node), node)
 
     def _watch_drain(self, node: SimNode) -> None:
@@ -140,11 +150,15 @@ class Lives:
         """Whether any fault is felt, wherever it struck."""
         return self._around.blames.excuses(frozenset(self._scenario.hosts))
 
-    def _look_at_drain(self, node: SimNode, deadline: float, down_s: float) -> None:
+    def _look_at_drain(self, node: SimNode, deadline: float, down_s: float, role: str) -> None:
         now = node.clock()
-        if not node.has_drained and now < deadline + _LATE_S:
-            self._kernel.after(_LOOKS_EVERY_S, partial(self._look_at_drain, node, deadline, down_s), node)
+        left = find_leftover(node.scheduler, node.pool, node.core.snapshot()) if role else ""
+        if (not node.has_drained or left) and now < deadline + (ROLE_LATE_S if role else CORE_LATE_S):
+            self._kernel.after(_LOOKS_EVERY_S, partial(self._look_at_drain, node, deadline, down_s, role), node)
             return
+        assert (node.has_drained and not left) or not role or self._is_struck(), (
+            f"{node.label} keeps {left}, and no role"
+        )
         if not node.has_drained or now >= deadline:
             self._kernel.count("drains cut short")
             is_busy = any(node.reading.values()) or not node.runner.is_idle
@@ -152,15 +166,15 @@ class Lives:
         else:
             self._kernel.count("drained")
             self._kernel.count(f"drained: {node.host.partition('-')[0]}")
-        self._deliver(node, now + _DELIVERS_WITHIN_S, down_s)
+        self._deliver(node, now + DELIVERY_S, down_s, "" if left or not node.has_drained else role)
 
-    def _deliver(self, node: SimNode, until: float, down_s: float) -> None:
+    def _deliver(self, node: SimNode, until: float, down_s: float, role: str) -> None:
         if node.listener.num_unacknowledged and node.clock() < until:
-            self._kernel.after(_LOOKS_EVERY_S, partial(self._deliver, node, until, down_s), node)
+            self._kernel.after(_LOOKS_EVERY_S, partial(self._deliver, node, until, down_s, role), node)
             return
         self._around.blames.struck(frozenset((node.host,)))
         self._say_goodbye(node)
-        self._kernel.after(0.02, lambda: self._die(node, False, 0.0, down_s))
+        self._kernel.after(0.02, lambda: self._die(node, False, 0.0, down_s, role))
 
     def _say_goodbye(self, process: Process) -> None:
         self._tell(process, "stops", "")
@@ -178,7 +192,7 @@ class Lives:
                 self._around.calls.call(process, f"router-{each}", goodbye, serve, lambda reply: None, timeout_s=0.5)
             self._kernel.after(0.01, process.listener.hang_up_all, process)
 
-    def _die(self, process: Process, is_silent: bool, share_lost: float, down_s: float) -> None:
+    def _die(self, process: Process, is_silent: bool, share_lost: float, down_s: float, role: str = "") -> None:
         if not process.is_alive:
             return
         self._tell(process, "dies", "and its host is silent" if is_silent else "")
@@ -204,7 +218,8 @@ class Lives:
                     client.close("router lost", self._kernel.now)
             self._kernel.after(GIVES_UP_WITHIN_S, lambda: self._check_abandoned(process))
         self.num_ending += 1
-        self._kernel.after(down_s, lambda: self._restart(process.host))
+        before = process if isinstance(process, SimNode) and role else None
+        self._kernel.after(down_s, lambda: self._restart(process.host, before, role))
 
     def _check_abandoned(self, router: SimRouter) -> None:
         """C09: a grace after a router's death no node computes for it any more, unless the node was stopped meanwhile."""
@@ -219,9 +234,9 @@ class Lives:
             ]
             assert not left, f"{node.label} still computes {left} for {router.label}, which is dead"
 
-    def _restart(self, host: str) -> None:
+    def _restart(self, host: str, before: SimNode | None, role: str) -> None:
         self.num_ending -= 1
-        self._start(host)
+        self._start(host, before, role)
 
     def _streams_of(self, process: Process) -> list[Stream]:
         streams: dict[Stream, None] = {}

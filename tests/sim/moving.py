@@ -1,4 +1,4 @@
-"""Scenarios in which sequences move: nodes that are drained one after the other while clients ask for long answers."""
+"""Scenarios in which sequences move: nodes that are drained, or take other roles, while clients ask for long answers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,23 @@ def restarts(
     seed: int, knobs: Knobs, hosts: tuple[str, ...], num_clients: int, *faults: Fault, gap_s: float = 0.2
 ) -> Scenario:
     """These hosts are drained, two seconds apart from 2.0 s on, while so many clients ask, one after the other from 1.0 s on."""
+    drains = tuple(Fault(2.0 + 2.0 * number, "drain", host, seconds=0.3) for number, host in enumerate(hosts))
+    return Scenario(seed, knobs, _clients(seed, num_clients, gap_s), (*drains, *faults))
+
+
+def changes(
+    seed: int, knobs: Knobs, steps: tuple[tuple[str, str], ...], num_clients: int, *faults: Fault, gap_s: float = 0.2
+) -> Scenario:
+    """These hosts take these roles, two seconds apart, under the same load."""
+    roles = tuple(
+        Fault(2.0 + 2.0 * number, "role", host, role, seconds=0.01) for number, (host, role) in enumerate(steps)
+    )
+    return Scenario(seed, knobs, _clients(seed, num_clients, gap_s), (*roles, *faults))
+
+
+def _clients(seed: int, number: int, gap_s: float) -> tuple[ClientPlan, ...]:
     rng = random.Random(seed)
-    clients = tuple(
+    return tuple(
         ClientPlan(
             f"r{number}",
             1.0 + gap_s * number,
@@ -43,7 +58,5 @@ def restarts(
             num_choices=rng.choice((1, 1, 2)),
             num_logprobs=rng.choice((None, 2)),
         )
-        for number in range(num_clients)
+        for number in range(number)
     )
-    drains = tuple(Fault(2.0 + 2.0 * number, "drain", host, seconds=0.3) for number, host in enumerate(hosts))
-    return Scenario(seed, knobs, clients, (*drains, *faults))

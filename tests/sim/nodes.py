@@ -36,7 +36,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
-from tests.sim.engines import FINGERPRINT, build_parts, prefills_locally, role_of
+from tests.sim.engines import FINGERPRINT, Life, build_parts, prefills_locally
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.kv_pool import SimKvPool
@@ -74,17 +74,16 @@ class Surroundings:
 class SimNode(Process):
     """One process; a restarted node is another one."""
 
-    def __init__(self, around: Surroundings, host: str, generation: int, address: str, rate: float) -> None:
+    def __init__(self, around: Surroundings, host: str, generation: int, address: str, rate: float, life: Life) -> None:
         super().__init__(around.kernel, host, generation, rate)
         self._around = around
         knobs = around.knobs
         self.rng: random.Random = around.kernel.rng(f"node {self.label}")
-        self.role = role_of(host)
+        self.role = life.role
         self.address = address
-        name = host if knobs.keeps_names else self.label
-        self.identity = NodeIdentity(name, self.rng.getrandbits(63) + 1)
+        self.identity = NodeIdentity(life.name, self.rng.getrandbits(63) + 1)
         self.started_ms = 1 + int(around.kernel.now * 1000)
-        parts = build_parts(self.role, self.identity, knobs, self.rng)
+        self.parts = parts = build_parts(life, self.identity, knobs, self.rng)
         self.limits, self.pool, self.scheduler = parts.limits, parts.pool, parts.scheduler
         self.memory, self.core = parts.memory, parts.core
         self.transport = MemoryTransport(self.memory, host, around.hub, self._emitted)
@@ -100,7 +99,7 @@ class SimNode(Process):
         self.is_changed = True  # since the invariants of the core were looked at
         self._is_heard = True  # since the core was asked for its deadline
         self._core_deadline: float | None = None
-        engine = (self.scheduler, self.pool, self.memory)
+        engine = (self.scheduler, self.pool, self.memory, parts.runner)
         self.runner = SimRunner(self, engine, knobs, self.rng, self._step_done, around.computes)
         self.prefills_locally = prefills_locally(self.role, knobs)
         itself = self.identity.to_proto() if self.prefills_locally else None

@@ -65,6 +65,7 @@ class SimRouter(Process):
         self._timelines = CheckedTimelines()
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
+        self._roles: dict[rev.NodeRef, str] = {}
         self._listed: dict[rev.NodeRef, None] = {}  # nodes that have not gone, and do not drain
         self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
         self._pair_seen_at: float | None = None  # by its clock; None: never yet
@@ -180,7 +181,7 @@ class SimRouter(Process):
 
     def _look_for_pair(self) -> bool:
         """Whether there is a pair of nodes that are listed and not lost."""
-        roles = [self._hosts[node].partition("-")[0] for node in self._connected if node in self._listed]
+        roles = [self._roles[node] for node in self._connected if node in self._listed]
         is_pair = any(role != "decode" for role in roles) and any(role != "prefill" for role in roles)
         if is_pair:
             self._pair_seen_at = self.clock()
@@ -237,7 +238,9 @@ class SimRouter(Process):
         for change in changes:
             if isinstance(change, Listed):
                 entry = change.entry
-                self._hosts[rev.NodeRef(entry.node.name, entry.node.incarnation)] = entry.grpc_address.partition(":")[0]
+                ref = rev.NodeRef(entry.node.name, entry.node.incarnation)
+                self._hosts[ref] = entry.grpc_address.partition(":")[0]
+                self._roles[ref] = pb.Role.Name(entry.role).removeprefix("ROLE_").lower()
                 self._tell("lists", entry.node.name)
                 self._feed(rev.NodeListed(entry))
             elif isinstance(change, Missed):
@@ -326,7 +329,7 @@ class SimRouter(Process):
                 for branch in message.dispatch.branches:
                     client.trials[branch.choice].dispatched(message.dispatch.attempt, pair)
                 sender, receiver = (self._hosts[each] for each in pair)
-                roles = [host.partition("-")[0] for host in (sender, receiver)]
+                roles = [self._roles[each] for each in pair]
                 self.kernel.count(
                     "dispatched to itself" if sender == receiver else "dispatched: {} to {}".format(*roles)
                 )

@@ -20,7 +20,7 @@ from engine.plan import BROKEN_ROW, DecodeRow, Plan, PrefillChunk, SlotMark, Ste
 from engine.scheduler import Scheduler
 from proto.attempt_key import AttemptKey
 from tests.sim.kernel import Process
-from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
+from tests.sim.scenario import Knobs
 
 P_EARLY = 0.3  # of a step that touches KV when it is launched; the others do when they end
 
@@ -39,20 +39,19 @@ class SimRunner:
     def __init__(
         self,
         process: Process,
-        parts: tuple[Scheduler, BlockPool, npt.NDArray[np.uint8]],
+        parts: tuple[Scheduler, BlockPool, npt.NDArray[np.uint8], FakeRunner],
         knobs: Knobs,
         rng: random.Random,
         done: Callable[[StepResult], None],
         computes: Callable[[AttemptKey, int], None],
     ) -> None:
-        """`parts`: the node's scheduler, pool and KV memory. `computes` hears of each token that a decode row feeds, and where."""
+        """`parts`: scheduler, pool, KV memory and runner. `computes` hears of each token that a decode row feeds, and where."""
         self._process = process
-        self._scheduler, self._pool, self._memory = parts
+        self._scheduler, self._pool, self._memory, self._runner = parts
         self._knobs = knobs
         self._rng = rng
         self._done = done
         self._computes = computes
-        self._runner = FakeRunner(self._memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
         self._plans: deque[Plan] = deque()
         self.unread: deque[Launched] = deque()
         self.breaks_next_row = False

@@ -39,6 +39,8 @@ FAULT_KINDS: Final = (
     "broken row",  # node who: the next step's first row gives no number
 )
 
+# Drawn apart: "role", of node who: drains, and goes on in the role other, with its pool and what is cached there.
+
 # What a fault may wait for, so that it hits in the middle of things: the next such event at one of its processes.
 MOMENTS: Final = (
     "",
@@ -199,7 +201,8 @@ def draw_scenario(seed: int) -> Scenario:
     kinds = [kind for kind, on in is_on.items() if on and (scenario.handoff_pairs or kind not in LINK_KINDS)]
     num_faults = rng.choice((0, 1, 1, 2, 3, 5, 8)) if kinds else 0
     faults = [_draw_fault(rng, rng.choice(kinds), scenario, load_s) for _ in range(num_faults)]
-    return _with_drains(Scenario(seed, knobs, clients, _in_order(faults)), random.Random(f"drains {seed}"), load_s)
+    drained = _with_drains(Scenario(seed, knobs, clients, _in_order(faults)), random.Random(f"drains {seed}"), load_s)
+    return _with_roles(drained, random.Random(f"roles {seed}"), load_s)
 
 
 def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
@@ -230,6 +233,19 @@ def _with_drains(scenario: Scenario, rng: random.Random, load_s: float) -> Scena
         for host in rng.sample(hosts, rng.randint(1, len(hosts)))
     ]
     return replace(scenario, knobs=knobs, clients=tuple(clients), faults=_in_order((*scenario.faults, *drains)))
+
+
+def _with_roles(scenario: Scenario, rng: random.Random, load_s: float) -> Scenario:
+    """In a part of the seeds, drawn apart: nodes take other roles; some that can serve without them keep theirs."""
+    kept = ("mixed-0",) if "mixed-0" in scenario.hosts else ("prefill-0", "decode-0")
+    others = [host for host in scenario.hosts if not host.startswith("router") and host not in kept]
+    if rng.random() < 0.7 or not others:
+        return scenario
+    roles = [
+        Fault(rng.uniform(0.3, 2.0 + load_s), "role", rng.choice(others), role, 0.01, moment=rng.choice(MOMENTS))
+        for role in rng.choices(("prefill", "decode", "mixed"), k=rng.randint(1, 6))
+    ]
+    return replace(scenario, faults=_in_order((*scenario.faults, *roles)))
 
 
 def _draw_knobs(rng: random.Random) -> Knobs:

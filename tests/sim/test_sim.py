@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import permutations
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.sim.shrink import Shrinker
 
 NUM_SEEDS = 160
 NUM_FRESH = 10
+ROLE_CHANGES = [f"role: {before} to {after}" for before, after in permutations(("prefill", "decode", "mixed"), 2)]
 
 
 def report(outcome: Outcome) -> str:
@@ -71,6 +73,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
             counters[name] = counters.get(name, 0) + count
     for name in (
         *FAULT_KINDS,
+        *ROLE_CHANGES,
         "abort",
         "overtaken",
         "held up by a partition",

@@ -1,0 +1,126 @@
+"""How an operator's command finds a node: by its name, at a router's registry or in Redis, or by its gRPC address.
+
+Not here: what it is asked for (drain.py, role.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import RegistryStub
+from runtime.config import knob
+from runtime.credentials import Credentials
+from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+from runtime.registry_client import RegistryUnreachable
+from runtime.registry_server import TTL_S
+
+CALL_TIMEOUT_S: Final = 5.0  # also of a node's silence: it speaks every second
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})")
+
+
+class FailedError(Exception):
+    """The command did not come to its end; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingConfig:
+    """What the operator says of the node that is meant."""
+
+    node: str = knob("", "name of the node, or HOST:PORT of its gRPC port; also without the flag", metavar="NODE")
+    router: tuple[str, ...] = knob((), "registry of a router, as nodes are given it", metavar="HOST:PORT,…")
+    registry: str = knob(
+        EMBEDDED,
+        "where the node registers; embedded: with that router; or a Redis, redis://HOST:PORT/DB",
+        metavar="URL",
+    )
+    registry_namespace: str | None = knob(
+        None, f"the cluster's name in Redis; none: {DEFAULT_NAMESPACE}", metavar="NAME"
+    )
+    run_dir: Path | None = knob(None, "run directory of a `baton up`, whose router is asked", metavar="DIR")
+    tls_dir: Path | None = knob(None, "this host's certificates, in a cluster whose processes have them", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        if problem := registry_problem(self.registry, self.registry_namespace):
+            raise ValueError(problem)
+        if not self.node:
+            raise ValueError(
+                "NODE is missing: the node's name, as in baton drain decode-0, or HOST:PORT of its gRPC port"
+            )
+        if not self.is_address and not self.knows_registry:
+            raise ValueError(f"{self.node}: --router HOST:PORT or --run-dir DIR is missing, to find it by its name")
+        for address in self.router:
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(f"--router {address}: must be HOST:PORT")
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the node is called where it listens."""
+        return _ADDRESS.fullmatch(self.node) is not None
+
+    @property
+    def knows_registry(self) -> bool:
+        """Whether somebody can be asked who is there."""
+        return bool(self.router) or self.run_dir is not None or self.registry != EMBEDDED
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Whose registries to ask for the node's address. Raises ValueError where the run directory does not say."""
+        if self.run_dir is None:
+            return self.router
+        try:
+            content = json.loads((self.run_dir / "cluster.json").read_text(encoding="utf-8"))
+            return (*self.router, str(content["router"]["registry"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"--run-dir {self.run_dir}: no cluster of `baton up` runs there") from None
+
+
+async def list_nodes(config: FindingConfig, credentials: Credentials) -> list[pb.NodeEntry]:
+    """Everybody who is registered. Raises ValueError where a registry does not answer."""
+    entries = [entry for address in config.routers for entry in await _listed_at(address, credentials)]
+    if config.registry != EMBEDDED:
+        entries += await _listed_in_redis(config.registry, config.registry_namespace)
+    return entries
+
+
+def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
+    """The node of this name, or at this address. Raises ValueError if none of these is."""
+    for entry in entries:
+        if name in (entry.node.name, entry.grpc_address):
+            return entry
+    known = sorted({entry.node.name for entry in entries})
+    raise ValueError(f"{name}: no such node; there are: {', '.join(known) or 'none'}")
+
+
+async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:
+    async with credentials.channel(router) as channel:
+        try:
+            return (await RegistryStub(channel).List(pb.ListRequest(), timeout=CALL_TIMEOUT_S)).nodes
+        except grpc.aio.AioRpcError as error:
+            raise ValueError(f"--router {router}: {reason_of(error)}") from None
+
+
+async def _listed_in_redis(url: str, namespace: str | None) -> Sequence[pb.NodeEntry]:
+    from runtime.redis_store import RedisStore  # heavy: only who uses Redis pays for its client
+
+    store = RedisStore(url, namespace or DEFAULT_NAMESPACE, TTL_S)
+    try:
+        return [row.entry for row in (await store.read()).rows]
+    except RegistryUnreachable as error:
+        raise ValueError(f"--registry {store.name}: cannot be read: {error}") from None
+    finally:
+        await store.hang_up()
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """What a call failed of, in some words."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return "nobody answers there"
+    return f"{error.code().name} {error.details()}"
