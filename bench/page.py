@@ -161,8 +161,8 @@ def _crossover(result: Result) -> Iterator[str]:
         yield f"- *{said}*: in {share} (prompt/under way: {', '.join(lost) or 'none'}). Ahead with {'; '.join(won)}."
     yield ""
     yield (
-        "Who has such a load runs mixed nodes (`baton up --prefill 0 --decode 0 --mixed 1`), or leaves short prompts to decode nodes "
-        "(`--local-prefill-max-tokens`). Here every prompt was handed over, however short."
+        "Who has such a load runs mixed nodes (`baton up --prefill 0 --decode 0 --mixed 1`), or leaves short prompts to decode "
+        "nodes (`--local-prefill-max-tokens`). Here every prompt was handed over, however short."
     )
 
 
