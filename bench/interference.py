@@ -56,7 +56,7 @@ class InterferenceConfig:
     model: Path = knob(help="model directory; baton model make --like smollm2-135m", metavar="DIR")
     streams: int = knob(4, "that decode all the time", low=1, high=256)
     prompt_tokens: int = knob(1024, "of each long prompt", low=16, high=1 << 20)
-    interval_s: float = knob(1.5, "seconds from one long prompt to the next", low=0.01, high=600)
+    interval_s: float = knob(2.0, "seconds from one long prompt to the next", low=0.01, high=600)
     quiet_s: float = knob(3.0, "seconds of each round without any", low=0.1, high=3600)
     loud_s: float = knob(9.0, "seconds of each round with them", low=0.1, high=3600)
     rounds: int = knob(3, "of every side", low=1, high=1000)
