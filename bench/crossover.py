@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -31,7 +31,7 @@ from rich.table import Table
 from bench.cluster import ClusterProblem
 from bench.completions import Asked, Record
 from bench.distribution import percentile
-from bench.fleet import Fleet
+from bench.fleet import Fleet, pin
 from bench.frame import SUFFIXES, Bench, check_files, check_model, whole_numbers
 from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
@@ -104,19 +104,13 @@ def measure(config: CrossoverConfig, console: Console) -> list[Cell]:
             fleet = stack.enter_context(Fleet.started(config.model.absolute(), folder, flags[side]))
             urls[side] = fleet.url
             if side == "apart":
-                _pin(fleet.pid("prefill-0"), cores[:half])
-                _pin(fleet.pid("decode-0"), cores[half:] or cores)
+                pin(fleet.pid("prefill-0"), cores[:half])
+                pin(fleet.pid("decode-0"), cores[half:] or cores)
         run = _Run(config, urls)
         with StepProgress(console, "loads", len(lengths) * len(loads) * config.rounds * len(SIDES)) as progress:
             for length in lengths:
                 cells += [run.cell(length, each, progress) for each in loads]
     return cells
-
-
-def _pin(pid: int, cores: Collection[int]) -> None:
-    """All threads of a process that runs; what they start later inherits it."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), cores)
 
 
 class _Run:

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Self
@@ -38,6 +38,12 @@ def wait_until(what: str, is_so: Callable[[], bool], bound_s: float = BOUND_S) -
             raise ClusterProblem(f"not within {bound_s:g} s: {what}")
         time.sleep(_POLL_S)
     return time.monotonic() - started_at
+
+
+def pin(pid: int, cores: Collection[int]) -> None:
+    """All threads of a process that runs; what they start later inherits it."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores)
 
 
 class Fleet:

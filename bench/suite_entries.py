@@ -140,6 +140,23 @@ def _crossover(result: Result) -> Iterable[Line]:
             yield Line(what, cell["ratios"][name], shown, 0.5 if is_asked else None)
 
 
+def _exposed(result: Result) -> Iterable[Line]:
+    for each in result["figures"]:
+        what = f"handoff behind the last chunk ÷ prefill, {each['transport']}, prompts of {each['prompt_tokens']}"
+        target = result["target"] if each["prompt_tokens"] >= 1024 else None
+        yield Line(what, each["share"], f"{_ms(each['exposed_s'])} ÷ {_ms(each['prefill_s'])}", target)
+
+
+def _interference(result: Result) -> Iterable[Line]:
+    apart = next(each for each in result["sides"] if each["side"] == "apart")
+    for each in result["sides"]:
+        if each["ratio"] is not None:
+            said = f"{_ms(apart['loud_p99'])} ÷ {_ms(each['loud_p99'])}"
+            target = result["target"] if each["side"] == "mixed" else None
+            what = f"p99 between tokens beside long prompts, 1P+1D ÷ {each['side']}, same cores"
+            yield Line(what, each["ratio"], said, target)
+
+
 ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 300, _router, TINY, has_plot=True),
     Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 120, _scheduler),
@@ -153,6 +170,16 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     ),
     Entry("overlap", "overlap", "--batches 1,8 --rounds 3 --steps 60", 180, _overlap, SMOL),
     Entry("transport", "transport", "--block-kib 2048 --transfer-mib 16 --rounds 12", 120, _transport),
+    Entry("exposed", "exposed", "--lengths 1024 --rounds 4", 120, _exposed, SMOL),
+    Entry(
+        "interference",
+        "interference",
+        "--rounds 2 --quiet-s 2 --loud-s 6",
+        120,
+        _interference,
+        SMOL,
+        has_plot=True,
+    ),
     Entry("kv_pool_step", "kv_pool_step", "--rounds 3 --steps 120 --output-tokens 48", 180, _kv_pool_step, SMOL),
     Entry(
         "local_prefill",

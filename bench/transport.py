@@ -1,14 +1,15 @@
 """`python -m bench.transport`: how fast blocks get from one node process to another, against what the machine can do at all.
 
-    sender process ──zmq, shm, each with and without checksums──► receiver process
+    sender process ──zmq, shm, nixl, with and without checksums─► receiver process
                    ──raw TCP, the same bytes────────────────────► the same memory            what zmq is measured against
                    ──libzmq, nothing copied by us───────────────► nowhere                    what zmq cannot exceed
+                   ──NIXL alone, all blocks in one request──────► the same memory            what nixl is measured against
                                       receiver process: np.copyto, block by block            what shm is measured against
 
 All ways take turns within a round, in an order that changes from round to round, and ratios are taken within a round: only they
 mean anything on a machine that others use. The first rounds (`--warmup`) are not counted; in them what arrives is compared with
 what was sent. A transfer lasts from giving it to the transport until the receiver's word that all of it is in place is back.
-`zmq` and `shm` without a suffix run with checksums switched off on both ends; shm then asks behind each copy whether its link
+Transports without a suffix run with checksums switched off on both ends; shm then asks behind each copy whether its link
 still stood. Not here: prefill, handoffs, links that are opened (they are open before the first transfer).
 """
 
@@ -30,7 +31,8 @@ from rich.console import Console
 from bench.machine import machine, utc_date
 from bench.progress import RunProgress
 from bench.transport_node import TRANSPORTS, Setup
-from bench.transport_report import REFERENCES, CaseReport, Sample, report_of, show, size, to_json
+from bench.transport_report import NIXL_ALONE, REFERENCES, CaseReport, Sample, report_of, show, size, to_json
+from connector.nixl_agent import is_installed
 from runtime.config import knob, load
 from runtime.process import write_atomically
 
@@ -49,11 +51,13 @@ class TransportBenchConfig:
     )
     rounds: int = knob(30, "rounds to measure; in each of them every way has one transfer", low=1, high=1_000_000)
     warmup: int = knob(3, "rounds before them, not counted; what arrives is checked in these", low=1, high=1000)
-    transport: Literal["all", "zmq", "shm"] = knob("all", "which transports to measure")
+    transport: Literal["all", "zmq", "shm", "nixl"] = knob("all", "which to measure; all: nixl if it is installed")
     checksum: Literal["both", "on", "off"] = knob("both", "measure them with checksums, without, or both")
     output: Path | None = knob(None, "JSON file for the figures of the run and of each transfer", metavar="FILE")
 
     def __post_init__(self) -> None:
+        if self.transport == "nixl" and not is_installed():
+            raise ValueError("--transport nixl: NIXL is not installed: pip install baton[nixl]")
         for name, unit in (("block_kib", 1 << 10), ("transfer_mib", 1 << 20)):
             try:
                 sizes(getattr(self, name), unit)
@@ -67,9 +71,16 @@ class TransportBenchConfig:
     @property
     def transports(self) -> tuple[str, ...]:
         """The ways that are measured against a baseline."""
-        kinds = ("zmq", "shm") if self.transport == "all" else (self.transport,)
+        every = ("zmq", "shm", "nixl") if is_installed() else ("zmq", "shm")
+        kinds = every if self.transport == "all" else (self.transport,)
         suffixes = {"both": ("", "+checksum"), "on": ("+checksum",), "off": ("",)}[self.checksum]
         return tuple(name for name in TRANSPORTS if name in {kind + suffix for kind in kinds for suffix in suffixes})
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """What the machine and the libraries alone can do."""
+        has_nixl = any(name.startswith("nixl") for name in self.transports)
+        return (*REFERENCES, NIXL_ALONE) if has_nixl else REFERENCES
 
 
 class BenchProblem(Exception):
@@ -96,10 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
     blocks, transfers = sizes(config.block_kib, 1 << 10), sizes(config.transfer_mib, 1 << 20)
     pairs = [(block, transfer // block * block) for transfer in transfers for block in blocks]
-    num_ways = len(config.transports) + len(REFERENCES)
+    num_ways = len(config.transports) + len(config.references)
     cases: list[CaseReport] = []
     samples: list[list[Sample]] = []
-    console.print(f"{len(pairs)} cases of {config.rounds} rounds, {', '.join((*REFERENCES, *config.transports))}")
+    console.print(
+        f"{len(pairs)} cases of {config.rounds} rounds, {', '.join((*config.references, *config.transports))}"
+    )
     try:
         with RunProgress(console, len(pairs) * config.rounds * num_ways, "transfers") as progress:
             for block_bytes, transfer_bytes in pairs:
@@ -125,7 +138,7 @@ def measure(
 ) -> Iterator[Sample]:
     """The transfers of one case, between two fresh processes. Raises BenchProblem."""
     with Pair(block_bytes, transfer_bytes // block_bytes, config.transports) as pair:
-        ways = (*REFERENCES, *config.transports)
+        ways = (*config.references, *config.transports)
         for round_index in range(-config.warmup, config.rounds):
             first = round_index % len(ways)
             for way in ways[first:] + ways[:first]:
@@ -205,12 +218,16 @@ class Pair:
             return seconds, seconds
         self._num_leases += 1
         lease = {"way": way, "lease_id": self._num_leases}
-        is_leased = way not in REFERENCES
+        is_leased = way not in (*REFERENCES, NIXL_ALONE)
         if is_leased:
             self.receiver.ask("admit", **lease)
+        if way == NIXL_ALONE:
+            self.receiver.ask("drive")
         cpu_before_s = self._cpu_s()
         seconds = self.sender.ask("send", **lease)["seconds"]
         cpu_s = self._cpu_s() - cpu_before_s
+        if way == NIXL_ALONE:
+            self.receiver.ask("rest")
         if is_leased:
             self.receiver.ask("revoke", **lease)
         return seconds, cpu_s

@@ -22,6 +22,8 @@ import numpy as np
 import xxhash
 import zmq
 
+from connector.nixl_agent import NixlLibrary
+from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
 from connector.transport import (
     Answered,
@@ -40,10 +42,11 @@ from engine.shared_bytes import SharedBytes
 from proto import baton_pb2 as pb
 from runtime.process import die_with_parent
 
-TRANSPORTS: Final = ("zmq", "zmq+checksum", "shm", "shm+checksum")
+TRANSPORTS: Final = ("zmq", "zmq+checksum", "shm", "shm+checksum", "nixl", "nixl+checksum")
 _SECRET: Final = b"bench/transport."
 _MESSAGE_BYTES: Final = 1 << 20  # of raw TCP: as large as zmq's
-_PATIENCE_S: Final = 120.0
+_PATIENCE_S: Final = 60.0
+_LOOK_AGAIN_S: Final = 50e-6
 _LINK: Final = "receiver@1/1"
 
 
@@ -68,15 +71,18 @@ class _Way:
     def __init__(self, name: str, memory: SharedBytes, role: str) -> None:
         self._landed: Counter[int] = Counter()  # blocks, by lease
         self._problem: str | None = None
+        self._closed: str | None = None
         self._answered = Event()
         self._num_blocks = len(memory.bytes)
         checksums = name.endswith("+checksum")
         emit: Emit = self._on_event
-        self.transport = (
-            ZmqTransport(memory.bytes, role, 1, emit, rules=LinkRules(has_checksums=checksums))
-            if name.startswith("zmq")
-            else ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, checksums=checksums)
-        )
+        self.transport: ZmqTransport | ShmTransport | NixlTransport
+        if name.startswith("zmq"):
+            self.transport = ZmqTransport(memory.bytes, role, 1, emit, rules=LinkRules(has_checksums=checksums))
+        elif name.startswith("shm"):
+            self.transport = ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, checksums=checksums)
+        else:
+            self.transport = NixlTransport(memory.bytes, role, 1, emit, checksums=checksums)
 
     def admit(self, lease_id: int) -> None:
         self._landed.clear()
@@ -86,6 +92,8 @@ class _Way:
     def send(self, lease_id: int) -> None:
         """Write all blocks and wait until the receiver has said that they are in place; raises Failed."""
         self._answered.clear()
+        if self._closed is not None:
+            raise Failed(f"the link has closed: {self._closed}")
         self.transport.write(_LINK, LeaseRef(lease_id, _SECRET), [(i, i) for i in range(self._num_blocks)])
         commit = pb.DataMessage(commit=pb.Commit(lease_id=lease_id, secret=_SECRET))
         self.transport.notify(_LINK, commit.SerializeToString())
@@ -111,7 +119,7 @@ class _Way:
                 self._problem = pb.DataMessage.FromString(event.payload).answer.error.message or None
                 self._answered.set()
             case LinkClosed():
-                self._problem = event.reason
+                self._problem = self._closed = event.reason
                 self._answered.set()
 
 
@@ -122,6 +130,8 @@ class _End:
         self.memory = SharedBytes(setup.num_blocks, setup.block_bytes)
         self.flat = self.memory.bytes.reshape(-1)
         self.ways = {name: _Way(name, self.memory, setup.role) for name in setup.transports}
+        has_nixl = any(name.startswith("nixl") for name in setup.transports)
+        self.agent = NixlLibrary("127.0.0.1").agent(setup.role, self.memory.bytes) if has_nixl else None
 
     def digest(self) -> str:
         """Of all bytes."""
@@ -139,6 +149,7 @@ class _Receiver(_End):
         super().__init__(setup)
         self._source = SharedBytes(setup.num_blocks, setup.block_bytes)
         self._source.bytes[:] = 1
+        self._is_driving = Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         Thread(target=self._serve_tcp, name="tcp", daemon=True).start()
         self._bare: Socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -149,7 +160,10 @@ class _Receiver(_End):
     def hello(self) -> dict[str, Any]:
         endpoints = {name: way.transport.endpoint().SerializeToString().hex() for name, way in self.ways.items()}
         bare = self._bare.getsockopt_string(zmq.LAST_ENDPOINT)
-        return {"endpoints": endpoints, "tcp_port": self._listener.getsockname()[1], "libzmq": bare}
+        hello = {"endpoints": endpoints, "tcp_port": self._listener.getsockname()[1], "libzmq": bare}
+        if self.agent is not None:
+            hello |= {"agent": self.agent.metadata().hex(), "address": self.memory.bytes.ctypes.data}
+        return hello
 
     def do(self, asked: dict[str, Any]) -> dict[str, Any]:
         match asked["do"]:
@@ -159,9 +173,23 @@ class _Receiver(_End):
                 self.ways[asked["way"]].transport.revoke(asked["lease_id"])
             case "clear":
                 self.flat[:] = 0
+            case "drive":
+                self._is_driving.set()
+                self._driver = Thread(target=self._drive, name="nixl", daemon=True)
+                self._driver.start()
+            case "rest":
+                self._is_driving.clear()
+                self._driver.join()
             case "memcpy":
                 return {"seconds": self._memcpy_s()}
         return {}
+
+    def _drive(self) -> None:
+        """NIXL alone: what the sender has under way may need this end."""
+        assert self.agent is not None
+        while self._is_driving.is_set():
+            self.agent.progress()
+            time.sleep(_LOOK_AGAIN_S)
 
     def _memcpy_s(self) -> float:
         began = time.perf_counter()
@@ -211,6 +239,8 @@ class _Sender(_End):
             case "open":
                 for name, endpoint in asked["endpoints"].items():
                     self.ways[name].transport.open(_LINK, pb.Endpoint.FromString(bytes.fromhex(endpoint)))
+                if self.agent is not None:
+                    self.agent.connect(bytes.fromhex(asked["agent"]), asked["address"], *self.memory.bytes.shape)
                 self._tcp.settimeout(_PATIENCE_S)
                 self._tcp.connect(("127.0.0.1", asked["tcp_port"]))
                 self._tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -228,6 +258,8 @@ class _Sender(_End):
             self._send_over_tcp()
         elif way == "libzmq":
             self._send_over_libzmq()
+        elif way == "NIXL":
+            self._send_over_nixl()
         else:
             self.ways[way].send(lease_id)
         return time.perf_counter() - began
@@ -243,6 +275,15 @@ class _Sender(_End):
         for message in self._messages():
             self._bare.send(message, copy=False)
         self._bare.recv()
+
+    def _send_over_nixl(self) -> None:
+        """All blocks in one request, as its own examples do."""
+        assert self.agent is not None
+        num_blocks, block_bytes = self.memory.bytes.shape
+        pieces = [(block, begin) for block in range(num_blocks) for begin in range(0, block_bytes, _MESSAGE_BYTES)]
+        self.agent.put(1, pieces, [block for block, _ in pieces])
+        while not self.agent.finished():
+            time.sleep(_LOOK_AGAIN_S)
 
     def _messages(self) -> Iterator[memoryview]:
         for begin in range(0, self.flat.nbytes, _MESSAGE_BYTES):

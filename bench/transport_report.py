@@ -12,9 +12,19 @@ from rich.table import Table
 from bench.distribution import percentile
 
 # What each transport is measured against, and what of it docs/design.md, section 10, asks for.
-BASELINE: Final = {"libzmq": "tcp", "zmq": "tcp", "zmq+checksum": "tcp", "shm": "memcpy", "shm+checksum": "memcpy"}
+BASELINE: Final = {
+    "libzmq": "tcp",
+    "NIXL": "memcpy",
+    "zmq": "tcp",
+    "zmq+checksum": "tcp",
+    "shm": "memcpy",
+    "shm+checksum": "memcpy",
+    "nixl": "NIXL",
+    "nixl+checksum": "NIXL",
+}
 TARGET: Final = {"zmq": 0.8, "shm": 0.8}
 REFERENCES: Final = ("tcp", "memcpy", "libzmq")  # what the machine, and what libzmq without us, can do
+NIXL_ALONE: Final = "NIXL"  # a reference, too, where it is installed
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,7 @@ class Admissions:
     def begin(self, lease_id: int, secret: bytes, spans: Sequence[Span]) -> Grant | WriteRefused:
         """Ask to write these spans, all or nothing."""
         with self._lock:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.is_revoked or not hmac.compare_digest(lease.secret, secret):
+            if (lease := self._find(lease_id, secret)) is None:
                 return WriteRefused(0, pb.LEASE_EXPIRED, "no lease with that id and secret")
             begun: dict[int, int] = {}  # block index -> bits
             for span in spans:
@@ -138,8 +137,7 @@ class Admissions:
     def attach(self, lease_id: int, secret: bytes) -> tuple[int, ...] | None:
         """Where the lease lies, for a sender that will write by itself until `detach`; None: no lease with that id and secret."""
         with self._lock:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.is_revoked or not hmac.compare_digest(lease.secret, secret):
+            if (lease := self._find(lease_id, secret)) is None:
                 return None
             lease.num_running += 1
             return lease.block_ids
@@ -171,6 +169,13 @@ class Admissions:
         with self._lock:
             num_quarantined = sum(lease.is_revoked for lease in self._leases.values())
             return {"leases_admitted": len(self._leases) - num_quarantined, "leases_quarantined": num_quarantined}
+
+    def _find(self, lease_id: int, secret: bytes) -> _Lease | None:
+        """The lease that whoever shows this secret may write into; called with the lock held."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.is_revoked or not hmac.compare_digest(lease.secret, secret):
+            return None
+        return lease
 
     def _find_fault(self, lease: _Lease, span: Span) -> str | None:
         """Say what is wrong with where a span points."""

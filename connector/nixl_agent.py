@@ -35,8 +35,8 @@ _PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")  # the first chooses betwe
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 
-class NixlFault(Exception):
-    """The link is at its end; the message says why."""
+class NixlFault(OSError):
+    """NIXL is not there, or cannot go on; the message says why."""
 
 
 def is_installed() -> bool:

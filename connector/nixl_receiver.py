@@ -38,7 +38,7 @@ from connector.writes import Bytes, IncomingNotice, decode, decode_written
 from connector.zmq_options import Place
 from proto import baton_pb2 as pb
 
-_STOP_S: Final = 2.0  # from OVER to STOPPED
+_STOP_S: Final = 5.0  # from OVER to STOPPED: blocks wait in quarantine meanwhile, and nobody else
 _LOOK_AGAIN_S: Final = 50e-6  # while a sender moves bytes that only land if both ends drive them
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ from node.config import NodeConfig
 from node.identity import NodeIdentity, NodeLimits
 from node.rank_process import RankJob
 from node.ranks import RankProcesses
-from node.sizes import EngineSizes, engine_sizes, free_memory_bytes
+from node.sizes import EngineSizes, engine_sizes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
+from runtime.host_memory import free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ def build_engine(
     check_devices(device, config.tp)
     dtype = model_config.resolve_dtype(config.dtype)
     block_bytes = kv_block_bytes(model_config, config.block_size, dtype)
-    free_host_bytes = free_memory_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
-    free_bytes = free_device_bytes(device, free_host_bytes, config.tp)
+    free_bytes = free_device_bytes(device, free_memory_bytes(), config.tp)
     sizes = engine_sizes(config, model_config.max_position_embeddings, block_bytes, free_bytes)
     if sizes.num_blocks * block_bytes > free_bytes:  # the kernel would kill the process, without a word to the user
         wanted_mib, free_mib = sizes.num_blocks * block_bytes >> 20, free_bytes >> 20

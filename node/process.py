@@ -34,7 +34,6 @@ from fastapi import FastAPI
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
-from connector.nixl_agent import NixlFault
 from connector.zmq_options import Place
 from node.assembly import CoreParts, NodeEngine, build_engine
 from node.bugs import ThreadEnded, dying_of, keep
@@ -272,10 +271,8 @@ class _NodeProcess:
         except zmq.ZMQError as error:
             told = f"--kv-port {config.kv_port}: zmq cannot listen on {config.host}: {error.strerror}"
             raise _CannotListen(told) from None
-        except NixlFault as error:
-            raise _CannotListen(f"--transport {config.transport}: {error}") from None
         except OSError as error:
-            raise _CannotListen(f"--transport {config.transport}: cannot listen: {error.strerror}") from None
+            raise _CannotListen(f"--transport {config.transport}: {error.strerror or error}") from None
 
     def _start_threads(self, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> Threads:
         """Those that every incarnation uses; they answer to the newest, which waits for what was asked before it goes."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, Final
 
 from node.rank_process import LOADED, RankJob, meeting_path
@@ -26,6 +27,7 @@ from runtime.logs import log_event
 from runtime.threads import started_thread
 
 LOG: Final = logging.getLogger(__name__)
+_ROOT: Final = Path(__file__).resolve().parent.parent
 END_TIMEOUT_S: Final = 2.0  # for who has nothing left to do but return
 
 
@@ -50,12 +52,15 @@ class RankProcesses:
             self._ranks.append(self._started(replace(job, rank=number, meeting_descriptor=self._meeting)))
 
     def _started(self, job: RankJob) -> _Rank:
+        environment = child_environment(job.threads)
+        # The code that this process runs, wherever it found it, and first of all.
+        environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "node.rank_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(job.kv_descriptor, job.meeting_descriptor),
-            env=child_environment(job.threads),
+            env=environment,
         )
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended already: `wait_until_loaded` says so

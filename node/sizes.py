@@ -44,11 +44,3 @@ def engine_sizes(
             f"max_model_len {max_model_len}, which needs {blocks_per_sequence} blocks"
         )
     return EngineSizes(config.block_size, num_blocks, max_model_len)
-
-
-def free_memory_bytes(meminfo: str) -> int:
-    """MemAvailable of the text of /proc/meminfo: what can be taken without swapping. ValueError: there is no such line."""
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError("no MemAvailable in /proc/meminfo")

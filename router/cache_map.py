@@ -16,7 +16,7 @@ node; what any of them says is there all of them can fetch, and what one has loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from proto import baton_pb2 as pb
 from proto.block_key import block_keys, fingerprint_bytes, seed_key
-from router.cache_index import CacheIndex
+from router.cache_index import CacheIndex, Run
 from router.events import NodeRef
 from router.key_table import Keys
 from router.keyed_heap import KeyedHeap
@@ -35,6 +35,7 @@ from router.requests import LiveBranch
 SHORT_KEY_BYTES: Final = 8  # of each key, as nodes tell them
 _SWEEP_BUCKETS: Final = 2048  # at once: a millisecond or so
 _SWEEP_EVERY_S: Final = 0.02
+_MOST_HOLDERS: Final = 16  # of a prompt that are named one by one; a beginning that all share all have
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,35 @@ class _Known:
     taken: int | None = None  # number of the last change that is known; None: nothing is
     next_block: int | None = None  # where the snapshot's next piece begins; None: it is whole
     is_asked: bool = False
+
+
+class _Cached(Mapping[NodeRef, int]):
+    """Tokens of a prompt by the node that has them cached; looked up when it is asked, since all nodes may have some."""
+
+    def __init__(
+        self, runs: Sequence[Run], holder_of: Callable[[NodeRef], int | None], sources: Mapping[int, Source]
+    ) -> None:
+        """`runs`: in tokens; the first that a holder is in is its."""
+        self._runs = runs
+        self._holder_of = holder_of
+        self._sources = sources
+
+    def __getitem__(self, ref: NodeRef) -> int:
+        holder = self._holder_of(ref)
+        if holder is not None:
+            for num_tokens, holders in self._runs:
+                if holders >> holder & 1:
+                    return num_tokens
+        raise KeyError(ref)
+
+    def __iter__(self) -> Iterator[NodeRef]:
+        everybody = 0
+        for _, holders in self._runs:
+            everybody |= holders
+        return (self._sources[holder].node for holder in _bits(everybody))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class CacheMap:
@@ -198,12 +228,11 @@ class CacheMap:
 
     def prompt(self, branch: LiveBranch) -> Prompt:
         """A branch's prompt, with the tokens that need not be computed, by node and by KV pool; who has none is not in it."""
-        cached: dict[NodeRef, int] = {}
         pooled: dict[tuple[bytes, bytes], int] = {}
-        prompt = Prompt(branch.num_tokens, cached, pooled)
+        runs: list[Run] = []  # in tokens
         request = branch.request
         if branch.awaits_prompt_logprobs:
-            return prompt
+            return Prompt(branch.num_tokens, {})
         for fingerprint, (seed, block_size) in self._models.items():
             keys = branch.short_keys.get(fingerprint)
             if keys is None:
@@ -216,9 +245,24 @@ class CacheMap:
                     if holders & words:
                         pooled.setdefault((pool, fingerprint), num_blocks * block_size)
                         rest &= ~words
-                for holder in _bits(rest):
-                    cached.setdefault(self._sources[holder].node, num_blocks * block_size)
-        return prompt
+                if rest:
+                    runs.append(Run(num_blocks * block_size, rest))
+        cached = _Cached(runs, self._holder_of, self._sources)
+        return Prompt(branch.num_tokens, cached, pooled, *self._few_holders(runs))
+
+    def _few_holders(self, runs: Sequence[Run]) -> tuple[list[NodeRef], int]:
+        """Those that hold the longest of these runs, some at most, and how long the longest is that any other holds."""
+        found = 0
+        for num_tokens, holders in sorted(runs, reverse=True):
+            if (found | holders).bit_count() > _MOST_HOLDERS:
+                return [self._sources[holder].node for holder in _bits(found)], num_tokens
+            found |= holders
+        return [self._sources[holder].node for holder in _bits(found)], 0
+
+    def _holder_of(self, ref: NodeRef) -> int | None:
+        """That stands for a node's prefix cache."""
+        known = self._known.get(Source(ref))
+        return None if known is None else known.holder
 
     # ---------------------------------------------------------------- what there is
 

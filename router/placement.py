@@ -17,13 +17,14 @@ the seed given, so equal events place equally.
 tokens queued there and those of the prompt that it does not hold are computed before, at its own rate (rates.py), or
 fetched from its KV pool where the node itself would do that (proto/prefill_speed.py). A node whose queue is too long for
 that estimate to be trusted (`Imbalance`) is left out, whatever it holds; so the work of a prefix that everybody shares
-spreads. It looks at each node that holds something of the prompt and, since without a fetch the time grows with the queue alone,
-at the least loaded one of each ranking; at all of them only where a KV pool has something of it.
+spreads. It looks at the nodes that hold most of the prompt and, of each ranking, at those with the shortest queues, until no other
+can be sooner: at the first one where all others hold as much, or nothing. At all of them it looks where a KV pool has something of
+the prompt, since with a fetch the time does not grow with the queue alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log
 from typing import Final, Protocol
@@ -55,6 +56,8 @@ class Prompt:
     num_tokens: int
     cached: Mapping[NodeRef, int]  # tokens of it that a node holds already, where it holds any
     pooled: Mapping[tuple[bytes, bytes], int] = field(default_factory=dict)  # the same of KV pools, by fingerprint
+    holders: Collection[NodeRef] | None = None  # few that hold more of it than all others; None: all of `cached`
+    most_of_others: int = 0  # tokens that any other holds, at most
 
 
 ANY_PROMPT: Final = Prompt(0, {})
@@ -165,17 +168,31 @@ class CacheAware:
         first = among.next_by_load(self._among_equals.last)
         shortest = min((load[0] for load, _ in first), default=0.0)
         longest = max(shortest + self._imbalance.num_tokens, shortest * self._imbalance.ratio)
-        costs: list[tuple[Load, NodeRef]] = []
+        holders = prompt.cached if prompt.holders is None else prompt.holders
+        looked_at = [among.look(ref) for ref in (among if prompt.pooled else holders) if ref in among]
+        costs = [(_cost(each, prompt), each.node) for each in looked_at if each.load[0] <= longest]
         if not prompt.pooled:
-            # The first of a ranking stands for all there that hold nothing; one that holds something is sooner, and below.
-            nothing = Prompt(prompt.num_tokens, {})
-            costs = [(_cost(among.look(ref), nothing), ref) for load, ref in first if load[0] <= longest]
-        for ref in among if prompt.pooled else [ref for ref in prompt.cached if ref in among]:
-            candidate = among.look(ref)
-            if candidate.load[0] <= longest:
-                costs.append((_cost(candidate, prompt), ref))
+            for candidates in among.walks(self._among_equals.last):
+                costs += _soonest(candidates, prompt, longest, min(costs, default=None))
         lowest = min(costs, default=None)
         return None if lowest is None else self._among_equals.turn([ref for cost, ref in costs if cost == lowest[0]])
+
+
+def _soonest(
+    candidates: Iterable[Candidate], prompt: Prompt, longest: float, best: tuple[Load, NodeRef] | None
+) -> list[tuple[Load, NodeRef]]:
+    """Costs of those that may be sooner than the best so far, or as soon; of a ranking, by load, equals in turn."""
+    costs: list[tuple[Load, NodeRef]] = []
+    num_uncached = prompt.num_tokens - prompt.most_of_others
+    for each in candidates:
+        bound = each.speed.token_s * (int(each.load[0]) + num_uncached), each.load[1]
+        if each.load[0] > longest or (best is not None and bound > best[0]):
+            break  # and so are all behind it
+        costs.append((_cost(each, prompt), each.node))
+        best = min(costs[-1], best or costs[-1])
+        if costs[-1][0] == bound:
+            break  # those behind it are no sooner, and those as soon are behind it in turn, too
+    return costs
 
 
 def _cost(candidate: Candidate, prompt: Prompt) -> Load:

@@ -43,6 +43,7 @@ from router.shell import RouterShell
 from router.spans import RequestSpans
 from router.text import ModelDirectoryError, ModelText
 from router.worker_pages import own_page
+from runtime.advertise import with_port
 from runtime.credentials import Credentials, CredentialsError
 from runtime.http_protocol import HttpBounds
 from runtime.http_server import BACKLOG, HttpServer
@@ -54,6 +55,7 @@ from runtime.process import (
     first_signal,
     is_everywhere,
     listening_socket,
+    reached_here,
     warn_if_exposed,
     write_atomically,
 )
@@ -125,7 +127,7 @@ async def _serve(
         gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
         if worker is not None:
             worker.say_up()
-        url = f"{credentials.scheme}://{address_of(config, listener.getsockname()[1])}"
+        url = f"{credentials.scheme}://{address_here(config, listener.getsockname()[1])}"
         _announce(config, url, registry, name)
         failures: list[asyncio.Future[Any]] = [serving, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +179,7 @@ async def embed_registry(
     pb_grpc.add_RegistryServicer_to_server(registry, server)
     await server.start()
     started.push_async_callback(server.stop, 0)
-    return address_of(config, port)
+    return address_here(config, port)
 
 
 async def _read_registry(
@@ -292,8 +294,12 @@ def _bind_registry(server: grpc.aio.Server, config: RouterConfig, credentials: C
 
 def address_of(config: RouterConfig, port: int) -> str:
     """host:port."""
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{host}:{port}"
+    return with_port(config.host, port)
+
+
+def address_here(config: RouterConfig, port: int) -> str:
+    """The same as this machine dials it: for whoever is told where the router is."""
+    return with_port(reached_here(config.host), port)
 
 
 def _announce(config: RouterConfig, url: str, registry: str, model: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from proto.prefill_speed import PrefillSpeed
@@ -164,6 +165,21 @@ class Among:
                     break
             found.append((load, chosen))
         return found
+
+    def walks(self, last: NodeRef) -> Iterator[Iterator[Candidate]]:
+        """Of each ranking all, by load, those that have the same in turn behind that name."""
+        return (self._walk(ranking, last) for ranking in self._rankings)
+
+    def _walk(self, ranking: Ranking, last: NodeRef) -> Iterator[Candidate]:
+        order, start = ranking.by_load(), 0
+        while start < len(order):
+            load = order[start][0]
+            end = bisect_right(order, load, start, key=lambda entry: entry[0])
+            middle = bisect_right(order, (load, last), start, end)
+            for index in chain(range(middle, end), range(start, middle)):
+                if self._may(order[index][1]):
+                    yield ranking.look(order[index][1])
+            start = end
 
     def _next(self, ranking: Ranking, last: NodeRef) -> NodeRef | None:
         names = ranking.names

@@ -22,7 +22,7 @@ from typing import Any, Final, assert_never
 
 from proto import baton_pb2 as pb
 from router.config import RouterConfig
-from router.process import CannotListen, address_of, dying_of, embed_registry, listen, warn_of_what_is_missing
+from router.process import CannotListen, address_here, dying_of, embed_registry, listen, warn_of_what_is_missing
 from router.worker_link import WorkerLink
 from router.worker_pool import Action, Announce, Exit, PoolTiming, Signal, Start, WorkerPool
 from runtime.alarm import Alarm
@@ -208,7 +208,7 @@ class _Parent:
         self._perform(self._pool.ended(index, code, self._loop.time()))
 
     def _announce(self) -> None:
-        url = f"{self._credentials.scheme}://{address_of(self._config, self._listener.getsockname()[1])}"
+        url = f"{self._credentials.scheme}://{address_here(self._config, self._listener.getsockname()[1])}"
         pids = [self._children[index].process.pid for index in sorted(self._children)]
         log_event(_LOG, logging.INFO, "router_listening", url=url, registry=self._registry, workers=len(pids))
         if self._config.ready_file is not None:

@@ -85,6 +85,13 @@ def is_everywhere(host: str) -> bool:
         return False
 
 
+def reached_here(host: str) -> str:
+    """The host by which this machine itself reaches a server that binds to `host`; certificates have that, and none has 0.0.0.0."""
+    if not is_everywhere(host):
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
+
+
 def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens there; at `::` for IPv4, too, as gRPC and zmq do it. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -14,9 +14,19 @@ import pytest
 from bench.transport import BenchProblem, Pair, TransportBenchConfig, started
 from bench.transport_node import Setup
 from bench.transport_report import Sample, report_of, spread_of
+from connector.nixl_agent import is_installed
 from tests.architecture.source_tree import ROOT
 
-ALL_WAYS = {"tcp", "memcpy", "libzmq", "zmq", "zmq+checksum", "shm", "shm+checksum"}
+BASELINES = {
+    "tcp": None,
+    "memcpy": None,
+    "libzmq": "tcp",
+    "zmq": "tcp",
+    "zmq+checksum": "tcp",
+    "shm": "memcpy",
+    "shm+checksum": "memcpy",
+} | ({"NIXL": "memcpy", "nixl": "NIXL", "nixl+checksum": "NIXL"} if is_installed() else {})
+NIXL = ("nixl", "nixl+checksum") if is_installed() else ()
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +40,7 @@ def test_a_run_gives_a_table_and_a_result_with_every_transfer(tmp_path: Path) ->
     sizes = ("--block-kib", "64,1536", "--transfer-mib", "4", "--rounds", "3", "--warmup", "1")
     ended = run(*sizes, "--output", str(path))
     assert ended.returncode == 0, ended.stderr
-    assert "42 of 42 transfers ended, 0 failed" in ended.stdout
+    assert f"{6 * len(BASELINES)} of {6 * len(BASELINES)} transfers ended, 0 failed" in ended.stdout
     assert "blocks of 64 KiB, 4 MiB a transfer:" in ended.stdout and "shm+checksum" in ended.stdout
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["command"].startswith("python -m bench.transport --block-kib 64,1536") and result["date"]
@@ -39,20 +49,12 @@ def test_a_run_gives_a_table_and_a_result_with_every_transfer(tmp_path: Path) ->
     assert [case["transfer_bytes"] for case in result["cases"]] == [4 << 20, 3 << 20]  # whole blocks
     for case in result["cases"]:
         transfers = case["transfers"]
-        assert set(transfers) == ALL_WAYS
+        assert set(transfers) == set(BASELINES)
         assert all(len(numbers) == 3 for way in transfers.values() for numbers in way.values())
         for way in case["ways"]:
             rates = [case["transfer_bytes"] / 1e9 / seconds for seconds in transfers[way["way"]]["seconds"]]
             assert way["gb_per_s"]["p50"] == pytest.approx(spread_of(rates).p50, rel=0.01)
-        assert {each["way"]: each["baseline"] for each in case["ways"]} == {
-            "tcp": None,
-            "memcpy": None,
-            "libzmq": "tcp",
-            "zmq": "tcp",
-            "zmq+checksum": "tcp",
-            "shm": "memcpy",
-            "shm+checksum": "memcpy",
-        }
+        assert {each["way"]: each["baseline"] for each in case["ways"]} == BASELINES
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags: tuple[str, ...], senten
 @pytest.mark.parametrize(
     ("transport", "checksum", "ways"),
     [
-        ("all", "both", ("zmq", "zmq+checksum", "shm", "shm+checksum")),
+        ("all", "both", ("zmq", "zmq+checksum", "shm", "shm+checksum", *NIXL)),
         ("shm", "off", ("shm",)),
         ("zmq", "on", ("zmq+checksum",)),
     ],

@@ -14,7 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from bench.fleet import wait_until
+from bench.fleet import START_BOUND_S, wait_until
 from bench.namespaces import network, why_not
 from tests.by_hand.hosts import ROOT, Host
 
@@ -94,9 +94,9 @@ def town(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                 block = {"router": ROUTER, "prefill": f"{copy}\n{PREFILL}", "decode": f"{copy}\n{DECODE}"}
                 host.run(block[name.partition("-")[0]])
             made = Town(hosts, client, net.unplug, net.plug)
-            wait_until("the router listens", lambda: is_up(made))
+            wait_until("the router listens", lambda: is_up(made), START_BOUND_S)
             nodes = {"prefill-a-prefill-0", "decode-a-decode-0", "decode-b-decode-0"}
-            wait_until("every node is up", lambda: made.names() == nodes)
+            wait_until("every node is up", lambda: made.names() == nodes, START_BOUND_S)
             yield made
         except BaseException:
             for host in hosts.values():
@@ -189,7 +189,7 @@ def test_a_host_that_is_cut_off_costs_no_stream_a_token_and_comes_back(town: Tow
     token_ids = streamed(town, 1, cut_off)
     assert f"{cut[0]}-decode-0" not in town.names()
     town.plug(cut[0])
-    wait_until("the host is back", lambda: f"{cut[0]}-decode-0" in town.names())
+    wait_until("the host is back", lambda: f"{cut[0]}-decode-0" in town.names(), START_BOUND_S)
     assert len(token_ids) == NUM_TOKENS and whole(town, 1) == token_ids
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ KNOBS: Final = {
     "BATON_SERVED_MODEL_NAME": "llama-tiny",
     "BATON_DTYPE": "fp32",
     "BATON_THREADS": "1",
-    "BATON_NUM_BLOCKS": "1024",
+    "BATON_NUM_BLOCKS": "2048",
     "BATON_PREEMPT_RETRY_COUNT": "20",
     "BATON_MAX_NODES_LOST": "20",
 }
@@ -74,9 +74,9 @@ def model_for_containers(folder: Path) -> Path:
     return model
 
 
-def docker(*words: str, limit_s: float = PATIENCE_S) -> str:
-    """Run `docker WORDS` in the repository; raises CalledProcessError with what it printed."""
-    return _run(["docker", *words], os.environ, limit_s)
+def docker(*words: str, limit_s: float = PATIENCE_S, with_stderr: bool = False) -> str:
+    """Run `docker WORDS` in the repository; what it printed. AssertionError with that if it fails."""
+    return _run(["docker", *words], os.environ, limit_s, with_stderr=with_stderr)
 
 
 class Containers:
@@ -102,6 +102,7 @@ class Containers:
             self._environment["CERTS_DIR"] = str(certs)
             self._files.append(DEPLOY / "compose.tls.yaml")
             self._shown = ["https", "/tls/ca.crt"]
+        self._ids: dict[str, str] = {}
         self.url: Final = f"{self._shown[0]}://127.0.0.1:{self._ports['HTTP_PORT']}"
         self.prometheus: Final = f"http://127.0.0.1:{self._ports['PROMETHEUS_PORT']}"
 
@@ -113,24 +114,15 @@ class Containers:
 
     def inspect(self, service: str, path: str) -> str:
         """A field of `docker inspect`, such as `.State.Pid`."""
-        return docker("inspect", "--format", f"{{{{{path}}}}}", self._container(service)).strip()
+        return docker("inspect", "--format", f"{{{{{path}}}}}", self.container(service)).strip()
 
-    def crash(self, service: str) -> None:
-        """SIGKILL, as the kernel out of memory would: the engine starts it again."""
-        os.kill(int(self.inspect(service, ".State.Pid")), 9)
+    def pid(self, service: str) -> int:
+        """Of its process 1, as this machine numbers it."""
+        return int(self.inspect(service, ".State.Pid"))
 
-    @contextmanager
-    def cut_off(self, service: str) -> Iterator[None]:
-        """Nothing comes in or goes out, and nobody is told; over when the block is."""
-        rules = [["INPUT", "!", "-i", "lo"], ["OUTPUT", "!", "-o", "lo"]]
-        enter = ["nsenter", "-t", self.inspect(service, ".State.Pid"), "-n", "iptables"]
-        for rule in rules:
-            _run([*enter, "-I", *rule, "-j", "DROP"], os.environ, PATIENCE_S)
-        try:
-            yield
-        finally:
-            for rule in rules:
-                _run([*enter, "-D", *rule, "-j", "DROP"], os.environ, PATIENCE_S)
+    def cut_off(self, service: str) -> AbstractContextManager[None]:
+        """While it is entered nothing comes in or goes out, and nobody is told."""
+        return _cut_off(self.pid(service))
 
     def state(self, service: str) -> dict[str, Any]:
         """`/state` of a node, asked for from inside its container."""
@@ -148,10 +140,13 @@ class Containers:
         return series
 
     def _get(self, service: str, port: int, path: str) -> str:
-        return docker("exec", self._container(service), "python3", "-c", _GET, str(port), path, *self._shown)
+        return docker("exec", self.container(service), "python3", "-c", _GET, str(port), path, *self._shown)
 
-    def _container(self, service: str) -> str:
-        return self.compose("ps", "-q", service).strip()
+    def container(self, service: str) -> str:
+        """Its id, which it keeps however often it is started: asked for once, since compose takes longer than some streams."""
+        if service not in self._ids:
+            self._ids[service] = self.compose("ps", "-q", service).strip()
+        return self._ids[service]
 
     def num_nodes(self, router: str) -> int:
         """Nodes with which a router has a session."""
@@ -194,12 +189,25 @@ def wait_until(what: str, is_so: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def _run(command: Sequence[str], environment: Any, limit_s: float) -> str:
+@contextmanager
+def _cut_off(pid: int) -> Iterator[None]:
+    rules = [["INPUT", "!", "-i", "lo"], ["OUTPUT", "!", "-o", "lo"]]
+    enter = ["nsenter", "-t", str(pid), "-n", "iptables"]
+    for rule in rules:
+        _run([*enter, "-I", *rule, "-j", "DROP"], os.environ, PATIENCE_S)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            _run([*enter, "-D", *rule, "-j", "DROP"], os.environ, PATIENCE_S)
+
+
+def _run(command: Sequence[str], environment: Any, limit_s: float, *, with_stderr: bool = False) -> str:
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done.stdout
+    return done.stdout + (done.stderr if with_stderr else "")
 
 
 def _free_port() -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +26,7 @@ from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 
 pytestmark = pytest.mark.timeout(1800)  # the first one builds the images
 NUM_STREAMS = 6
-NUM_TOKENS = 2000
+NUM_TOKENS = 3500
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +38,48 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
         yield cluster
 
 
-def crash(service: str) -> Callable[[Containers], None]:
-    def fault(containers: Containers) -> None:
-        before = int(containers.inspect(service, ".RestartCount"))
-        containers.crash(service)
+# Looks up what it needs, and yields; strikes, and yields; waits until it is over.
+Fault = Callable[[Containers], Iterator[None]]
+
+
+def crash(service: str) -> Fault:
+    def fault(containers: Containers) -> Iterator[None]:
+        before, pid = int(containers.inspect(service, ".RestartCount")), containers.pid(service)
+        yield
+        os.kill(pid, signal.SIGKILL)  # as the kernel out of memory would: the engine starts it again
+        yield
         wait_until(f"{service} is back", lambda: int(containers.inspect(service, ".RestartCount")) == before + 1)
 
     return fault
 
 
-def partition(containers: Containers) -> None:
-    with containers.cut_off("decode-0"):
+def partition(containers: Containers) -> Iterator[None]:
+    cut_off = containers.cut_off("decode-0")
+    yield
+    with cut_off:
+        yield
         wait_until("both routers miss it", lambda: all(containers.num_nodes(f"router-{i}") == 3 for i in (0, 1)))
 
 
-def stop_and_start(containers: Containers) -> None:
+def stop_and_start(containers: Containers) -> Iterator[None]:
     """As a rolling update does: SIGTERM, and time to hand over what runs."""
-    containers.compose("stop", "-t", "60", "decode-1")
+    command = ["docker", "stop", "-t", "60", containers.container("decode-1")]
+    yield
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as stopping:
+        yield
+        assert stopping.wait(90) == 0
+    drained = docker("logs", "--tail=30", containers.container("decode-1"), with_stderr=True)
+    assert re.search(r" draining attempts=[1-9]", drained), "it had nothing to hand over"
     assert containers.inspect("decode-1", ".State.ExitCode") == "0", "it was killed, it did not drain"
-    containers.compose("start", "decode-1")
+    docker("start", containers.container("decode-1"))
 
 
-def restart_redis(containers: Containers) -> None:
+def restart_redis(containers: Containers) -> Iterator[None]:
     began = containers.inspect("redis", ".State.StartedAt")
-    containers.compose("restart", "-t", "1", "redis")
+    yield
+    docker("kill", containers.container("redis"))
+    yield
+    docker("start", containers.container("redis"))
     assert containers.inspect("redis", ".State.StartedAt") != began
 
 
@@ -69,17 +90,20 @@ def restart_redis(containers: Containers) -> None:
     ids=["decode", "prefill", "cut", "drain", "redis"],
 )
 def test_whatever_happens_to_a_container_every_stream_has_its_tokens(
-    containers: Containers, fault: Callable[[Containers], None], fresh_seed: int
+    containers: Containers, fault: Fault, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
     bodies = [body(rng, rng.randrange(40, 200), NUM_TOKENS) for _ in range(NUM_STREAMS)]
     expected = [tokens_of(ask(containers, fields)) for fields in bodies]
+    steps = fault(containers)
+    next(steps)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         streams = [Stream(containers, threads, fields) for fields in bodies]
         for stream in streams:
             stream.take_tokens(50)
-        fault(containers)
-        assert any(len(stream.token_ids) < NUM_TOKENS for stream in streams)
+        next(steps)
+        assert any(stream.is_running for stream in streams), "all of them were over before it began"
+        assert list(steps) == []
         for stream in streams:
             stream.take_all()
     assert [stream.token_ids for stream in streams] == expected

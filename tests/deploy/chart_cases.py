@@ -67,6 +67,10 @@ SWITCHES: Final[dict[str, Values]] = {
         },
         "networkPolicy": {"extraEgress": [{"ports": [{"protocol": "TCP", "port": 6379}]}]},
     },
+    "nixl": {
+        "prefill": {"config": {"transport": "nixl"}, "resources": {"limits": {"rdma/hca_shared_devices_a": 1}}},
+        "decode": {"config": {"transport": "nixl"}, "resources": {"limits": {"rdma/hca_shared_devices_a": 1}}},
+    },
     "extras": {
         role: {
             "extraEnv": [{"name": "BATON_KV_POOL", "valueFrom": {"secretKeyRef": {"name": "kv", "key": "url"}}}],
@@ -85,6 +89,8 @@ SWITCHES: Final[dict[str, Values]] = {
     "names": {"nameOverride": "llm", "fullnameOverride": "a-name-that-is-longer-than-forty-characters-are"},
 }
 EXCLUDING: Final = (
+    {"tls", "nixl"},
+    {"own tls", "nixl"},
     {"own redis", "own redis, port left out", "redis of a secret", "password"},
     {"tls", "own tls"},
     {"knobs", "extras"},  # both name a KV pool
@@ -105,6 +111,7 @@ WRONG: Final[dict[str, tuple[Values, str]]] = {
     "no node": (together(TINY, {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}), "nobody computes"),
     "only prefill": (together(TINY, {"decode": {"replicas": 0}}), "nobody generates"),
     "no issuer": (together(TINY, {"tls": {"certManager": {"enabled": True}}}), "issuerRef.name"),
+    "nixl in the clear": (together(TINY, TLS, SWITCHES["nixl"]), "nixl encrypts nothing"),
     "two redis": (together(TINY, SWITCHES["own redis"], SWITCHES["redis of a secret"]), "exclude each other"),
     "no redis URL": (together(TINY, {"redis": {"url": "cache:6379"}}), "/redis/url"),
     "ingress for nobody": (together(TINY, {"router": {"ingress": {"enabled": True}}}), "router.ingress: host"),

@@ -343,5 +343,8 @@ def channels(source: str, target: str, values: Values) -> set[int]:
         return {ROUTER_PORT} if is_free and (scraped or not policy.get("clients")) else set()
     if target == "redis":
         return set() if source == "redis" else {REDIS_PORT}
-    pages = {HTTP_PORT} if is_free and scraped else set()
-    return pages | {"router": {GRPC_PORT}, "redis": set()}.get(source, {GRPC_PORT, KV_PORT})
+    has_nixl = "nixl" in str(values)  # whose library draws ports
+    is_node = source in NODE_ROLES
+    pages = {HTTP_PORT} if (is_free and scraped) or (has_nixl and is_node) else set()
+    drawn = {ROUTER_PORT, REDIS_PORT} if has_nixl and is_node else set()
+    return pages | drawn | {"router": {GRPC_PORT}, "redis": set()}.get(source, {GRPC_PORT, KV_PORT})

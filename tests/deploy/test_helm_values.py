@@ -43,7 +43,7 @@ def has(values: Any, path: str) -> bool:
 
 
 def test_the_schema_is_what_the_knobs_say() -> None:
-    assert json.loads(SCHEMA_FILE.read_text()) == make_schema(), "python -m tests.deploy.chart_schema"
+    assert json.loads(SCHEMA_FILE.read_text()) == make_schema(), "make docs"
     knobs = {field.name for config in (NodeConfig, RouterConfig) for field in dataclasses.fields(config)}
     assert knobs >= OF_THE_CHART, "the chart keeps knobs to itself that nobody has"
     every = set(make_schema()["properties"]["config"]["properties"])

@@ -57,6 +57,11 @@ class Stream:
         self._events: SimpleQueue[str | None] = SimpleQueue()
         self._end = threads.submit(self._read, f"{cluster.url}/v1/completions", fields | {"stream": True})
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its answer goes on, whatever has been taken of it."""
+        return not self._end.done()
+
     def take_tokens(self, number: int) -> None:
         """Wait until there are so many."""
         while len(self.token_ids) < number:

@@ -20,37 +20,32 @@ from tests.e2e.role_by_role import wait_until
 def test_streams_of_a_node_that_lost_a_rank_go_on_elsewhere_and_no_token_differs(
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    """One rank prefills, two decode, on each of two decode nodes; half of a node is killed in the middle of all streams."""
+    """Two nodes of two ranks each, of the role that does everything; half of one is killed in the middle of all streams."""
     rng = random.Random(fresh_seed)
-    flags = ("--decode", "2", "--decode-tp", "2", "--prefill-tp", "1")
+    flags = ("--prefill", "0", "--decode", "0", "--mixed", "2", "--tp", "2")
     with (
         started_cluster(tiny_model, tmp_path, *flags) as cluster,
         ThreadPoolExecutor(4) as threads,
     ):
         with cluster.client() as client:
             of_router = {node["name"]: node["tp"] for node in client.get("/state").json()["nodes"]}
-        assert of_router == {"prefill-0": 1, "decode-0": 2, "decode-1": 2}
-        decoding = cluster.nodes_of("decode")
-        ranks = {node["node_id"]: cluster.state(node)["rank_pids"] for node in decoding}
+        assert of_router == {"mixed-0": 2, "mixed-1": 2}
+        ranks = {node["node_id"]: cluster.state(node)["rank_pids"] for node in cluster.nodes}
         assert [len(pids) for pids in ranks.values()] == [1, 1]
         fields = [body(rng, 40, 300) for _ in range(4)]
         streams = [Stream(cluster, threads, each) for each in fields]
         for stream in streams:
             stream.take_tokens(5)
-        (lost,) = (node for node in decoding if node["node_id"] == "decode-0")
+        (lost,) = (node for node in cluster.nodes if node["node_id"] == "mixed-0")
         assert cluster.state(lost)["running"] > 0, "nothing runs there that could be lost"
         with closing(Watch([*cluster.pids, *(pid for pids in ranks.values() for pid in pids)])) as watch:
-            # Of whom stops a service, or a terminal, a node hears too: it is no rank's business.
-            os.kill(ranks["decode-0"][0], signal.SIGTERM)
-            streams[0].take_tokens(10)
-            assert ranks["decode-0"][0] in watch.alive()
-            os.kill(ranks["decode-0"][0], signal.SIGKILL)
+            os.kill(ranks["mixed-0"][0], signal.SIGKILL)
             watch.wait_for_end([lost["pid"]])
             for stream in streams:
                 stream.take_all()
                 assert stream.last == "[DONE]"
-            ended = f"rank_ended rank=1 pid={ranks['decode-0'][0]} how=SIGKILL"
-            assert ended in (cluster.run_dir / "decode-0.log").read_text()
+            ended = f"rank_ended rank=1 pid={ranks['mixed-0'][0]} how=SIGKILL"
+            assert ended in (cluster.run_dir / "mixed-0.log").read_text()
             assert cluster.metrics()["retries_total{NODE_LOST}"] > 0
             undisturbed = list(threads.map(lambda each: tokens_of(ask(cluster, each)), fields))
             assert [stream.token_ids for stream in streams] == undisturbed
@@ -60,4 +55,4 @@ def test_streams_of_a_node_that_lost_a_rank_go_on_elsewhere_and_no_token_differs
                 "nothing is held", lambda: not sum(cluster.state(n)["blocks"][each] for n in left for each in held)
             )
             assert cluster.end(signal.SIGTERM) == 0
-            watch.wait_for_end([*cluster.pids, *ranks["decode-1"]])
+            watch.wait_for_end([*cluster.pids, *ranks["mixed-1"]])

@@ -97,7 +97,7 @@ def pairing(request: pytest.FixtureRequest, split_dirs: MakeModel) -> Iterator[P
 
 
 @pytest.mark.covers("H14", "M06")
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scenario=scenarios())
 def test_logits_and_kv_have_the_bits_of_one_rank_whatever_the_number_of_ranks(
     pairing: Pairing, scenario: Scenario

@@ -171,8 +171,8 @@ MUTANTS: Final = (
         "placement-by-cache-bears-any-imbalance",
         "A node is taken for what it holds, however much longer its queue is than the shortest.",
         "router/placement.py",
-        "if candidate.load[0] <= longest:",
-        "if candidate.load[0] >= 0:",
+        "for each in looked_at if each.load[0] <= longest]",
+        "for each in looked_at]",
         _PLACEMENT,
     ),
     Mutant(

@@ -15,8 +15,16 @@ MUTANTS: Final = (
         "chart-closes-kv-port",
         "No node may open the port where another takes KV.",
         f"{_TEMPLATES}/network.yaml",
-        "    - ports: [{protocol: TCP, port: 8003}, {protocol: TCP, port: 8004}]\n",
-        "    - ports: [{protocol: TCP, port: 8003}]\n",
+        '    - ports: {{ include "baton.kvPorts" . }}\n      to:',
+        "    - ports: [{protocol: TCP, port: 8003}]\n      to:",
+        _CHART,
+    ),
+    Mutant(
+        "chart-closes-nixls-ports",
+        "Nodes that use NIXL may reach each other at zmq's port only.",
+        f"{_TEMPLATES}/network.yaml",
+        '{{- if include "baton.hasNixl" . -}}',
+        "{{- if false -}}",
         _CHART,
     ),
     Mutant(

@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 _RANKING: Final = ("tests/router/test_ranking.py",)
 _KINDS: Final = ("tests/router/test_node_kinds.py",)
 _CACHES: Final = ("tests/router/test_core_caches.py",)
+_MAP: Final = ("tests/router/test_cache_map.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -39,8 +40,8 @@ MUTANTS: Final = (
         "turn-takes-who-is-left-out",
         "Of nodes with the lowest load one is taken that may not be used.",
         "router/ranking.py",
-        "                if self._may(order[index][1]):\n",
-        "                if order[index][1] > last:\n",
+        "                if self._may(order[index][1]):\n                    chosen",
+        "                if order[index][1] > last:\n                    chosen",
         _RANKING,
     ),
     Mutant(
@@ -49,14 +50,6 @@ MUTANTS: Final = (
         "router/ranking.py",
         "                    index += 1\n",
         "                    pass\n",
-        _RANKING,
-    ),
-    Mutant(
-        "first-stands-for-who-can-fetch",
-        "By cache and pool a node that fetches is reckoned as if it computed.",
-        "router/placement.py",
-        "        if not prompt.pooled:\n",
-        "        if True:\n",
         _RANKING,
     ),
     Mutant(
@@ -90,5 +83,29 @@ MUTANTS: Final = (
         "return claimed is not None and claimed <= nodes.kind.max_total_tokens",
         "return claimed is not None and claimed < nodes.kind.max_total_tokens - 1000",
         _KINDS,
+    ),
+    Mutant(
+        "soonest-is-the-least-loaded",
+        "By cache the least loaded node is taken before others that hold more than it does.",
+        "router/placement.py",
+        "        if costs[-1][0] == bound:\n",
+        "        if costs:\n",
+        _RANKING,
+    ),
+    Mutant(
+        "soonest-overlooks-what-others-hold",
+        "A node further down the order, which holds something of the prompt, is not looked at.",
+        "router/placement.py",
+        "num_uncached = prompt.num_tokens - prompt.most_of_others",
+        "num_uncached = prompt.num_tokens",
+        _RANKING,
+    ),
+    Mutant(
+        "holders-beyond-the-few-hold-nothing",
+        "Of a beginning that many nodes share, only a few are believed to have it.",
+        "router/cache_map.py",
+        "for holder in _bits(found)], num_tokens",
+        "for holder in _bits(found)], 0",
+        _MAP,
     ),
 )

@@ -66,7 +66,7 @@ MUTANTS: Final = (
             kv.to_device(step.arrived)
 """,
         "",
-        _SPLIT,
+        (f"{_SPLIT[0]}::test_where_ranks_have_devices_each_copies_its_heads_before_a_step_is_told",),
     ),
     Mutant(
         "a-rank-s-death-is-not-noticed",
@@ -90,6 +90,6 @@ MUTANTS: Final = (
         "node/rank_process.py",
         "signal.signal(number, signal.SIG_IGN)",
         "signal.signal(number, signal.SIG_DFL)",
-        ("tests/e2e/test_tensor_parallel.py",),
+        _RANKS,
     ),
 )

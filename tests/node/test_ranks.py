@@ -98,14 +98,22 @@ def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_on
         with held([pid for pids in ranks.values() for pid in pids]) as descriptors:
             assert len(descriptors) == 2
             processes["decode", 2].kill()
-            os.kill(ranks["prefill", 2][0], signal.SIGKILL)  # nothing runs there that would notice
+            (rank,) = ranks["prefill", 2]
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+            ):  # of who asks all processes of a node, which is the node's business
+                os.kill(rank, number)
+            assert httpx.get(f"http://{entries['prefill', 2].http_address}/health").status_code == 200
+            assert "rank_ended" not in (tmp_path / "prefill-2.log").read_text()
+            os.kill(rank, signal.SIGKILL)  # nothing runs there that would notice
             for size_one in (processes["prefill", 1], processes["decode", 1]):
                 size_one.send_signal(signal.SIGTERM)
                 assert size_one.wait(TIMEOUT_S) == 0
             assert processes["decode", 2].wait(TIMEOUT_S) == -signal.SIGKILL
             assert processes["prefill", 2].wait(TIMEOUT_S) == 1
             wait_for_end(descriptors)
-        assert "rank_ended rank=1" in (tmp_path / "prefill-2.log").read_text()
+        assert f"rank_ended rank=1 pid={rank} how=SIGKILL" in (tmp_path / "prefill-2.log").read_text()
 
 
 @pytest.mark.covers("H14")

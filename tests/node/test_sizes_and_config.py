@@ -9,7 +9,7 @@ import pytest
 
 from node.config import NodeConfig
 from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
-from node.sizes import engine_sizes, free_memory_bytes
+from node.sizes import engine_sizes
 from runtime.config import ConfigError, parse
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +45,6 @@ def test_a_pool_below_one_full_sequence_is_refused_and_exactly_one_is_enough() -
 def test_a_model_len_beyond_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="--max-model-len 100: the model was made for 64"):
         engine_sizes(config("--max-model-len", "100"), 64, bytes_per_block=1, free_memory_bytes=1 << 40)
-
-
-def test_free_memory_is_read_from_meminfo() -> None:
-    assert free_memory_bytes("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 << 20
 
 
 @pytest.mark.parametrize(

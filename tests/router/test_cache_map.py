@@ -339,3 +339,24 @@ def test_the_routers_keys_are_the_nodes_and_the_last_token_is_never_counted() ->
     assert cached((*prompt[:8], 1, 2, 3, 4, 5)) == dict.fromkeys(refs, 8)
     assert cached((1, *prompt)) == {}
     assert cached((*prompt, 7), wants_prompt_logprobs=True) == {}, "the prefix cache is not asked then"
+
+
+@pytest.mark.covers("R02")
+def test_of_many_holders_those_of_the_longest_runs_are_named_and_the_most_that_any_other_has() -> None:
+    world = Following(3)
+    prompt = tuple(range(100, 133))
+    num_blocks = [5, 5, 3, 3, 3, *[1] * 20]
+    for number in range(len(num_blocks)):
+        world.start(f"prefill-{number}")
+    refs = list(world.nodes)
+    for ref, number in zip(refs, num_blocks, strict=True):
+        pool = world.nodes[ref].pool = BlockPool(40, 4)
+        world.nodes[ref].feed = CacheFeed(pool)
+        for block_id, key in zip(pool.allocate(number), block_keys(SEED, prompt, 4), strict=False):
+            pool.publish(block_id, key)
+    world.settle()
+    request = GenerationRequest("r", prompt, 1, Sampling(0.0, 8, ()), 1e9)
+    found = world.map.prompt(LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0))
+    assert found.holders is not None and set(found.holders) == set(refs[:5]) and found.most_of_others == 4
+    assert found.cached == {ref: 4 * number for ref, number in zip(refs, num_blocks, strict=True)}
+    assert found.cached.get(NodeRef("nobody", 1), 0) == 0 and len(found.cached) == 25

@@ -21,7 +21,7 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
-from router.nodes import NodeTable
+from router.nodes import NodeEvent, NodeTable
 from router.placement import CacheAware, Imbalance, LeastLoaded, Pair, Prompt
 from router.ranking import Among
 from tests.router.core_world import ROLES, node_entry
@@ -70,7 +70,13 @@ class Nodes:
         if what < 0.45 or what > 0.8:
             self.table.receive(SessionUp(ref))
         elif what > 0.5:
-            others = [NodeMissed(ref), NodeUnlisted(ref), NodeDrains(ref), SessionBroken(ref), SessionLost(ref)]
+            others: list[NodeEvent] = [
+                NodeMissed(ref),
+                NodeUnlisted(ref),
+                NodeDrains(ref),
+                SessionBroken(ref),
+                SessionLost(ref),
+            ]
             self.table.receive(self.random.choices(others, weights=[4, 1, 1, 2, 1])[0])
 
     def _load(self) -> None:

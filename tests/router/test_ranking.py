@@ -26,6 +26,7 @@ from router.placement import (
 from router.ranking import NOBODY, Among, Candidate, Load, Ranking
 from tests.router.plain_placement import PlainCacheAware, PlainLeastLoaded, PlainPolicy, PlainTurns
 
+NOBODY_AT_ALL: set[NodeRef | None] = {None}
 NAMES = [NodeRef(name, incarnation) for name in "abcdef" for incarnation in (1, 2)]
 refs = st.sampled_from(NAMES)
 loads = st.tuples(st.integers(0, 3), st.sampled_from((0.0, 0.5, 1.0)))
@@ -96,12 +97,21 @@ candidates = st.builds(
     st.builds(PrefillSpeed, st.sampled_from((1e-4, 4e-4)), st.just(16), fetches),
     st.sampled_from((b"", b"", b"one")),
 )
+
+
+def prompt_with(cached: dict[NodeRef, int], pooled: dict[tuple[bytes, bytes], int], most: int) -> Prompt:
+    """A prompt, and who holds more of it than `most`."""
+    holders = [ref for ref, tokens in cached.items() if tokens > most]
+    most_of_others = max((tokens for tokens in cached.values() if tokens <= most), default=0)
+    return Prompt(1000, cached, pooled, holders, most_of_others)
+
+
 prompts = st.builds(
-    Prompt,
-    st.just(1000),
-    st.dictionaries(refs, st.sampled_from((16, 96, 400, 999)), max_size=6),
+    prompt_with,
+    st.dictionaries(refs, st.sampled_from((16, 96, 100, 400, 999))),
     st.just({})
     | st.dictionaries(st.tuples(st.just(b"one"), st.sampled_from((b"x", b"y"))), st.sampled_from((96, 960))),
+    st.sampled_from((0, 16, 100, 1000)),
 )
 PAIRS: dict[str, Callable[[Imbalance], tuple[Policy, PlainPolicy]]] = {
     "round_robin": lambda _: (RoundRobin(), PlainTurns()),
@@ -141,7 +151,7 @@ def test_each_number_drawn_is_another_node_and_every_one_that_is_not_left_out_ha
     able = {ref for ref in world.here if ref not in without}
     drawn = [world.among(without, None).draw(lambda bound, number=number: number) for number in range(len(able))]  # type: ignore[misc]
     assert Counter(drawn) == Counter(able)
-    assert world.among(without, None).draw(lambda bound: 0) in ([*able] or [None])
+    assert world.among(without, None).draw(lambda bound: 0) in (able or NOBODY_AT_ALL)
     odd = {ref for ref in able if ref.incarnation == 1}
     bounds: list[int] = []
 
@@ -150,7 +160,7 @@ def test_each_number_drawn_is_another_node_and_every_one_that_is_not_left_out_ha
         return 0 if len(bounds) <= 16 else bound - 1
 
     found = world.among(without, lambda ref: ref.incarnation == 1).draw(below)
-    assert found in ([*odd] or [None])
+    assert found in (odd or NOBODY_AT_ALL)
     assert all(bound in (len(able), len(odd)) for bound in bounds), (
         "first among all, in the end among those that may be"
     )
@@ -178,7 +188,26 @@ def test_power_of_two_never_takes_who_is_left_out_nor_the_most_loaded_of_all(
 
 
 @pytest.mark.covers("R02")
-def test_where_a_pool_has_the_prompt_nobody_stands_for_the_others() -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from((0, 50, 100, 150)), st.sampled_from((0, 100, 200))), min_size=1, max_size=8),
+    st.sampled_from((0, 100, 200)),
+    st.integers(1, 4),
+)
+def test_by_cache_few_are_looked_at_and_the_soonest_is_among_them(
+    nodes: list[tuple[int, int]], most: int, num_turns: int
+) -> None:
+    """Each node: its queue, what it holds of the prompt. Sums are equal often, so the turns matter, too."""
+    world = World()
+    for ref, (queued, _) in zip(NAMES, nodes, strict=False):
+        world.put(Candidate(ref, b"x", (queued, 0.0)))
+    prompt = prompt_with({ref: held for ref, (_, held) in zip(NAMES, nodes, strict=False) if held}, {}, most)
+    policy, plain = CacheAware(Imbalance(120, 1.0)), PlainCacheAware(Imbalance(120, 1.0))
+    for _ in range(num_turns):
+        assert policy.choose(world.among(set(), None), prompt) == plain.choose(list(world.here.values()), prompt)
+
+
+@pytest.mark.covers("R02")
+def test_where_a_pool_has_the_prompt_every_node_is_taken_by_what_it_would_do() -> None:
     """Fetching is a little sooner than computing, rounded it is a little later; that it would compute sooner does not count."""
     slow = FetchSpeed(0.0, 0.0155, 1.0, 0.0)
     fetches = Candidate(NodeRef("a", 1), b"x", (0, 0.0), PrefillSpeed(1e-3, 16, slow), b"one")

@@ -49,7 +49,8 @@ def cluster(tiny_model: Path, ours: Path, tmp_path_factory: pytest.TempPathFacto
     keys.write_text(f"{KEY} name=test\n")
     keys.chmod(0o600)
     flags = ("--prefill", "1", "--decode", "2", "--transport", "zmq", *NODE_FLAGS)
-    secured = ("--tls-dir", str(ours), "--api-keys", str(keys))
+    # On all addresses: what nodes, this machine's tools and the curl line then dial must still be what certificates name.
+    secured = ("--tls-dir", str(ours), "--api-keys", str(keys), "--host", "0.0.0.0")
     with started_cluster(tiny_model, folder, *flags, *secured, trusted=members_context(ours)) as running:
         yield running
 

@@ -62,6 +62,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") 
 {{- if gt (len $name) 64 }}{{ sha256sum $name }}{{ else }}{{ $name }}{{ end -}}
 {{- end -}}
 
+{{/* Whether some node may take KV by NIXL, whose library listens on ports that it draws. */}}
+{{- define "baton.hasNixl" -}}
+{{- range $role := fromJsonArray (include "baton.nodeRoles" .) -}}
+{{- $part := index $.Values $role -}}
+{{- if has (default $.Values.config.transport $part.config.transport) (list "nixl" "auto") }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What is not said by a value must be said by somebody. */}}
 {{- define "baton.check" -}}
 {{- if and (not .Values.model.volume) (not .Values.model.random) -}}
@@ -75,6 +83,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") 
 {{- end -}}
 {{- if and (not .Values.decode.replicas) (not .Values.mixed.replicas) -}}
 {{- fail "replicas: without a decode or mixed node nobody generates" -}}
+{{- end -}}
+{{- range $role := fromJsonArray (include "baton.nodeRoles" .) -}}
+{{- $transport := default $.Values.config.transport (index $.Values $role).config.transport -}}
+{{- if and (eq (default "" $transport) "nixl") (include "baton.tlsSecret" $) -}}
+{{- fail (printf "%s.config.transport: nixl encrypts nothing, so it does not go with tls" $role) -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.redis.url .Values.redis.urlSecret.name -}}
 {{- fail "redis: url and urlSecret exclude each other" -}}

@@ -1,0 +1,173 @@
+"""`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
+
+Knows the results of bench.transport, exposed, interference and crossover. Pure but for the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+Result = Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 2 for what is no result that has a page."""
+    paths = [Path(each) for each in (sys.argv[1:] if argv is None else argv)]
+    for path in paths:
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            text = page(result)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"python -m bench.page: {path}: {error}\n")
+            return 2
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        sys.stdout.write(f"written: {path.with_suffix('.md')}\n")
+    return 0
+
+
+def page(result: Result) -> str:
+    """The page of a result; ValueError for one that has none."""
+    name = str(result.get("command", "")).removeprefix("python -m bench.").split(" ")[0]
+    if name not in _PAGES:
+        raise ValueError(f"a result of {name or 'nothing known'}, of which there is no page")
+    title, write = _PAGES[name]
+    machine = result["machine"]
+    where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
+    head = [
+        f"# {title}",
+        "",
+        f"`{result['command']}`, {result['date'][:10]}, {where}. All figures: the JSON beside.",
+        "",
+    ]
+    return "\n".join([*head, *write(result)]) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes % (1 << 20) == 0 else f"{num_bytes >> 10} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+def _transport(result: Result) -> Iterator[str]:
+    yield "Median over rounds; ratios are taken within a round (in brackets where eight of ten lie), CPU is of both processes."
+    yield ""
+    rows = []
+    verdicts: dict[str, list[str]] = {}
+    for case in result["cases"]:
+        size = f"{_mib(case['block_bytes'])}, {_mib(case['transfer_bytes'])}"
+        for way in case["ways"]:
+            ratio, target = way["ratio"], result["targets"].get(way["way"])
+            shown = verdict = ""
+            if ratio is not None:
+                shown = f"{ratio['p50']:.2f} of {way['baseline']} ({ratio['p10']:.2f}–{ratio['p90']:.2f})"
+                if target is not None:
+                    verdict = f"≥ {target:.2f} {'met' if ratio['p50'] >= target else 'missed'}"
+                    verdicts.setdefault(way["way"], []).append(f"{ratio['p50']:.2f} at {size}")
+            cpu = f"{way['cpu_s_per_gb']['p50']:.3f}"
+            rows.append((size, way["way"], f"{way['gb_per_s']['p50']:.1f}", shown, verdict, cpu))
+    yield from _table(("blocks, transfer", "way", "GB/s", "ratio", "target", "CPU s/GB"), rows)
+    yield ""
+    for way, said in verdicts.items():
+        yield f"- `{way}`, of which {result['targets'][way]:.2f} is asked: {'; '.join(said)}."
+    yield ""
+    yield (
+        "`libzmq` is the library with nothing copied by us and nothing put in place, `NIXL` one request for all blocks between "
+        "the same processes; `+checksum` is how nodes run unless told otherwise."
+    )
+
+
+def _exposed(result: Result) -> Iterator[str]:
+    yield "Behind the last chunk: the wait for the lease, the last blocks and the Commit on their way, and its admission."
+    yield ""
+    rows = []
+    for each in sorted(result["figures"], key=lambda each: (each["transport"], each["prompt_tokens"])):
+        is_asked = each["prompt_tokens"] >= 1024
+        verdict = (
+            f"≤ {result['target']:.0%} {'met' if each['share'] <= result['target'] else 'missed'}" if is_asked else ""
+        )
+        share = f"{each['share']:.2%} ({each['share_p90']:.2%})"
+        times = (_ms(each["prefill_s"]), _ms(each["exposed_s"]))
+        rows.append((each["transport"], str(each["prompt_tokens"]), share, verdict, *times))
+    heads = ("transport", "prompt", "share of prefill (p90)", "target", "prefill, ms", "exposed, ms")
+    yield from _table(heads, rows)
+
+
+def _interference(result: Result) -> Iterator[str]:
+    rows = []
+    for each in result["sides"]:
+        times = [_ms(each[name]) for name in ("quiet_p50", "quiet_p99", "loud_p50", "loud_p99", "loud_max")]
+        rows.append((each["side"], *times, f"{each['own_ratio']:.2f}", f"{1000 * each['first_token_p50']:.0f}"))
+    yield "Milliseconds between two tokens of a stream, as its client gets them."
+    yield ""
+    heads = (
+        "",
+        "quiet p50",
+        "p99",
+        "beside long prompts p50",
+        "p99",
+        "worst",
+        "p99 ÷ quiet p99",
+        "prompt's first token",
+    )
+    yield from _table(heads, rows)
+    yield ""
+    for each in result["sides"]:
+        if each["ratio"] is None:
+            continue
+        said = f"p99 beside long prompts, apart ÷ {each['side']}: **{each['ratio']:.2f}**"
+        if each["side"] == "mixed":
+            said += f" (asked: ≤ {result['target']:.2f}, {'met' if each['ratio'] <= result['target'] else 'missed'})"
+        yield f"- {said}."
+
+
+def _crossover(result: Result) -> Iterator[str]:
+    names = {
+        "ttft": "first token",
+        "tpot": "time per token",
+        "gap_p99": "p99 between tokens",
+        "seconds": "whole request",
+    }
+    yield "apart ÷ mixed on the same cores, and milliseconds of both; **bold: apart loses**."
+    yield ""
+    rows = []
+    for cell in result["cells"]:
+        shown = []
+        for name in names:
+            mark = "**" if cell["ratios"][name] > 1 else ""
+            both = " ÷ ".join(_ms(cell["by_side"][side][name]) for side in ("apart", "mixed"))
+            shown.append(f"{mark}{cell['ratios'][name]:.2f}{mark} ({both})")
+        rows.append((str(cell["prompt_tokens"]), str(cell["load"]), *shown))
+    yield from _table(("prompt", "under way", *names.values()), rows)
+    yield ""
+    yield "Where prefill and decode apart lose, by these figures:"
+    yield ""
+    for name, said in names.items():
+        lost = [f"{cell['prompt_tokens']}/{cell['load']}" for cell in result["cells"] if cell["ratios"][name] > 1]
+        share = f"{len(lost)} of {len(result['cells'])}"
+        won = [
+            f"{load} under way {'never' if at is None else f'from {at} tokens on'}"
+            for load, at in result["crossovers"][name].items()
+        ]
+        yield f"- *{said}*: in {share} (prompt/under way: {', '.join(lost) or 'none'}). Ahead with {'; '.join(won)}."
+
+
+_PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
+    "transport": ("Transports: how fast blocks get from node to node", _transport),
+    "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
+    "interference": ("What long prompts cost the streams beside them", _interference),
+    "crossover": ("Where prefill and decode apart lose", _crossover),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

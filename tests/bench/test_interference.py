@@ -1,0 +1,77 @@
+"""`python -m bench.interference`: a tiny run of both sides, and how gaps and ratios are reckoned; and the pages of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import interference
+from bench.interference import Round, figures_of, main
+from bench.page import main as write_pages
+from bench.page import page
+from tests.architecture.source_tree import ROOT
+
+
+def test_gaps_are_those_that_end_in_the_window_and_never_between_two_requests() -> None:
+    streams = [[0.0, 1.0, 2.0, 4.0], [5.0, 5.5]]
+    assert interference._gaps(streams, 1.5, 5.2) == [1.0, 2.0]
+    assert interference._gaps(streams, 1.5, 6.0) == [0.5, 1.0, 2.0]
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    def of(*p99s: float) -> list[Round]:
+        return [Round(quiet=[0.01] * 50, loud=[0.01] * 50 + [each] * 50, first_tokens=[0.5]) for each in p99s]
+
+    apart, mixed = figures_of({"apart": of(0.1, 0.2, 0.3), "mixed": of(0.2, 0.2, 1.0)}).sides
+    assert apart.ratio is None and mixed.ratio == pytest.approx(0.5)  # of 0.5, 1, 0.3
+    assert apart.own_ratio == pytest.approx(20) and mixed.loud_max == 1.0
+
+
+def test_a_tiny_run_has_streams_and_long_prompts_on_both_sides(tiny_model: Path, tmp_path: Path) -> None:
+    path, plot = tmp_path / "interference.json", tmp_path / "interference.svg"
+    flags = "--streams 2 --prompt-tokens 96 --interval-s 0.2 --quiet-s 0.3 --loud-s 0.5 --rounds 1"
+    assert main([*flags.split(), "--model", str(tiny_model), "--output", str(path), "--plot", str(plot)]) == 0
+    result = json.loads(path.read_text())
+    assert [each["side"] for each in result["sides"]] == ["apart", "mixed"]
+    for each in result["sides"]:
+        assert (
+            0 < each["quiet_p50"] <= each["quiet_p99"] and 0 < each["loud_p50"] <= each["loud_p99"] <= each["loud_max"]
+        )
+        assert each["first_token_p50"] > 0
+    assert plot.read_text().count("<svg") == 1
+    assert write_pages([str(path)]) == 0
+    assert "apart ÷ mixed: **" in path.with_suffix(".md").read_text()
+
+
+def test_a_page_says_where_apart_loses() -> None:
+    facts: dict[str, Any] = {"date": "2026-01-01", "machine": {"cores": 2, "cpu_model": "x", "python": "3"}}
+    seconds = dict.fromkeys(("ttft", "tpot", "gap_p99", "seconds"), 0.01)
+    cells = [
+        {
+            "prompt_tokens": 16,
+            "load": 1,
+            "by_side": {"apart": seconds, "mixed": seconds},
+            "ratios": {**seconds, "ttft": 1.5},
+        },
+        {"prompt_tokens": 512, "load": 1, "by_side": {"apart": seconds, "mixed": seconds}, "ratios": seconds},
+    ]
+    crossovers = {name: {"1": 512 if name == "ttft" else 16} for name in seconds}
+    told = page({**facts, "command": "python -m bench.crossover --x", "cells": cells, "crossovers": crossovers})
+    assert "- *first token*: in 1 of 2 (prompt/under way: 16/1). Ahead with 1 under way from 512 tokens on." in told
+    assert "- *time per token*: in 0 of 2 (prompt/under way: none)" in told
+
+
+def test_the_page_of_the_transports_is_that_of_its_result() -> None:
+    """`python -m bench.page bench/results/transport.json` writes it."""
+    result = ROOT / "bench/results/transport.json"
+    assert result.with_suffix(".md").read_text(encoding="utf-8") == page(json.loads(result.read_text(encoding="utf-8")))
+
+
+def test_what_has_no_page_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"command": "python -m bench.engine"}')
+    assert write_pages([str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
