@@ -356,6 +356,7 @@ class _NodeProcess:
             is_bit_exact=engine.inexactness is None,
             fingerprint=engine.parts.fingerprint,
             sizes=engine.sizes,
+            rank_pids=engine.rank_pids,
         )
         told = (running.transport.snapshot, running.routers.sessions.snapshot, threads.kv_pool.snapshot)
         return facts, Sources(incarnation.core, self._counters, self._measures, *told, self._ending)
@@ -374,6 +375,7 @@ class _NodeProcess:
             started_ms=incarnation.started_ms,
             draining=self._ending.is_draining,
             local_prefill=prefills_locally(incarnation.role, self._config),
+            num_ranks=self._config.tp,
         )
 
     def _write_ready_file(self, role: RoleName, entry: pb.NodeEntry) -> None:

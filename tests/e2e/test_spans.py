@@ -107,7 +107,11 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
             other = stream.request_id
             wait_until(
                 "all spans are told",
-                lambda: len(collector.named("decode", other)) == 1 == len(collector.named("request", other)),
+                lambda: (
+                    len(collector.named("decode", other)) == 1 == len(collector.named("request", other))
+                    and len(collector.named("prefill", other)) == 2
+                    and len(collector.named("prefill", request)) == 1 == len(collector.named("request", request))
+                ),
             )
 
         (root,) = collector.named("request", request)

@@ -80,6 +80,7 @@ def test_what_the_pool_turns_out_to_have_and_to_lack_is_said_beside_the_answers(
             bed.said.clear()
             bed.store.claims = 6
             await bed.looked(LookInPool(2, tuple(KEYS[:6])))
+            await bed.until(lambda: len(bed.said) == 1)  # what is fetched may be read first
             await bed.fetched(FetchBlocks(3, tuple((KEYS[n], n) for n in range(2, 6))))
             await bed.until(lambda: len(bed.said) == 2)
             assert (bed.said[0].found, bed.said[0].lacking) == (tuple(KEYS[:6]), ()), "it lies"
