@@ -21,7 +21,6 @@ system that hangs holds up the calling thread for as long: who must not wait giv
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import secrets
@@ -66,7 +65,6 @@ class FileStore:
         self._num_unseen: int | None = (
             None  # bytes written here since what lies there was summed up; None: it never was
         )
-        self._part_names = (f"{secrets.token_hex(8)}-{n}" for n in itertools.count())
         try:
             for folder in (self._root, f"{self._root}/{_TMP}"):
                 Path(folder).mkdir(0o770, exist_ok=True)
@@ -138,7 +136,7 @@ class FileStore:
         """What stands in ROOT/id: whole from the beginning, and never changed. Raises OSError."""
         path = Path(self._root, _ID)
         if not path.exists():
-            part = f"{self._root}/{_TMP}/{next(self._part_names)}"
+            part = self._part_path()
             _write_file(part, secrets.token_bytes(HEADER_BYTES), memoryview(b""))
             try:
                 with contextlib.suppress(FileExistsError):  # another process was faster
@@ -166,8 +164,12 @@ class FileStore:
             raise _failed(error) from None
         return stat.S_ISREG(found.st_mode) and found.st_size == self._records.record_bytes
 
+    def _part_path(self) -> str:
+        """Where nobody else writes: no other thread, process or host."""
+        return f"{self._root}/{_TMP}/{secrets.token_hex(16)}"
+
     def _put(self, path: str, header: bytes, block: memoryview) -> None:
-        part = f"{self._root}/{_TMP}/{next(self._part_names)}"
+        part = self._part_path()
         try:
             _write_file(part, header, block)
             try:
@@ -235,7 +237,7 @@ class FileStore:
 
     def _clock_ns(self) -> int:
         """What the file system's clock says."""
-        path = f"{self._root}/{_TMP}/{next(self._part_names)}"
+        path = self._part_path()
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
         try:
             return os.fstat(file).st_mtime_ns
