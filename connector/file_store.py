@@ -21,6 +21,7 @@ system that hangs holds up the calling thread for as long: who must not wait giv
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -65,6 +66,7 @@ class FileStore:
         self._num_unseen: int | None = (
             None  # bytes written here since what lies there was summed up; None: it never was
         )
+        self._part_numbers = itertools.count()  # of C: a generator cannot be asked by two threads at once
         try:
             for folder in (self._root, f"{self._root}/{_TMP}"):
                 Path(folder).mkdir(0o770, exist_ok=True)
@@ -166,7 +168,7 @@ class FileStore:
 
     def _part_path(self) -> str:
         """Where nobody else writes: no other thread, process or host."""
-        return f"{self._root}/{_TMP}/{secrets.token_hex(16)}"
+        return f"{self._root}/{_TMP}/{secrets.token_hex(8)}-{next(self._part_numbers)}"
 
     def _put(self, path: str, header: bytes, block: memoryview) -> None:
         part = self._part_path()
