@@ -42,7 +42,7 @@ class KvStream {
 
   private:
     static constexpr int NUM_COMING = 6;             // stretches whose pages were asked for
-    static constexpr size_t AHEAD_BYTES = 8 << 10;  // of the lines, before what is read
+    static constexpr size_t AHEAD_BYTES = 18 << 10; // of the lines, before what is read
 
     struct Stretch {
         const char *begin, *end;
