@@ -192,7 +192,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
         SMOL,
         has_plot=True,
     ),
-    Entry("failover", "failover", "--ways kill,drain --rounds 2", 180, _failover, TINY, has_plot=True),
+    Entry("failover", "failover", "--ways kill,move --rounds 2", 180, _failover, TINY, has_plot=True),
     Entry(
         "crossover",
         "crossover",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from bench.crossover import Cell, crossovers
 from bench.suite_entries import ENTRIES, Entry, Line
 from bench.suite_table import BEGIN, END, outcome_of, page, with_table
+from runtime.config import ConfigError, parse
 from tests.architecture.source_tree import ROOT
 
 MACHINE = {"cores": 2, "cpu_model": "a processor", "python": "3.11"}
@@ -29,6 +34,19 @@ def test_every_benchmark_is_there_and_its_flags_are_its_own() -> None:
         flags += ["--output"] + ["--model"] * (entry.model is not None) + ["--plot"] * entry.has_plot
         assert all(f"{flag} " in help_text for flag in flags), entry.name
     assert sum(entry.bound_s for entry in ENTRIES) <= 2100, "and what they take on two quiet cores is far below"
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry.name))
+def test_no_benchmark_refuses_what_its_entry_asks_for(entry: Entry, tiny_model: Path, tmp_path: Path) -> None:
+    module = import_module(f"bench.{entry.module}")
+    (config_type,) = [
+        each for name, each in vars(module).items() if name.endswith("Config") and each.__module__ == module.__name__
+    ]
+    argv = [*shlex.split(entry.flags), "--output", str(tmp_path / "result.json")]
+    argv += ["--model", str(tiny_model)] if entry.model is not None else []
+    parse(config_type, "bench", "", argv, {})  # ConfigError: it does
+    with pytest.raises(ConfigError):
+        parse(config_type, "bench", "", [*argv, "--output", str(tmp_path / "missing" / "result.json")], {})
 
 
 def test_results_in_the_repository_can_be_told() -> None:
