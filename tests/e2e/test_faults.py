@@ -79,7 +79,7 @@ def test_a_killed_decode_nodes_requests_go_on_at_another_and_no_token_differs(
     rng = random.Random(fresh_seed)
     flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        fields = [body(rng, 40, 600) for _ in range(NUM_THREADS)]
+        fields = [body(rng, 40, 2000) for _ in range(NUM_THREADS)]
         streams: dict[int, Stream] = {}
         plain: dict[int, Future[httpx.Response]] = {}
         for i, each in enumerate(fields):

@@ -60,7 +60,7 @@ MUTANTS: Final = (
         "kv-file-written-in-place",
         "A record is written under its final name.",
         "connector/file_store.py",
-        '        part = f"{self._root}/{_TMP}/{next(self._part_names)}"\n        try:\n            _write_file(part',
+        "        part = self._part_path()\n        try:\n            _write_file(part",
         '        part = path.removesuffix("kv") + "kv"\n        Path(path).parent.mkdir(exist_ok=True)\n'
         "        try:\n            _write_file(part",
         _FILE,
