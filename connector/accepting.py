@@ -9,6 +9,7 @@ Not here: what a HELLO must hold and what is said behind it (shm_receiver.py, ni
 
 from __future__ import annotations
 
+import hmac
 import logging
 import selectors
 import socket
@@ -16,10 +17,14 @@ import time
 from abc import abstractmethod
 from typing import Final, Generic, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from connector.landing import Landing
-from connector.link_channel import Channel, ChannelBroken, ChannelEnded, FrameKind
+from connector.link_channel import Channel, ChannelBroken, ChannelEnded, Frame, FrameKind
+from connector.link_names import is_name
 from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply
 from connector.transport import Emit
+from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +55,21 @@ class AcceptedLink:
 
 
 _L = TypeVar("_L", bound=AcceptedLink)
+
+
+def checked_hello(frames: list[Frame], link_secret: bytes) -> pb.LinkHello:
+    """What a stranger said first, if it may open a link; raises ValueError for one that may not."""
+    if len(frames) != 1 or frames[0].kind is not FrameKind.HELLO:
+        raise ValueError("not one HELLO")
+    try:
+        hello = pb.LinkHello.FromString(frames[0].body)
+    except DecodeError:
+        raise ValueError("a HELLO that is no LinkHello") from None
+    if not hmac.compare_digest(hello.link_secret, link_secret):
+        raise ValueError("wrong link secret")
+    if not is_name(hello.sender):
+        raise ValueError("no name for a node")
+    return hello
 
 
 class AcceptingReceiver(ReceiverThread, Generic[_L]):

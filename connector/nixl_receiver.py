@@ -16,7 +16,6 @@ other as far as that. Not here: who connects (accepting.py), links this node ope
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import selectors
 import socket
@@ -25,10 +24,10 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from connector.accepting import AcceptedLink, AcceptingReceiver, Stranger
+from connector.accepting import AcceptedLink, AcceptingReceiver, Stranger, checked_hello
 from connector.landing import Landing
 from connector.link_channel import MAX_HELLO_BYTES, Channel, ChannelBroken, Frame, FrameKind
-from connector.link_names import is_name, node_name
+from connector.link_names import node_name
 from connector.nixl_agent import NixlAgent, NixlFault, NixlLibrary
 from connector.nixl_socket import listen, prepare
 from connector.one_sided import Attach, OneSidedWriters
@@ -93,16 +92,7 @@ class NixlReceiver(AcceptingReceiver[_Link]):
 
     def _make_link(self, stranger: Stranger, frames: list[Frame]) -> _Link:
         """What the stranger is a link of, with WELCOME said; raises ValueError for one that it cannot be."""
-        if len(frames) != 1 or frames[0].kind is not FrameKind.HELLO:
-            raise ValueError("not one HELLO")
-        try:
-            hello = pb.LinkHello.FromString(frames[0].body)
-        except DecodeError:
-            raise ValueError("a HELLO that is no LinkHello") from None
-        if not hmac.compare_digest(hello.link_secret, self._link_secret):
-            raise ValueError("wrong link secret")
-        if not is_name(hello.sender):
-            raise ValueError("no name for a node")
+        hello = checked_hello(frames, self._link_secret)
         num_blocks, block_bytes = self._memory.shape
         agent = self._library.agent(f"{self._address}<{hello.sender}/{stranger.number}", self._memory)
         try:

@@ -12,18 +12,15 @@ Not here: who connects (accepting.py), links this node opens, and why a late cop
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import selectors
 import socket
 
-from google.protobuf.message import DecodeError
-
-from connector.accepting import AcceptedLink, AcceptingReceiver, Stranger
+from connector.accepting import AcceptedLink, AcceptingReceiver, Stranger, checked_hello
 from connector.landing import Landing
 from connector.link_channel import Channel, ChannelBroken, Frame, FrameKind
-from connector.link_names import is_name, node_name
+from connector.link_names import node_name
 from connector.peer_memory import PeerMemory
 from connector.receiver_thread import ReplyTo
 from connector.shm_socket import is_same_user, listen
@@ -79,16 +76,9 @@ class ShmReceiver(AcceptingReceiver[_Link]):
 
     def _find_link(self, stranger: Stranger, frames: list[Frame], descriptor: int | None) -> _Link:
         """What the stranger is a link of; raises ValueError for one that it cannot be."""
-        if len(frames) != 1 or frames[0].kind is not FrameKind.HELLO or descriptor is None:
-            raise ValueError("not one HELLO with one descriptor")
-        try:
-            hello = pb.LinkHello.FromString(frames[0].body)
-        except DecodeError:
-            raise ValueError("a HELLO that is no LinkHello") from None
-        if not hmac.compare_digest(hello.link_secret, self._link_secret):
-            raise ValueError("wrong link secret")
-        if not is_name(hello.sender):
-            raise ValueError("no name for a node")
+        hello = checked_hello(frames, self._link_secret)
+        if descriptor is None:
+            raise ValueError("a HELLO without a descriptor")
         memory = PeerMemory(descriptor, hello.num_blocks, hello.block_bytes)
         return _Link(stranger.number, stranger.channel, node_name(hello.sender), memory)
 
