@@ -93,6 +93,9 @@ def test_a_node_on_loopback_listens_nowhere_else(nixl_net: NixlNet) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
+WRONG_SECRET = pb.LinkHello(sender="mallory@1", link_secret=b"x" * 16, num_blocks=1, block_bytes=1).SerializeToString()
+
+
 @pytest.mark.covers("H13")
 @pytest.mark.parametrize(
     "words",
@@ -101,7 +104,7 @@ def test_a_node_on_loopback_listens_nowhere_else(nixl_net: NixlNet) -> None:
         b"\x01\xff\xff\xff\xff",
         b"\x01\x02\x00\x00\x00\xff\xff",
         b"\x03\x00\x00\x00\x00",
-        b"\x01" + (18).to_bytes(4, "little") + pb.LinkHello(link_secret=b"x" * 16).SerializeToString(),
+        b"\x01" + len(WRONG_SECRET).to_bytes(4, "little") + WRONG_SECRET,
     ],
 )
 def test_who_says_something_else_is_not_let_in(nixl_net: NixlNet, words: bytes) -> None:
