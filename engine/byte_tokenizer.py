@@ -37,6 +37,11 @@ def write_tokenizer(vocab_size: int, max_length: int, out: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, BEGIN_OF_TEXT)]
     )
+    write_tokenizer_files(tokenizer, max_length, out)
+
+
+def write_tokenizer_files(tokenizer: Tokenizer, max_length: int, out: Path) -> None:
+    """Write tokenizer.json and what says how it is used: SPECIAL_TOKENS, CHAT_TEMPLATE, the most tokens of a sequence."""
     tokenizer.save(str(out / "tokenizer.json"))
     named = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[1]}
     write_json(out / "special_tokens_map.json", named)
