@@ -26,6 +26,7 @@ ROUTE, QUEUE, RETRY, PREFILL, RETURN = "route", "queue", "retry", "prefill", "re
 RESERVE_WAIT, TRANSFER, ADMIT, FIRST_STEP = "reserve_wait", "transfer", "admit", "first_step"
 TO_FIRST: Final = (ROUTE, QUEUE, RETRY, PREFILL, RETURN)
 TO_SECOND: Final = (RESERVE_WAIT, TRANSFER, ADMIT, FIRST_STEP)
+_MAX_CHUNKS: Final = 64  # kept of an attempt, whatever a node tells
 _OF_NODES: Final = (QUEUE, PREFILL, RESERVE_WAIT, ADMIT, FIRST_STEP)  # as in pb.Timing
 HANDOVERS: Final = frozenset({"handoff", "move"})
 
@@ -42,6 +43,7 @@ class Attempt:
     ended_at: float | None = None
     end: str | None = None  # PD Error code, finish reason, or "moved"
     parts: dict[str, float] = field(default_factory=dict)  # seconds, as its nodes told them
+    chunk_ends: tuple[float, ...] = ()  # of the prefill, seconds from its beginning: of all chunks but the last
 
     @property
     def is_handed_over(self) -> bool:
@@ -272,3 +274,5 @@ class Record:
             for name in _OF_NODES:
                 if micros := getattr(timing, f"{name}_us"):
                     attempt.parts[name] = micros / 1_000_000
+            if timing.chunk_end_us:
+                attempt.chunk_ends = tuple(micros / 1_000_000 for micros in timing.chunk_end_us[:_MAX_CHUNKS])

@@ -135,7 +135,8 @@ def _spans(track: Track, arrived_at: float, now: float) -> Iterator[dict[str, An
         ended = {"end": attempt.end, "kind": attempt.kind}
         yield span("router", "attempt", attempt.at, ended_at - attempt.at, attempt.number, **ended)
         for lane, name, start, seconds in _spans_of_nodes(track, attempt):
-            yield span(lane, name, start, seconds, attempt.number, estimated=True)
+            cuts = {"cuts": [_round(start + end - arrived_at) for end in attempt.chunk_ends]} if name == PREFILL else {}
+            yield span(lane, name, start, seconds, attempt.number, estimated=True, **cuts)
         free_from = max(free_from, ended_at)
 
 

@@ -237,7 +237,8 @@ def act(timelines: Timelines, rng: random.Random, now: float) -> None:
             timelines.noted(Noted(NAME, choice, "moved", attempt, ("e",)), now)
         case 5:
             numbers = {f"{name}_us": rng.randrange(10**7) for name in (QUEUE, PREFILL, RESERVE_WAIT, ADMIT, FIRST_STEP)}
-            timelines.timed(pb.Timing(key=key(attempt, choice).to_proto(), **numbers))
+            ends = [rng.randrange(10**7) for _ in range(rng.randrange(100))]
+            timelines.timed(pb.Timing(key=key(attempt, choice).to_proto(), chunk_end_us=ends, **numbers))
         case 6 | 7:
             timelines.emitted(NAME, choice, rng.randrange(1, 4), now)
         case _:

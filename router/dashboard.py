@@ -1,0 +1,134 @@
+"""The dashboard's endpoints: its files at `/`, what it shows each second, one request's picture, and the button of `baton up`.
+
+Everything but the files is behind the same keys as the API. Not here: what is shown (dashboard_state.py, timeline_picture.py),
+what is drawn (page/).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from fastapi import FastAPI, HTTPException, Request
+from starlette.responses import Response
+
+from router.dashboard_state import whole
+from router.kill_rules import MAX_BODY, find_objection
+from router.launcher_link import LauncherGone, LauncherLink
+from router.openai_types import ApiError, bad_request, shown
+from router.page_files import INDEX, PREFIX, PageFiles
+from router.refusals import id_header, refusal
+from router.shell import RouterShell
+from router.streaming import json_answer
+from router.timeline_picture import picture
+from router.worker_pages import DASHBOARD, TIMELINE, found_timeline, joined_requests, joined_state, own_page
+from runtime.logs import log_event, printable
+
+_LOG: Final = logging.getLogger(__name__)
+
+PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]
+
+
+class Dashboard:
+    """The endpoints over one shell; of several workers, what all of them say."""
+
+    def __init__(
+        self,
+        shell: RouterShell,
+        model_name: str,
+        all_workers: tuple[int, PartsOfPage] | None,
+        launcher: LauncherLink | None,
+    ) -> None:
+        """`launcher`: who can kill nodes, if this router was started by one."""
+        self._shell = shell
+        self._model_name = model_name
+        self._worker, self._all = (0, self._own) if all_workers is None else all_workers
+        self._launcher = launcher
+        self._files = PageFiles()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Serve them; they are no part of the API's description."""
+        add = partial(app.add_api_route, include_in_schema=False)
+        for path, endpoint in (
+            (INDEX, self.index),
+            (PREFIX + "{name}", self.file),
+            ("/dashboard/state", self.state),
+            ("/dashboard/requests/{name}", self.request),
+        ):
+            add(path, endpoint, methods=["GET", "HEAD"])
+        if self._launcher is not None:
+            add("/dashboard/kill", self.kill, methods=["POST"])
+
+    async def index(self, request: Request) -> Response:
+        """The page."""
+        return self._file(request, "index.html")
+
+    async def file(self, name: str, request: Request) -> Response:
+        """What the page is made of."""
+        return self._file(request, name)
+
+    def _file(self, request: Request, name: str) -> Response:
+        answer = self._files.answer(request, name)
+        if answer is None:
+            raise HTTPException(404, "Not Found")
+        return answer
+
+    async def state(self) -> Response:
+        """What is shown each second."""
+        texts = await self._all(DASHBOARD)
+        parts: dict[int, dict[str, Any]] = {worker: json.loads(text) for worker, text in texts.items()}
+        state = joined_state({worker: each["state"] for worker, each in parts.items()}, self._worker)
+        requests = joined_requests([each["requests"] for each in parts.values()])
+        own = {"model": self._model_name, "can_kill": self._launcher is not None}
+        return json_answer(own | whole(list(parts.values()), state, requests, self._shell.now()))
+
+    async def request(self, name: str, request: Request) -> Response:
+        """One request's timeline, and what to draw of it; `choice` where it has several."""
+        choice = request.query_params.get("choice")
+        if choice is not None and not (choice.isascii() and choice.isdecimal() and len(choice) < 6):
+            return refusal(bad_request("choice", f"must be a whole number, not {shown(choice)}"), id_header(request))
+        found = found_timeline(await self._all(TIMELINE + name))
+        if found is None:
+            error = ApiError(404, f"There is no timeline of {shown(name)} (any more).", code="not_found")
+            return refusal(error, id_header(request))
+        return json_answer({"timeline": found, "picture": picture(found, None if choice is None else int(choice))})
+
+    async def kill(self, request: Request) -> Response:
+        """Kill a node with SIGKILL and start a new one; only the page itself may ask, and only on `baton up`."""
+        assert self._launcher is not None
+        try:
+            node = await _node_to_kill(request)
+            log_event(_LOG, logging.WARNING, "node_to_be_killed", node=printable(node))
+            problem = await self._launcher.kill(node)
+            if problem is not None:
+                raise ApiError(409, problem, code="not_killed")
+        except LauncherGone as error:
+            return refusal(ApiError(502, str(error), code="launcher_gone"), id_header(request))
+        except ApiError as error:
+            return refusal(error, id_header(request))
+        return json_answer({"killed": node})
+
+    async def _own(self, page: str) -> Mapping[int, str]:
+        return {0: own_page(self._shell, page)}
+
+
+async def _node_to_kill(request: Request) -> str:
+    """The name in the body. Raises ApiError."""
+    if (objection := find_objection(request.headers)) is not None:
+        raise ApiError(403, objection, code="not_allowed")
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY:
+            raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.", code="body_too_large")
+    try:
+        body: Any = json.loads(content)
+    except ValueError:
+        raise bad_request(None, "The body is no JSON.") from None
+    node = body.get("node") if isinstance(body, dict) else None
+    if not isinstance(node, str):
+        raise bad_request("node", "must be the name of a node")
+    return node

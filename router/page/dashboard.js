@@ -1,0 +1,132 @@
+// The dashboard: asks the router once a second while somebody looks, and hands what it says to the parts of the page.
+
+import { Chat } from "./chat.js";
+import { byId, el, setText } from "./dom.js";
+import { Figures } from "./figures.js";
+import { Nodes } from "./nodes.js";
+import { Picture } from "./picture.js";
+import { Requests } from "./requests.js";
+import { RouterError, kill, page, setKey } from "./router.js";
+
+const LOOK_MS = 1000;
+const THEME = "baton-theme";
+const THEMES = ["auto", "light", "dark"];
+
+const figures = new Figures();
+const nodes = new Nodes(killNode);
+const requests = new Requests(select);
+const picture = new Picture();
+const chat = new Chat({ started: select, looked: lookedAtChat, ended: look, refused: problem, kill: killNode });
+let selected = null; // id of the request whose timeline is shown
+let isShownWhole = false; // it has ended, and that is drawn
+let isLooking = false;
+
+async function look() {
+  if (document.hidden || isLooking) return;
+  isLooking = true;
+  try {
+    const now = await page("/dashboard/state");
+    well(now);
+    figures.show(now);
+    nodes.show(now.state.nodes, now.can_kill);
+    requests.show(now.requests, selected);
+    chat.model = now.model;
+    chat.canKill = now.can_kill;
+    byId("send-kill").hidden = !now.can_kill;
+    if (selected !== null && !isShownWhole && chat.abort === null) await lookAtSelected();
+  } catch (error) {
+    if (!(error instanceof RouterError)) throw error;
+    problem(error);
+  } finally {
+    isLooking = false;
+  }
+}
+
+async function lookAtSelected() {
+  const asked = selected;
+  try {
+    const found = await page(`/dashboard/requests/${encodeURIComponent(asked)}`);
+    if (asked === selected) shown(found);
+  } catch (error) {
+    if (!(error instanceof RouterError) || error.status !== 404) throw error;
+    isShownWhole = true; // it is not kept any more: what is drawn stays
+  }
+}
+
+function shown(found) {
+  isShownWhole = found.timeline.outcome !== null;
+  picture.show(found);
+}
+
+function lookedAtChat(found) {
+  if (selected === found.timeline.client_request_id || selected === found.timeline.id) shown(found);
+}
+
+function select(id) {
+  selected = id;
+  isShownWhole = false;
+  look();
+}
+
+async function killNode(name) {
+  nodes.waitFor(name);
+  setText(byId("said"), `${name} is killed; a new one is started.`);
+  try {
+    await kill(name);
+  } catch (error) {
+    nodes.killed.delete(name);
+    if (error instanceof RouterError) setText(byId("said"), `${name} was not killed: ${error.message}`);
+    else throw error;
+  }
+  look();
+}
+
+function well(now) {
+  const lacking = [...now.state.missing, ...now.state.degraded];
+  const workers = now.state.workers.length > 1 ? `, ${now.state.workers.length} workers` : "";
+  setText(byId("model"), `${now.model}${workers}`);
+  setText(byId("status"), now.state.ready ? (lacking.length ? "degraded" : "ready") : "not ready");
+  byId("status").className = `pill ${now.state.ready ? (lacking.length ? "warn" : "good") : "bad"}`;
+  notice(lacking.length ? `${now.state.ready ? "Served without" : "Requests wait or are turned away"}: ${lacking.join("; ")}.` : "");
+  byId("main").classList.remove("stale");
+  byId("keys").hidden = true;
+}
+
+function problem(error) {
+  setText(byId("status"), error.status === 401 ? "key wanted" : "no answer");
+  byId("status").className = "pill bad";
+  byId("main").classList.add("stale");
+  const asksForKey = error.status === 401;
+  if (asksForKey && byId("keys").hidden) {
+    byId("keys").hidden = false;
+    byId("key").focus();
+  }
+  notice(asksForKey ? "" : `${error.message} What is shown is old; it is asked again each second.`);
+  setText(byId("key-problem"), asksForKey ? error.message : "");
+}
+
+function notice(text) {
+  byId("notice").hidden = !text;
+  setText(byId("notice"), text);
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  localStorage.setItem(THEME, theme);
+  for (const button of byId("theme").children) button.setAttribute("aria-pressed", String(button.dataset.theme === theme));
+}
+
+for (const theme of THEMES) {
+  byId("theme").append(el("button", { type: "button", "data-theme": theme, click: () => setTheme(theme) }, theme));
+}
+setTheme(THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
+byId("keys").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(byId("key").value.trim());
+  byId("key").value = "";
+  look();
+});
+setText(byId("curl"), `curl ${location.origin}/v1/models`);
+document.addEventListener("visibilitychange", look);
+setInterval(look, LOOK_MS);
+look();

@@ -1,0 +1,91 @@
+// The four figures: what they are now, and a line of the last two minutes.
+
+import { byId, count, duration, el, setText, svg } from "./dom.js";
+
+const KEPT = 120; // looks
+const WIDTH = 160;
+const HEIGHT = 32;
+
+const FIGURES = [
+  { id: "live", title: "In flight", unit: "requests" },
+  { id: "rate", title: "Throughput", unit: "tokens/s" },
+  { id: "first", title: "Time to first token", unit: "median" },
+  { id: "token", title: "Time per token", unit: "median" },
+];
+
+/** Tokens per second between two looks; null where they cannot be compared (a router that was started anew, say). */
+export function rate(before, now) {
+  if (!before || now.at <= before.at || now.generated_tokens < before.generated_tokens) return null;
+  return (now.generated_tokens - before.generated_tokens) / (now.at - before.at);
+}
+
+export class Figures {
+  constructor() {
+    this.before = null;
+    this.tiles = new Map();
+    for (const each of FIGURES) {
+      const tile = {
+        history: [],
+        value: el("span", { class: "figure-value" }, "–"),
+        more: el("span", { class: "figure-more" }, " "),
+        line: svg("svg", { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }),
+        ...each,
+      };
+      this.tiles.set(each.id, tile);
+      const head = el("h3", {}, each.title);
+      const number = el("p", {}, tile.value, " ", el("span", { class: "unit" }, each.unit));
+      byId("figures").append(el("div", { class: "figure" }, head, number, tile.more, tile.line));
+    }
+  }
+
+  /** Show a look at the router; the history forgets whatever was before a gap. */
+  show(now) {
+    const tokens = rate(this.before, now);
+    const first = now.first_token_s;
+    const token = now.token_s;
+    const queued = now.state.queued;
+    this.before = now;
+    this.#tile("live", now.state.live_requests, String(now.state.live_requests), queued ? `${queued} queued` : "none queued");
+    const total = `${count(now.generated_tokens)} since the start`;
+    this.#tile("rate", tokens, tokens === null ? "–" : tokens === 0 ? "0" : tokens < 9.95 ? tokens.toFixed(1) : count(Math.round(tokens)), total);
+    this.#tile("first", first && first.p50, duration(first && first.p50), spread(first));
+    this.#tile("token", token && token.p50, duration(token && token.p50), spread(token));
+  }
+
+  #tile(id, number, shown, more) {
+    const tile = this.tiles.get(id);
+    tile.history.push(number);
+    if (tile.history.length > KEPT) tile.history.shift();
+    setText(tile.value, shown);
+    setText(tile.more, more);
+    draw(tile);
+  }
+}
+
+function spread(times) {
+  return times ? `p95 ${duration(times.p95)}, ${times.num} in the last minute` : "none in the last minute";
+}
+
+function draw(tile) {
+  const known = tile.history.filter((each) => each !== null);
+  const most = Math.max(...known, 1e-9);
+  const step = WIDTH / (KEPT - 1);
+  const first = KEPT - tile.history.length;
+  let path = "";
+  let pen = "M";
+  tile.history.forEach((each, index) => {
+    if (each === null) {
+      pen = "M";
+      return;
+    }
+    const x = (first + index) * step;
+    const y = HEIGHT - 2 - (each / most) * (HEIGHT - 4);
+    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
+    pen = "L";
+  });
+  tile.line.replaceChildren(
+    svg("line", { class: "spark-base", x1: 0, x2: WIDTH, y1: HEIGHT - 1, y2: HEIGHT - 1 }),
+    svg("path", { class: "spark-line", d: path || `M0 ${HEIGHT}` }),
+  );
+  tile.line.setAttribute("aria-label", known.length ? `${tile.title}, last ${tile.history.length} s` : `${tile.title}: nothing yet`);
+}

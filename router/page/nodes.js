@@ -1,0 +1,94 @@
+// The nodes: how each is, its KV blocks by state, and on `baton up` the button that kills it.
+
+import { byId, count, el, setText } from "./dom.js";
+
+const STATES = ["used", "leased", "quarantined", "cached", "free"];
+const ROLES = ["prefill", "mixed", "decode"];
+
+export class Nodes {
+  /** `onKill` gets the name of a node. */
+  constructor(onKill) {
+    this.onKill = onKill;
+    this.cards = new Map();
+    this.killed = new Map(); // name -> incarnation that is to go
+    const keys = STATES.map((state) => el("li", {}, el("i", { class: `swatch block-${state}` }), state));
+    byId("block-key").append(...keys);
+  }
+
+  /** Show them; `canKill`: there is a launcher that starts new ones. */
+  show(nodes, canKill) {
+    const ordered = [...nodes].sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
+    const list = byId("nodes");
+    const seen = new Set();
+    for (const [index, node] of ordered.entries()) {
+      const id = `${node.name}@${node.incarnation}`;
+      seen.add(id);
+      const known = this.cards.get(id);
+      const card = known || this.#card(node, id);
+      this.#fill(card, node, canKill);
+      if (list.children[index] !== card.root) list.insertBefore(card.root, list.children[index] || null);
+    }
+    for (const [id, card] of this.cards) {
+      if (!seen.has(id)) {
+        card.root.remove();
+        this.cards.delete(id);
+      }
+    }
+    byId("no-nodes").hidden = nodes.length > 0;
+    byId("block-key").hidden = nodes.length === 0;
+  }
+
+  /** A node was asked to die: its button waits until another process has its name. */
+  waitFor(name) {
+    for (const id of this.cards.keys()) if (id.startsWith(`${name}@`)) this.killed.set(name, id);
+  }
+
+  #card(node, id) {
+    const card = {
+      state: el("span", { class: "pill" }),
+      load: el("span", { class: "node-load" }),
+      bar: el("div", { class: "blocks", role: "img" }, ...STATES.map((state) => el("i", { class: `block-${state}` }))),
+      numbers: el("p", { class: "node-blocks" }),
+      kill: el("button", { type: "button", class: "kill", click: () => this.onKill(node.name) }, "Kill"),
+    };
+    const name = el("h3", { class: "node-name" }, node.name);
+    card.kill.setAttribute("aria-label", `Kill ${node.name} with SIGKILL; a new one is started`);
+    const head = el("div", { class: "node-head" }, name, el("span", { class: "role" }, node.role), card.state, card.kill);
+    card.root = el("li", { class: "node" }, head, card.load, card.bar, card.numbers);
+    this.cards.set(id, card);
+    return card;
+  }
+
+  #fill(card, node, canKill) {
+    const { text, tone } = health(node);
+    const waits = this.killed.get(node.name) === `${node.name}@${node.incarnation}`;
+    setText(card.state, waits ? "killed" : text);
+    card.state.className = `pill ${waits ? "bad" : tone}`;
+    card.kill.hidden = !canKill;
+    card.kill.disabled = waits || node.session !== "up";
+    const load = [`${node.running} running`, `${node.waiting} waiting`];
+    if (node.prefilling) load.push(`${node.prefilling} in prefill`);
+    if (node.tp > 1) load.push(`${node.tp} ranks`);
+    setText(card.load, load.join(" · "));
+    const all = STATES.reduce((sum, state) => sum + node.blocks[state], 0);
+    STATES.forEach((state, index) => {
+      card.bar.children[index].style.width = all ? `${(100 * node.blocks[state]) / all}%` : "0";
+    });
+    const told = STATES.filter((state) => node.blocks[state] || state === "used").map((state) => `${count(node.blocks[state])} ${state}`);
+    setText(card.numbers, all ? told.join(" · ") : `${count(node.num_blocks)} blocks, none told yet`);
+    card.bar.setAttribute("aria-label", `KV blocks: ${told.join(", ")}`);
+    card.root.classList.toggle("gone", waits || node.session === "lost");
+  }
+}
+
+function rank(node) {
+  return ROLES.indexOf(node.role);
+}
+
+/** How a node is, in a word or two. */
+export function health(node) {
+  if (node.session !== "up") return { text: node.session, tone: node.session === "dialing" ? "warn" : "bad" };
+  if (node.draining) return { text: "draining", tone: "warn" };
+  if (node.circuit !== "closed") return { text: `circuit ${node.circuit}`, tone: "warn" };
+  return { text: "up", tone: "good" };
+}

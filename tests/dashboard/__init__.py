@@ -1,0 +1,1 @@
+"""The dashboard as a browser shows it: headless Chromium on real clusters."""

@@ -1,0 +1,124 @@
+"""Takes the pictures of docs/pictures: a cluster here, a headless browser, and a node killed in the middle of an answer.
+
+python -m tests.dashboard.pictures [--model DIR]        `make pictures`
+
+killed.png     what one sees: an answer arrives, its node is killed, the answer goes on
+dashboard.png  the whole page behind it, dark
+phone.png      the same on a phone
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from PIL import Image
+
+from engine.make_model import make_model
+from engine.model_sizes import SIZES
+from tests.architecture.source_tree import ROOT
+from tests.dashboard.browser import Browser, missing, opened_browser, save
+from tests.e2e.cluster import started_cluster
+
+DEMO: Final = ROOT / "deploy" / "demo_model"
+OUT: Final = ROOT / "docs" / "pictures"
+FRAME_S: Final = 0.25
+AFTER: Final = 10  # frames behind the answer's end
+MOST_FRAMES: Final = 60
+LAST_FRAME_MS: Final = 3000
+MOST_BYTES: Final = 300_000
+COLOURS: Final = 64
+PROMPT: Final = "Tell me a story."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Take them; 0, or 2 without a browser."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="directory; none: the demo model, else a random one")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(argv)
+    if (problem := missing()) is not None:
+        sys.stderr.write(f"pictures: {problem}\n")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="pictures") as folder:
+        model = options.model or _usual_model(Path(folder))
+        flags = ("--decode", "2", "--threads", "1", "--num-blocks", "256")
+        with started_cluster(model, Path(folder), *flags) as cluster, opened_browser() as browser:
+            browser.resize(1180, 820)
+            browser.prefer("light")
+            browser.open(cluster.url + "/")
+            browser.wait("return document.querySelectorAll('#nodes .pill.good').length === 3")
+            browser.run(f"document.getElementById('max-tokens').value = {options.tokens}")
+            for frame in range(4):  # a line to begin the figures with
+                time.sleep(1.1 if frame else 0)
+            _save_moving(_killed_in_the_middle(browser, options.prompt), options.out / "killed.png")
+            browser.wait("return document.querySelectorAll('#nodes .pill.good').length === 3")
+            browser.prefer("dark")
+            browser.resize(1280, 1000)
+            _save_still(browser.screenshot(), options.out / "dashboard.png")
+            browser.prefer("light")
+            browser.resize(390, 844, 2)
+            browser.wait("return innerWidth === 390")
+            _save_still(browser.screenshot(), options.out / "phone.png")
+    return 0
+
+
+def _usual_model(folder: Path) -> Path:
+    if (DEMO / "config.json").is_file():
+        return DEMO
+    make_model(SIZES["llama-tiny"], "fp32", 0, folder / "llama-tiny")
+    return folder / "llama-tiny"
+
+
+def _killed_in_the_middle(browser: Browser, prompt: str) -> list[bytes]:
+    """Screenshots from the question to a while after its answer."""
+    frames = [browser.screenshot()]
+    browser.write("#prompt", prompt)
+    browser.click("#send-kill")
+    num_after = 0
+    while num_after < AFTER and len(frames) < MOST_FRAMES:
+        begun = time.monotonic()
+        frames.append(browser.screenshot())
+        num_after += browser.run("return document.getElementById('send').textContent === 'Send'")
+        time.sleep(max(FRAME_S - (time.monotonic() - begun), 0))
+    assert browser.run("return document.querySelectorAll('.takeover').length"), "nothing was killed in time"
+    return frames
+
+
+def _save_moving(shots: Sequence[bytes], path: Path) -> None:
+    """An animated PNG of few colours: files of this project are small."""
+    palette = Image.open(io.BytesIO(shots[-1])).convert("RGB").quantize(COLOURS)
+    frames = [
+        Image.open(io.BytesIO(shot)).convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+        for shot in shots
+    ]
+    lengths = [int(1000 * FRAME_S)] * (len(frames) - 1) + [LAST_FRAME_MS]
+    written = io.BytesIO()
+    frames[0].save(written, "PNG", save_all=True, append_images=frames[1:], duration=lengths, loop=0, optimize=True)
+    _write(written.getvalue(), path)
+
+
+def _save_still(shot: bytes, path: Path) -> None:
+    written = io.BytesIO()
+    Image.open(io.BytesIO(shot)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+        written, "PNG", optimize=True
+    )
+    _write(written.getvalue(), path)
+
+
+def _write(data: bytes, path: Path) -> None:
+    assert len(data) <= MOST_BYTES, f"{path.name} would have {len(data)} bytes"
+    save(data, path)
+    sys.stdout.write(f"{path}: {len(data) // 1000} kB\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

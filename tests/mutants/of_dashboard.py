@@ -1,0 +1,87 @@
+"""Bugs of the dashboard: who may kill a node, what is counted, and what is drawn."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_RULES: Final = ("tests/router/test_kill_rules.py",)
+_CONTROL: Final = ("tests/deploy/test_control.py",)
+_STATE: Final = ("tests/router/test_dashboard_state.py",)
+_PICTURE: Final = ("tests/router/test_timeline_picture.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "any-origin-kills",
+        "Another site in the same browser may have a node killed.",
+        "router/kill_rules.py",
+        "and parts.netloc.lower() == host.lower()",
+        "and bool(parts.netloc)",
+        _RULES,
+    ),
+    Mutant(
+        "a-form-kills",
+        "A content type that a browser sends to other sites unasked is let through.",
+        "router/kill_rules.py",
+        'if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":',
+        'if "content-type" not in headers:',
+        _RULES,
+    ),
+    Mutant(
+        "a-foreign-name-kills",
+        "A page whose name points to this address is taken for the router's own.",
+        "router/kill_rules.py",
+        "if not _is_address(host):",
+        "if not host:",
+        _RULES,
+    ),
+    Mutant(
+        "a-token-of-anything",
+        "The launcher obeys who shows any token.",
+        "deploy/control.py",
+        'return node if hmac.compare_digest(shown.encode("utf-8", "replace"), token.encode()) else None',
+        "return node if shown else None",
+        _CONTROL,
+    ),
+    Mutant(
+        "live-tokens-not-counted",
+        "Tokens are counted when their request ends, so that throughput comes in leaps.",
+        "router/dashboard_state.py",
+        "ended_tokens + sum(live_tokens.values())",
+        "ended_tokens",
+        _STATE,
+    ),
+    Mutant(
+        "now-is-for-ever",
+        "Times of requests that ended long ago are shown as times of now.",
+        "router/dashboard_state.py",
+        "if begins_at is None or now - ends_at > RECENT_S or num_gaps <= 0:",
+        "if begins_at is None or num_gaps <= 0:",
+        _STATE,
+    ),
+    Mutant(
+        "all-timelines-are-read",
+        "A look at the dashboard reads every timeline that is kept.",
+        "router/dashboard_state.py",
+        "newest = list(islice(records, SAMPLED))",
+        "newest = list(records)",
+        _STATE,
+    ),
+    Mutant(
+        "a-mark-without-its-lane",
+        "A node that died before it did anything is missing from the picture, and its death with it.",
+        "router/timeline_picture.py",
+        "used |= {mark.lane for mark in marks if start <= mark.at <= end and mark.lane is not None}",
+        "used |= set()",
+        _PICTURE,
+    ),
+    Mutant(
+        "bars-beyond-the-edge",
+        "What goes on behind a panel's edge is drawn beyond it.",
+        "router/timeline_picture.py",
+        "min(bar.end, end)",
+        "bar.end",
+        _PICTURE,
+    ),
+)
