@@ -1,0 +1,128 @@
+"""The server that a chat talks to: any with OpenAI's API over HTTP. Asks, and hands on the events of the answer as they come."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from deploy.chat_talk import Message
+
+_CONNECT_S: Final = 10.0
+_PATH: Final = "/v1/chat/completions"
+
+
+class ChatProblem(Exception):
+    """It cannot be had; the message is one sentence for the user."""
+
+
+class Refused(ChatProblem):
+    """The server answered with an error."""
+
+    def __init__(self, message: str, status: int, retry_after: str | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class ChatServer:
+    """One server, over a new connection for each question: people think for longer than servers keep idle ones."""
+
+    def __init__(self, url: str, api_key: str | None, ca: Path | None, timeout_s: float) -> None:
+        """`timeout_s`: of silence. Raises ChatProblem if `ca` is no certificate authority."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        verify: bool | ssl.SSLContext = True
+        if ca is not None:
+            try:
+                verify = ssl.create_default_context(cafile=str(ca))
+            except OSError as error:
+                raise ChatProblem(f"--ca {ca}: {error.strerror or error}") from None
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(headers=headers, timeout=timeout, verify=verify, limits=limits, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def first_model(self) -> str:
+        """The name of a model that is served. Raises ChatProblem."""
+        with self._problems():
+            answer = self._client.get(f"{self.url}/v1/models")
+            self._check(answer)
+            try:
+                return str(answer.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise ChatProblem(f"{self.url}/v1/models: names no model; give --model") from None
+
+    def events(
+        self, model: str, messages: Sequence[Message], fields: dict[str, Any]
+    ) -> Generator[dict[str, Any], None, None]:
+        """The answer's events. Closing the iterator hangs up, which aborts the request. Raises ChatProblem."""
+        asked = {"model": model, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        with self._problems(), self._client.stream("POST", self.url + _PATH, json=asked | fields) as answer:
+            if answer.status_code != httpx.codes.OK:
+                answer.read()
+                self._check(answer)
+            is_done = False
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    data = line[5:].strip()
+                    is_done = data == "[DONE]"
+                    if not is_done:
+                        yield self._event(data)
+            if not is_done:
+                raise ChatProblem(f"{self.url}: the answer broke off; what came of it is above")
+
+    def _event(self, data: str) -> dict[str, Any]:
+        try:
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                raise ChatProblem(f"{self.url}: {_sentence(data)}")
+        except (ValueError, TypeError):
+            raise ChatProblem(f"{self.url}: sends what is no event of a chat: {data[:80]}") from None
+        return event
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.OK:
+            return
+        told = _sentence(answer.text)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            told = f"wants a key: --api-key, or better the variable BATON_API_KEY ({told})"
+        elif answer.status_code == httpx.codes.NOT_FOUND and "error" not in answer.text:
+            told = "has no such page, so it does not speak OpenAI's API there"
+        problem = f"{self.url}: {answer.status_code}: {told}"
+        raise Refused(problem, answer.status_code, answer.headers.get("Retry-After"))
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ChatProblem(
+                f"{self.url}: nobody answers there ({error}); `make up` starts a cluster, --url names another server"
+            ) from None
+        except httpx.TimeoutException:
+            raise ChatProblem(f"{self.url}: is silent") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ChatProblem(f"{self.url}: {error or type(error).__name__}") from None
+
+
+def _sentence(body: str) -> str:
+    """Of an error in OpenAI's shape, or the first words of another one."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
+    except (ValueError, LookupError, TypeError):
+        return " ".join(body.split())[:120] or "without a word"

@@ -1,0 +1,304 @@
+"""`baton chat` as a user runs it: in a pipe, and on a terminal, against a server that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.chat import main
+from tests.bench.scripted_server import Answer, event, scripted_server, stream_head, whole
+from tests.e2e.cluster import BATON
+
+BOUND_S = 60.0
+
+
+def said(text: str) -> bytes:
+    """An event with a piece of an answer."""
+    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}])
+
+
+END = event(choices=[], usage={"prompt_tokens": 4, "completion_tokens": 2}) + b"data: [DONE]\n\n"
+HELLO = stream_head() + said("Hel") + said("lo") + END
+
+
+def answering(*answers: bytes, bodies: list[dict[str, Any]]) -> Answer:
+    """The model's name, then these, one per request; the last one again and again."""
+    left = list(answers)
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if not body:
+            writer.write(whole(200, {"data": [{"id": "the-model"}]}))
+            return
+        bodies.append(body)
+        writer.write(left.pop(0) if len(left) > 1 else left[0])
+        await writer.drain()
+
+    return answer
+
+
+async def asked_of(url: str, *words: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `baton chat URL …` with this on stdin."""
+    pipe = subprocess.PIPE
+    chat = await asyncio.create_subprocess_exec(BATON, "chat", url, *words, stdin=pipe, stdout=pipe, stderr=pipe)
+    out, err = await chat.communicate(stdin)
+    assert chat.returncode is not None
+    return chat.returncode, out.decode(), err.decode()
+
+
+def exit_code(answer: Answer, *words: str) -> int:
+    """The same in this process, which takes a tenth of the time."""
+
+    async def run() -> int:
+        async with asyncio.timeout(BOUND_S), scripted_server(answer) as url:
+            return await asyncio.to_thread(main, [url, *words])
+
+    return asyncio.run(run())
+
+
+def test_a_question_prints_just_the_answer_from_the_command_line_or_a_pipe() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        async with asyncio.timeout(BOUND_S), scripted_server(answering(HELLO, bodies=bodies)) as url:
+            flags = ("--system", "Be brief.", "--seed", "7")
+            assert await asked_of(url, "hi", *flags) == (0, "Hello\n", "")
+            assert await asked_of(url, stdin=b"hi\n") == (0, "Hello\n", "")
+
+    asyncio.run(run())
+    first, second = bodies
+    assert first["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert (first["model"], first["seed"], first["stream"]) == ("the-model", 7, True)
+    assert second["messages"] == [{"role": "user", "content": "hi\n"}] and "seed" not in second
+
+
+def busy(status: int, retry_after: int | None) -> bytes:
+    """A refusal, which may say when to come back."""
+    told = whole(status, {"error": {"message": "too many"}})
+    return told if retry_after is None else told.replace(b"\r\n", f"\r\nRetry-After: {retry_after}\r\n".encode(), 1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_that_says_when_to_come_back_is_asked_again(
+    capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    code = exit_code(answering(busy(status, 0), HELLO, bodies=bodies), "hi")
+    out, err = capsys.readouterr()
+    assert (code, out, len(bodies)) == (0, "Hello\n", 2)
+    assert f"{status}: too many; again in 0.1 s" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (busy(429, None), ": 429: too many"),
+        (busy(503, 3600), ": 503: too many"),
+        (
+            whole(401, {"error": {"message": "no key"}}),
+            ": 401: wants a key: --api-key, or better",
+        ),
+        (whole(404, {"detail": "Not Found"}), ": 404: has no such page"),
+        (whole(500, "oops"), ': 500: "oops"'),
+        (stream_head() + said("Hel"), "the answer broke off"),
+        (stream_head() + said("Hel") + event(error={"message": "node lost"}), ": node lost"),
+        (stream_head() + b"data: {\n\n", "sends what is no event of a chat"),
+        (stream_head() + b"data: {}\n\n", "sends what is no event of a chat"),
+        (stream_head() + b"data: 5\n\n", "sends what is no event of a chat"),
+        (b"SSH-2.0-OpenSSH\r\n", "http://127.0.0.1:"),
+        (
+            stream_head() + said("x") + event(choices=[{"delta": {}, "finish_reason": "pd_reschedule"}]) + END,
+            "cut short: ",
+        ),
+    ],
+)
+def test_where_there_is_no_answer_there_is_one_sentence_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], data: bytes, sentence: str
+) -> None:
+    code = exit_code(answering(data, bodies=[]), "hi", "--model", "m")
+    _, err = capsys.readouterr()
+    assert code == 1 and err.startswith("baton chat: ") and sentence in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("http://127.0.0.1:1", "hi"), 1, "`make up` starts a cluster, --url names another server"),
+        (("--url", "127.0.0.1:8000"), 2, "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
+        (("--temperature", "3"), 2, "--temperature 3: must be a number between 0 and 2"),
+        (("hi", "--ca", "/nowhere"), 2, "--ca /nowhere: is no file"),
+        (("hi", "there"), 2, "there: unexpected argument"),
+        ((), 2, "stdin holds no question"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(words: tuple[str, ...], code: int, sentence: str) -> None:
+    ended = subprocess.run(
+        [BATON, "chat", *words], input="", capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert sentence in ended.stderr and ended.stderr.count("\n") == 1
+
+
+class Terminal:
+    """A chat on a pseudo terminal."""
+
+    def __init__(self, *words: str) -> None:
+        self._mine, theirs = pty.openpty()
+        environment = {"PATH": os.environ["PATH"], "TERM": "dumb", "INPUTRC": "/dev/null"}
+        # As a shell with a terminal starts it: who runs the tests in the background has the signal ignored, and would hand that on.
+        command = ["env", "--default-signal=INT", sys.executable, "-P", "-m", "deploy.chat", *words]
+        self._chat = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._read_to = 0
+        self.seen = ""
+
+    async def until(self, text: str) -> None:
+        """Read until it is shown behind what was waited for before."""
+        while (found := self.seen.find(text, self._read_to)) < 0:
+            self.seen += self._decoder.decode(await asyncio.to_thread(os.read, self._mine, 4096))
+        self._read_to = found + len(text)
+
+    def type(self, text: str) -> None:
+        """As a user does."""
+        os.write(self._mine, text.encode())
+
+    def interrupt(self) -> None:
+        """What the terminal makes of Ctrl-C."""
+        self._chat.send_signal(signal.SIGINT)
+
+    async def end(self) -> int:
+        """The exit code, once the terminal is no longer used."""
+        with suppress(OSError):  # what Linux says when the other end is closed
+            await self.until("never said")
+        return await asyncio.to_thread(self._chat.wait, BOUND_S)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        self._chat.kill()
+        self._chat.wait()
+        os.close(self._mine)
+
+
+def on_a_terminal(answer: Answer, use: Callable[[Terminal], Awaitable[None]], *words: str) -> None:
+    """Run a chat there against a scripted server."""
+
+    async def run() -> None:
+        async with asyncio.timeout(BOUND_S), scripted_server(answer) as url:
+            terminal = Terminal(url, *words)
+            try:
+                await use(terminal)
+            finally:
+                terminal.close()
+
+    asyncio.run(run())
+
+
+def test_ctrl_c_stops_the_answer_hangs_up_and_leaves_the_chat(tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+    hung_up = asyncio.Event()
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if not body:
+            writer.write(whole(200, {"data": [{"id": "the-model"}]}))
+            return
+        bodies.append(body)
+        if len(bodies) == 1:
+            writer.write(stream_head() + said("endless"))
+            await writer.drain()
+            while not writer.transport.is_closing():
+                await asyncio.sleep(0.01)
+                writer.write(event(choices=[]))
+            hung_up.set()
+        else:
+            writer.write(HELLO)
+
+    saved = tmp_path / "chat.json"
+
+    async def use(terminal: Terminal) -> None:
+        await terminal.until("> ")
+        terminal.type("first\n")
+        await terminal.until("endless")
+        terminal.interrupt()
+        await terminal.until("stopped")
+        async with asyncio.timeout(10):
+            await hung_up.wait()
+        await terminal.until("> ")
+        terminal.type("one\\\n")
+        await terminal.until("... ")
+        terminal.type("two\n")
+        await terminal.until("2 tokens")
+        for command, told in (
+            ("/stats", "2 answers, 4 messages kept"),
+            (f"/save {saved}", "written: "),
+            (f"/save {saved}", "File exists"),
+            ("/sav", "did you mean /save?"),
+            ("/system Be old.", "system prompt: Be old."),
+            ("/help", "/reset"),
+            ("again", "2 tokens"),
+        ):
+            terminal.type(command + "\n")
+            await terminal.until(told)
+        terminal.interrupt()
+        await terminal.until("Ctrl-D or /quit ends the chat")
+        terminal.type("/quit\n")
+        assert await terminal.end() == 0
+
+    on_a_terminal(answer, use)
+    messages = [body["messages"] for body in bodies]
+    assert messages[1] == [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "endless"},
+        {"role": "user", "content": "one\ntwo"},
+    ]
+    assert messages[2] == [{"role": "system", "content": "Be old."}, {"role": "user", "content": "again"}]
+    assert '"content": "one\\ntwo"' in saved.read_text()
+
+
+def test_an_error_is_a_line_of_the_chat_and_the_end_of_input_its_end(tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+    history = tmp_path / "lines"
+    broken = stream_head() + said("half \x1b[2J") + event(error={"message": "node lost"})
+
+    async def use(terminal: Terminal) -> None:
+        await terminal.until("> ")
+        terminal.type("first\n")
+        await terminal.until("node lost")
+        terminal.type("second\n")
+        await terminal.until("2 tokens")
+        await terminal.until("> ")  # before it the terminal reads whole lines, and keeps an end of input to itself
+        terminal.type("\x04")
+        assert await terminal.end() == 0
+        assert "\x1b[2J" not in terminal.seen and "half \ufffd[2J" in terminal.seen
+
+    on_a_terminal(answering(broken, HELLO, bodies=bodies), use, "--history", str(history))
+    assert [message["content"] for message in bodies[1]["messages"]] == ["first", "half \x1b[2J", "second"]
+    assert history.read_text().split() == ["first", "second"] and history.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_waiting_for_a_busy_server_can_be_stopped() -> None:
+    async def use(terminal: Terminal) -> None:
+        await terminal.until("> ")
+        terminal.type("first\n")
+        await terminal.until("again in 50 s")
+        began_at = time.monotonic()
+        terminal.interrupt()
+        await terminal.until("stopped")
+        assert time.monotonic() - began_at < 40
+        terminal.type("/quit\n")
+        assert await terminal.end() == 0
+
+    on_a_terminal(answering(busy(429, 50), bodies=[]), use)
