@@ -1,27 +1,25 @@
-"""Requests to /v1/completions, and what their answers say: tokens, errors, and when each part came.
+"""Requests for completions, of a prompt or of a chat, and what their answers say: tokens, errors, and when each part came.
 
-Works with any server of OpenAI's API; what only some of them know (token ids as a prompt, `ignore_eos`) can be left out.
+Works with any server of OpenAI's API; what only some of them know (token ids as a prompt, `ignore_eos`) can be left out. Tokens are
+as many as the server says (usage, or the ids that it was asked for): an event of a stream may hold several, or none.
 Not here: sending (http_exchange.py), when to send (load.py).
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal
 
 from bench.distribution import time_per_output_token
+from bench.workload import PromptForm
 
-PromptForm = Literal["token_ids", "words"]
+Api = Literal["completions", "chat"]
 
 OK: Final = "200"
-_WORDS: Final = (
-    "a river stone under the old bridge and seven birds that never learned to sing before winter came home with "
-    "green letters from harbour towns where nobody reads what is written on the walls of empty stations at night"
-).split()
+PATHS: Final[Mapping[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +28,28 @@ class Asking:
 
     model: str
     prompt_form: PromptForm
-    vocab_size: int  # token ids are drawn below it
-    is_stream: bool
-    ignores_eos: bool
-    temperature: float
+    is_stream: bool = True
+    ignores_eos: bool = True
+    temperature: float = 0.0
+    api: Api = "completions"
+    wants_token_ids: bool = False
 
-    def body(self, rng: random.Random, prompt_tokens: int, output_tokens: int) -> bytes:
-        """One request with a random prompt. Words are about a token each, which the server's usage then tells exactly."""
-        prompt: list[int] | str
-        if self.prompt_form == "token_ids":
-            prompt = [rng.randrange(self.vocab_size) for _ in range(prompt_tokens)]
-        else:
-            prompt = " ".join(rng.choice(_WORDS) for _ in range(prompt_tokens))
-        fields: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": output_tokens}
-        fields["temperature"] = self.temperature
+    @property
+    def path(self) -> str:
+        """Where requests go."""
+        return PATHS[self.api]
+
+    def body(self, prompt: str, output_tokens: int) -> bytes:
+        """One request; the prompt is JSON already, a text or a list of token ids."""
+        fields: dict[str, Any] = {"model": self.model, "max_tokens": output_tokens, "temperature": self.temperature}
         if self.is_stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.ignores_eos:
             fields["ignore_eos"] = True
-        return json.dumps(fields, separators=(",", ":")).encode()
+        if self.wants_token_ids:
+            fields["return_token_ids"] = True
+        asked = f'"messages":[{{"role":"user","content":{prompt}}}]' if self.api == "chat" else f'"prompt":{prompt}'
+        return f"{json.dumps(fields, separators=(',', ':'))[:-1]},{asked}}}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +72,25 @@ class Record:
     arrival_s: float  # from the run's start: when it was due
     lag_s: float = 0.0  # how much later than that it was begun; a timer may fire a millisecond early
     status: str = ""  # "200", another HTTP status, or "connect", "broken", "malformed", "timeout", "stream_error"
+    # or "interrupted"
     error: str = ""  # the first words of what was said about it
     connect_s: float | None = None
     end_s: float = 0.0
-    chunk_at_s: list[float] = field(default_factory=list)  # of a stream: each event that carries a choice
+    chunk_at_s: list[float] = field(default_factory=list)  # of a stream: each event that carries something of a choice
     prompt_tokens: int | None = None  # as the server counts them
     output_tokens: int | None = None
     token_ids: list[int] = field(default_factory=list)  # of a stream that was asked for `return_token_ids`
+    code: str = ""  # of the server's error
 
     @property
     def is_ok(self) -> bool:
         """Answered completely."""
         return self.status == OK
+
+    @property
+    def kind(self) -> str:
+        """Of its failure: the status, and the error's code where there is one."""
+        return f"{self.status} {self.code}".rstrip()
 
     @property
     def ttft_s(self) -> float | None:
@@ -120,7 +128,7 @@ class AnswerReader:
         whole = b"".join(part for part, _ in self._parts)
         try:
             if status != 200:
-                record.error = _error_text(whole)
+                record.code, record.error = _error_of(whole)
             elif self._is_stream:
                 self._read_stream(record)
             else:
@@ -136,16 +144,17 @@ class AnswerReader:
                 continue
             event = json.loads(data)
             if "error" in event:
-                record.status, record.error = "stream_error", _error_text(data)
+                record.status = "stream_error"
+                record.code, record.error = _error_of(data)
                 return
-            if event["choices"]:
+            if event["choices"] and _says_something(choice := event["choices"][0]):
                 record.chunk_at_s.append(at - self._begun_at)
-                record.token_ids += event["choices"][0].get("completion_token_ids", ())
+                record.token_ids += choice.get("completion_token_ids") or choice.get("token_ids") or ()
             _read_usage(record, event)
         if not is_done:
             record.status, record.error = "stream_error", "the stream ended without [DONE]"
-        elif record.output_tokens is None:
-            record.output_tokens = len(record.chunk_at_s)  # the best guess where the server sends no usage
+        elif record.output_tokens is None and record.token_ids:
+            record.output_tokens = len(record.token_ids)
 
     def _events(self) -> Sequence[tuple[bytes, float]]:
         """The data of each server-sent event with the instant when its last byte came."""
@@ -157,16 +166,24 @@ class AnswerReader:
         return events
 
 
+def _says_something(choice: dict[str, Any]) -> bool:
+    """Not the event that only opens a chat's answer: it may come long before the first token."""
+    delta = choice.get("delta")
+    return delta is None or bool(choice.get("finish_reason")) or any(delta[key] for key in delta if key != "role")
+
+
 def _read_usage(record: Record, content: dict[str, Any]) -> None:
     usage = content.get("usage")
     if usage:
         record.prompt_tokens, record.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
 
 
-def _error_text(body: bytes) -> str:
-    """The sentence of an error in OpenAI's shape, or the first words of another one."""
+def _error_of(body: bytes) -> tuple[str, str]:
+    """Code and sentence of an error in OpenAI's shape; of another one no code, and its first words."""
     try:
         error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:200]
+        if not isinstance(error, dict):
+            return "", str(error)[:200]
+        return str(error.get("code") or "")[:40], str(error["message"])[:200]
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        return "", body[:200].decode("utf-8", "replace")

@@ -69,9 +69,11 @@ class Server:
     def _authority(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def post(self, path: str, body: bytes) -> bytes:
+    def post(self, path: str, body: bytes, api_key: str | None = None) -> bytes:
         """The bytes of a JSON request."""
         head = f"POST {self.prefix}{path} HTTP/1.1\r\nHost: {self._authority}\r\nContent-Type: application/json\r\n"
+        if api_key is not None:
+            head += f"Authorization: Bearer {api_key}\r\n"
         return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 

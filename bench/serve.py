@@ -1,98 +1,48 @@
-"""`python -m bench.serve`: load on any server of OpenAI's API over HTTP, and what its clients saw.
+"""`baton bench`: load on any server of OpenAI's API over HTTP, and what its clients saw.
 
-    settings --draw--> requests, arrivals --load.py--> records --report.py--> table, histograms, JSON
+    settings, trace --serve_load.py--> requests, arrivals --load.py--> records --report.py--> figures
+                                    rates or sweep.py: one such run after the other --> table, JSON, picture
 
-Everything random comes from the seed, which the result names. Requests go to /v1/completions with random prompts, so that no
-cache helps, and with `ignore_eos`, so that answers have the length that was asked for. Latencies are measured from when a
-request was begun, its connecting included (a new connection each, shown beside). Not here: traces,
-chats, prompts that share a prefix.
+Everything random comes from the seed, which the result names; each run's prompts are its own, so that none finds another's in a
+cache, and with `ignore_eos` answers have the length that was asked for. Latencies are measured from when a request was begun, its
+connecting included (a new connection each, shown beside). Not here: what the server did meanwhile (its metrics say that).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import resource
+import math
+import os
 import secrets
-import shlex
+import signal
 import ssl
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import httpx
 import uvloop
 from rich.console import Console
 
-from bench.arrivals import Lengths, parse_rate, poisson_offsets
-from bench.completions import Asked, Asking, PromptForm, Record
+from bench.completions import Asking, Record
+from bench.frame import INTERRUPTED, PIPE_WIDTH, facts
 from bench.http_exchange import Server
-from bench.load import PATH, Sender, run_closed_loop, run_open_loop
-from bench.machine import machine, utc_date
-from bench.progress import RunProgress
-from bench.report import report_of, show, to_json
-from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
+from bench.load import Halt, Sender, Watcher, run_closed_loop, run_open_loop
+from bench.load_progress import LoadProgress
+from bench.report import report_of
+from bench.serve_config import BARE_FLAGS, DESCRIPTION, BenchConfig
+from bench.serve_load import Loads, RunLoad
+from bench.serve_result import Outcome, Run, show_outcome, write_outcome
+from bench.sweep import Search, Try
+from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
+from runtime.config import as_flags, load
+from runtime.process import allow_descriptors, fatal
 
-PROG: Final = "python -m bench.serve"
-
-
-@dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """One run."""
-
-    url: str = knob("http://127.0.0.1:8000", "the server, with or without /v1", metavar="URL")
-    model: str | None = knob(None, "name to ask for; none: the first one of /v1/models", metavar="NAME")
-    num_requests: int = knob(100, "requests to measure", low=1, high=10_000_000)
-    rate: str | None = knob(
-        None,
-        "arrivals per second, a Poisson process that waits for no answer; inf: all at once; none: inf, unless "
-        "concurrency is given",
-        metavar="R",
-    )
-    concurrency: int | None = knob(
-        None, "instead of a rate: keep so many requests under way, which waits for answers", low=1, high=100_000
-    )
-    prompt_tokens: str = knob(
-        "64", "prompt length, uniform over MEAN - SPREAD .. MEAN + SPREAD; spread 0 if left out", metavar="MEAN:SPREAD"
-    )
-    output_tokens: str = knob("32", "answer length, likewise", metavar="MEAN:SPREAD")
-    stream: bool = knob(True, "ask for streams; off: whole answers, which tell nothing of TTFT and TPOT")
-    temperature: float = knob(0.0, "of the sampling; 0 is greedy", low=0, high=2)
-    ignore_eos: bool = knob(True, "ask servers that know it to go on behind an end of text, so that lengths are kept")
-    prompt_form: Literal["auto", "token_ids", "words"] = knob(
-        "auto", "auto: random token ids if the server takes them, which have exact lengths; else random words"
-    )
-    vocab_size: int = knob(256, "token ids are drawn below it; 256 suits every model", low=2, high=1 << 24)
-    seed: int | None = knob(
-        None,
-        "of arrivals, lengths and prompts; none: drawn anew, because a server may have cached an earlier run's prompts",
-        low=0,
-        high=(1 << 63) - 1,
-    )
-    warmup: int = knob(1, "requests before the measured ones, one after the other, not counted", low=0, high=100_000)
-    timeout_s: float = knob(600.0, "seconds that a request may take until it counts as failed", low=0.001)
-    output: Path | None = knob(None, "JSON file for the figures of the run and of each request", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.concurrency is not None:
-            raise ValueError("--rate and --concurrency: give one of them")
-        checks = {
-            "url": Server.parse,
-            "rate": parse_rate,
-            "prompt_tokens": Lengths.parse,
-            "output_tokens": Lengths.parse,
-        }
-        for name, parse in checks.items():
-            try:
-                if (text := getattr(self, name)) is not None:
-                    parse(text)
-            except ValueError as error:
-                raise ValueError(f"--{name.replace('_', '-')} {error}") from None
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+PROG: Final = "baton bench"
+_LOWEST_RATE: Final = 0.01  # requests per second, of a sweep
+_MAX_OPEN_FILES: Final = 1 << 20
 
 
 class ServerProblem(Exception):
@@ -101,85 +51,138 @@ class ServerProblem(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 1 if no request was answered, 2 for what the user can mend, 130 after Ctrl-C."""
-    config = load(ServeConfig, PROG, "Put load on a server of OpenAI's API and measure what its clients see.", argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    config = load(BenchConfig, PROG, DESCRIPTION, as_flags(words, "--url", BARE_FLAGS))
     if config.seed is None:
         config = replace(config, seed=secrets.randbits(32))
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-    _allow_many_connections()
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    allow_descriptors(_MAX_OPEN_FILES)  # a request under way is an open file
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            records = runner.run(_run(config, console))
-    except ServerProblem as problem:
+            outcome = runner.run(_Call(config, console).run())
+    except (ServerProblem, ValueError) as problem:
         fatal(f"{PROG}: {problem}")
     except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
-        return 130
-    report = report_of(records)
-    show(console, report, records)
-    if config.output is not None:
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        facts = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, to_json(report, records, facts))
-        console.print(f"written: {config.output}")
-    return 0 if report.num_ok else 1
+        sys.stderr.write(f"{PROG}: interrupted; nothing was sent\n")
+        return INTERRUPTED
+    show_outcome(console, outcome, config)
+    write_outcome(console, outcome, config, facts(PROG, replace(config, api_key=None), words))
+    if outcome.is_halted:
+        return INTERRUPTED
+    return 0 if any(run.report.num_ok for run in outcome.runs) else 1
 
 
-async def _run(config: ServeConfig, console: Console) -> list[Record]:
-    asking = await find_asking(config)
-    pace = f"{config.concurrency} at a time" if config.concurrency else f"{config.rate or 'inf'} per second"
-    console.print(f"{config.num_requests} requests to {config.url}, model {asking.model}, {pace}, seed {config.seed}")
-    with RunProgress(console, config.num_requests) as progress:
-        return await measure(config, asking, progress)
+@dataclass(slots=True)
+class _Call:
+    """One call's runs."""
+
+    config: BenchConfig
+    console: Console
+    runs: list[Run] = field(default_factory=list)
+
+    async def run(self) -> Outcome:
+        """All of them, or those that were done when somebody halted it. ServerProblem, ValueError."""
+        loads = Loads(self.config)
+        asking = await find_asking(self.config)
+        self.console.print(f"{self.config.url}, model {asking.model}, seed {self.config.seed}")
+        with _halt_by_signals(self.console) as halt:
+            if self.config.sweep:
+                await self._sweep(loads, asking, halt)
+            else:
+                for rate in self.config.fixed_rates:
+                    if not halt.is_asked:
+                        await self._one(loads, asking, rate, halt)
+            return Outcome(asking.model, asking.prompt_form, self.runs, halt.is_asked)
+
+    async def _sweep(self, loads: Loads, asking: Asking, halt: Halt) -> None:
+        search = Search(self.config.first_rate, self.config.sweep_step, _LOWEST_RATE, self.config.sweep_max_rate)
+        tries: list[Try] = []
+        while (rate := search.next_rate(tries)) is not None:
+            run = await self._one(loads, asking, rate, halt)
+            if halt.is_asked:
+                return
+            tries.append(Try(rate, run.verdict(self.config.slo_share)))
+            share = run.report.goodput.attainment
+            self.console.print(f"{run.pace}: {share:.1%} met the limits: {tries[-1].verdict.value}")
+
+    async def _one(self, loads: Loads, asking: Asking, rate: float | None, halt: Halt) -> Run:
+        load_ = loads.of_run(asking, rate, f"{self.config.seed}/{len(self.runs)}")
+        pace = _pace(self.config, rate)
+        with LoadProgress(self.console, pace, load_.num_requests) as progress:
+            records = await send(self.config, asking, load_, halt, progress)
+        self.runs.append(Run(rate, pace, records, report_of(records, self.config.slo)))
+        return self.runs[-1]
 
 
-async def measure(config: ServeConfig, asking: Asking, progress: RunProgress | None = None) -> list[Record]:
-    """Warm up, then send the measured requests; a record of each, in order. Raises ServerProblem."""
-    rng = random.Random(config.seed)
-    prompt_lengths, output_lengths = Lengths.parse(config.prompt_tokens), Lengths.parse(config.output_tokens)
+async def measure(config: BenchConfig, asking: Asking) -> list[Record]:
+    """One run at the first of the config's rates; a record of each request, in order. ServerProblem, ValueError."""
+    load_ = Loads(config).of_run(asking, config.fixed_rates[0], f"{config.seed}/0")
+    return await send(config, asking, load_, Halt(), None)
 
-    def draw(number: int) -> list[Asked]:
-        lengths = [(prompt_lengths.draw(rng), output_lengths.draw(rng)) for _ in range(number)]
-        return [Asked(index, asking.body(rng, *each), *each) for index, each in enumerate(lengths)]
 
-    asked, warmup = draw(config.num_requests), draw(config.warmup)
-    tls = ssl.create_default_context() if Server.parse(config.url).is_tls else None
+async def send(
+    config: BenchConfig, asking: Asking, load_: RunLoad, halt: Halt, watcher: Watcher | None
+) -> list[Record]:
+    """Warm up, then send a run's requests; a record of each that was begun, in order. ServerProblem."""
     try:
         server = await Server.parse(config.url).resolved()
     except OSError as error:
-        raise ServerProblem(f"--url {config.url}: cannot be reached: {error}") from None
-    quiet = Sender(server, config.stream, config.timeout_s, tls=tls)
-    await run_closed_loop(quiet, warmup, 1)
-    sender = quiet if progress is None else Sender(server, config.stream, config.timeout_s, progress.count, tls)
+        raise _unreachable(config, error) from None
+    sender = Sender(server, asking.is_stream, config.timeout_s, None, _tls(config), config.api_key, asking.path)
+    await run_closed_loop(sender, load_.asked(asking, load_.warmup), 1, halt)
+    sender = replace(sender, watcher=watcher)
     if config.concurrency is not None:
-        return await run_closed_loop(sender, asked, config.concurrency)
-    return await run_open_loop(sender, asked, poisson_offsets(rng, parse_rate(config.rate or "inf"), len(asked)))
+        asked = load_.asked(asking, load_.requests)
+        return await run_closed_loop(sender, asked, config.concurrency, halt, config.duration_s or math.inf)
+    requests = list(load_.requests)
+    asked = load_.asked(asking, requests)
+    return await run_open_loop(sender, asked, [each.at_s for each in requests], halt)
 
 
-async def find_asking(config: ServeConfig) -> Asking:
+async def find_asking(config: BenchConfig) -> Asking:
     """Ask the server for its model's name and try which form of prompt it takes. Raises ServerProblem."""
-    base_url = Server.parse(config.url).base_url
-    async with httpx.AsyncClient(base_url=base_url, timeout=config.timeout_s, trust_env=False) as client:
+    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+    options: dict[str, Any] = {"headers": headers, "timeout": config.timeout_s, "verify": _tls(config) or True}
+    async with httpx.AsyncClient(base_url=Server.parse(config.url).base_url, trust_env=False, **options) as client:
         try:
             model = config.model or await _first_model(client)
-            forms: list[PromptForm] = ["token_ids", "words"] if config.prompt_form == "auto" else [config.prompt_form]
             answer: httpx.Response | None = None
-            for form in forms:
-                asking = Asking(model, form, config.vocab_size, config.stream, config.ignore_eos, config.temperature)
-                body = asking.body(random.Random(config.seed), 4, 1)
-                answer = await client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+            for asking in _ways_to_ask(config, model):
+                prompts = Prompts(
+                    str(config.seed), asking.prompt_form, alphabet(asking.prompt_form, config.vocab_size), 1
+                )
+                body = asking.body(prompts.json([Piece(Space.WARMUP, 0, 4)]), 1)
+                answer = await client.post(asking.path, content=body, headers={"Content-Type": "application/json"})
                 if answer.status_code == httpx.codes.OK:
                     return asking
                 if not answer.is_client_error:
                     break
         except httpx.HTTPError as error:
-            raise ServerProblem(f"--url {config.url}: cannot be reached: {error or type(error).__name__}") from None
+            raise _unreachable(config, error) from None
     assert answer is not None
     raise ServerProblem(f"--url {config.url}: a first request is answered {answer.status_code}: {answer.text[:300]}")
 
 
+def _ways_to_ask(config: BenchConfig, model: str) -> Iterator[Asking]:
+    forms: list[PromptForm] = ["token_ids", "words"] if config.prompt_form == "auto" else [config.prompt_form]
+    for form in ["words"] if config.api == "chat" else forms:
+        yield Asking(
+            model,
+            "words" if form == "words" else "token_ids",
+            config.stream,
+            config.ignore_eos,
+            config.temperature,
+            config.api,
+            config.return_token_ids,
+        )
+
+
 async def _first_model(client: httpx.AsyncClient) -> str:
     answer = await client.get("/v1/models")
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ServerProblem(f"{client.base_url}: wants a key: --api-key, or better the variable BATON_API_KEY")
     try:
         content: dict[str, Any] = answer.raise_for_status().json()
         return str(content["data"][0]["id"])
@@ -187,10 +190,43 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         raise ServerProblem(f"{client.base_url}/v1/models: names no model; give --model") from None
 
 
-def _allow_many_connections() -> None:
-    """A request under way is an open file; the usual bound of 1,024 is for programs that use select()."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def _unreachable(config: BenchConfig, error: Exception) -> ServerProblem:
+    told = error or type(error).__name__
+    return ServerProblem(f"--url {config.url}: cannot be reached: {told}; `make up` starts a cluster")
+
+
+def _tls(config: BenchConfig) -> ssl.SSLContext | None:
+    if not Server.parse(config.url).is_tls:
+        return None
+    return ssl.create_default_context(cafile=None if config.ca is None else str(config.ca))
+
+
+def _pace(config: BenchConfig, rate: float | None) -> str:
+    if config.concurrency is not None:
+        return f"{config.concurrency} at a time"
+    if rate is None:
+        return "the trace's times" if config.speed == 1 else f"the trace's times, {config.speed:g} times as fast"
+    return "all at once" if math.isinf(rate) else f"{rate:g} per second"
+
+
+@contextmanager
+def _halt_by_signals(console: Console) -> Iterator[Halt]:
+    """SIGINT and SIGTERM end the run in good order; the second one ends the process."""
+    loop, halt = asyncio.get_running_loop(), Halt()
+
+    def on_signal() -> None:
+        if halt.is_asked:
+            os._exit(INTERRUPTED)  # the user has asked twice
+        console.print("ending: what is under way is given up; once more ends at once, without a report")
+        halt.ask()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield halt
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
 from bench.completions import Asked, Asking, Record
 from bench.http_exchange import Server
-from bench.load import Sender, run_closed_loop, run_open_loop
+from bench.load import Halt, Sender, run_closed_loop, run_open_loop
 from bench.report import report_of, to_json
-from bench.serve import ServeConfig, ServerProblem, find_asking, measure
+from bench.serve import ServerProblem, find_asking, measure
+from bench.serve_config import BenchConfig
 from tests.bench.scripted_server import Answer, chunk, event, scripted_server, stream_head, usage, whole
 
 BODY = json.dumps({"n": 0}).encode()
@@ -68,6 +71,127 @@ def test_a_late_answer_delays_no_arrival() -> None:
     assert [record.arrival_s for record in records] == pytest.approx([index * 0.005 for index in range(number)])
     assert all(record.is_ok and record.lag_s > -0.002 for record in records)
     assert records[0].end_s > records[-1].end_s, "the first one waited longest"
+
+
+def test_a_server_that_stalls_holds_up_no_arrival_and_a_halt_leaves_nobody_out_of_the_records() -> None:
+    """It answers the first half and no more; what is sent behind it comes at its instants, and all of it is in the records."""
+    number, gap_s = 30, 0.01
+    arrived: list[float] = []
+
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        arrived.append(asyncio.get_running_loop().time())
+        if len(arrived) > number // 2:
+            await asyncio.Event().wait()
+        writer.write(OK_STREAM)
+
+    async def run() -> tuple[list[Record], list[Record]]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            asked = [Asked(index, BODY, 4, 1) for index in range(number)]
+            halt = Halt()
+            sender = Sender(Server.parse(url), True, 10.0, Counting(number, halt))
+            opened = await run_open_loop(sender, asked, [index * gap_s for index in range(number)], halt)
+            closed = await run_closed_loop(replace(sender, watcher=Counting(3, halt := Halt())), asked, 3, halt)
+            return opened, closed
+
+    opened, closed = asyncio.run(run())
+    assert [record.index for record in opened] == list(range(number))
+    assert [record.status for record in opened] == ["200"] * (number // 2) + ["interrupted"] * (number // 2)
+    assert [record.arrival_s for record in opened] == pytest.approx([index * gap_s for index in range(number)])
+    assert sorted(record.lag_s for record in opened)[number // 2] < 0.5, (
+        "half of them at least within a loaded machine's hiccup"
+    )
+    assert report_of(opened).errors == {"interrupted": number // 2}
+    assert [(record.index, record.status) for record in closed] == [(index, "interrupted") for index in range(3)]
+
+
+class Counting:
+    """Halts a run as soon as so many requests have begun."""
+
+    def __init__(self, number: int, halt: Halt) -> None:
+        self._left = number
+        self._halt = halt
+
+    def begun(self) -> None:
+        self._left -= 1
+        if not self._left:
+            asyncio.get_running_loop().call_later(0.05, self._halt.ask)
+
+    def ended(self, record: Record) -> None:
+        assert record.end_s > 0
+
+
+def test_requests_are_made_one_ahead_and_no_earlier() -> None:
+    """The text of a long run would fill the memory."""
+    made = 0
+    ahead: list[int] = []
+
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        ahead.append(made - len(ahead))
+        writer.write(OK_STREAM)
+
+    def asked() -> Iterator[Asked]:
+        nonlocal made
+        for index in range(10):
+            made += 1
+            yield Asked(index, BODY, 4, 1)
+
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            return await run_open_loop(Sender(Server.parse(url), True, 10.0), asked(), [0.02 * n for n in range(10)])
+
+    assert len(asyncio.run(run())) == 10
+    assert max(ahead[:3]) <= 9 and min(ahead) <= 2
+
+
+def test_a_duration_ends_a_closed_loop_that_has_requests_without_end() -> None:
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(writing(OK_STREAM)) as url:
+            endless = (Asked(index, BODY, 4, 1) for index in count())
+            return await run_closed_loop(Sender(Server.parse(url), True, 10.0), endless, 2, duration_s=0.2)
+
+    records = asyncio.run(run())
+    assert [record.index for record in records] == list(range(len(records))) and records
+    assert all(record.is_ok and record.arrival_s < 0.2 for record in records)
+
+
+def test_tokens_are_what_the_server_counts_and_never_what_chunks_are_counted() -> None:
+    ids = event(choices=[{"index": 0, "text": "x", "completion_token_ids": [5, 6, 7]}])
+    theirs = event(choices=[{"index": 0, "text": "x", "token_ids": [8]}])
+    (counted,) = records_of(writing(stream_head() + ids + theirs + b"data: [DONE]\n\n"))
+    assert (counted.output_tokens, counted.token_ids) == (4, [5, 6, 7, 8]) and counted.tpot_s is not None
+    (unknown,) = records_of(writing(stream_head() + chunk() + chunk() + b"data: [DONE]\n\n"))
+    assert unknown.is_ok and unknown.output_tokens is None and unknown.tpot_s is None
+    assert report_of([counted, unknown]).num_uncounted == 1
+
+
+def test_the_event_that_opens_a_chats_answer_is_no_token() -> None:
+    opening = event(
+        choices=[{"index": 0, "delta": {"role": "assistant", "content": "", "refusal": None}, "finish_reason": None}]
+    )
+    said = event(choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": None}])
+    (record,) = records_of(writing(stream_head() + opening + said + said + usage(4, 2)))
+    assert record.is_ok and len(record.chunk_at_s) == 2
+
+
+def test_a_chat_and_a_key_go_where_they_should() -> None:
+    heads: list[dict[str, Any]] = []
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        heads.append(body)
+        writer.write(whole(200, {"data": [{"id": "m"}]}) if not body else OK_STREAM)
+
+    async def run() -> list[Record]:
+        async with asyncio.timeout(30), scripted_server(answer) as url:
+            config = BenchConfig(url=url, api="chat", max_requests=2, warmup=0, seed=1, return_token_ids=True)
+            return await measure(config, await find_asking(config))
+
+    assert all(record.is_ok for record in asyncio.run(run()))
+    assert [len(body["messages"][0]["content"].split()) for body in heads[-2:]] == [64, 64]
+    assert heads[-1]["return_token_ids"] is True and "prompt" not in heads[-1]
+    server = Server.parse("https://a/b")
+    assert server.post("/p", b"{}", "secret").startswith(b"POST /b/p HTTP/1.1\r\nHost: a:443\r\n")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in server.post("/p", b"{}", "secret")
+    assert b"Authorization" not in server.post("/p", b"{}")
 
 
 def test_the_generators_own_lateness_is_told_apart_from_the_servers() -> None:
@@ -144,6 +268,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ("data", "status", "error"),
     [
         (whole(429, {"error": {"message": "too many"}}), "429", "too many"),
+        (whole(429, {"error": {"message": "too many", "code": "OVERLOADED"}}), "429 OVERLOADED", "too many"),
         (whole(503, {"detail": "starting"}), "503", "starting"),
         (b"HTTP/1.1 500 X\r\n\r\noops", "500", "oops"),
         (stream_head() + chunk() + event(error={"message": "node lost"}), "stream_error", "node lost"),
@@ -161,7 +286,7 @@ def test_an_answer_that_is_not_complete_is_an_error_by_its_kind_and_ends_no_run(
     data: bytes, status: str, error: str
 ) -> None:
     records = records_of(writing(data), 2)
-    assert [record.status for record in records] == [status, status]
+    assert [record.kind for record in records] == [status, status]
     assert error in records[0].error
     report = report_of(records)
     assert (report.num_ok, report.errors) == (0, {status: 2})
@@ -175,7 +300,8 @@ def test_a_server_that_does_not_answer_is_a_timeout_and_one_that_is_not_there_a_
     async def no_server() -> Record:
         async with scripted_server(answer) as url:
             pass
-        return await Sender(Server.parse(url), True, 10.0).send(Asked(0, BODY, 4, 1), 0.0, 0.0)
+        (record,) = await run_closed_loop(Sender(Server.parse(url), True, 10.0), [Asked(0, BODY, 4, 1)], 1)
+        return record
 
     (silent,) = records_of(answer, timeout_s=0.05)
     assert silent.status == "timeout" and silent.end_s >= 0.05
@@ -223,7 +349,7 @@ def test_a_server_that_takes_no_token_ids_is_asked_in_words_and_the_seed_decides
 
     async def run() -> None:
         async with asyncio.timeout(30), scripted_server(answer) as url:
-            config = ServeConfig(url=url, num_requests=5, prompt_tokens="6:3", seed=7, warmup=2, concurrency=1)
+            config = BenchConfig(url=url, max_requests=5, prompt_tokens="6:3", seed=7, warmup=2, concurrency=1)
             asking = await find_asking(config)
             assert (asking.model, asking.prompt_form) == ("the-model", "words")
             first, begin = await measure(config, asking), len(bodies)
@@ -233,8 +359,8 @@ def test_a_server_that_takes_no_token_ids_is_asked_in_words_and_the_seed_decides
         assert [len(body["prompt"].split()) for body in bodies[-5:]] == [each.prompt_tokens_asked for each in second]
         assert len(first) == len(second) == 5, "warm-up is not in it"
         assert bodies[-1]["ignore_eos"] is True and bodies[-1]["stream_options"] == {"include_usage": True}
-        plain = Asking("m", "token_ids", 256, is_stream=False, ignores_eos=False, temperature=0.0)
-        assert set(json.loads(plain.body(random.Random(1), 3, 4))) == {"model", "prompt", "max_tokens", "temperature"}
+        plain = Asking("m", "token_ids", is_stream=False, ignores_eos=False)
+        assert set(json.loads(plain.body("[3,4]", 4))) == {"model", "prompt", "max_tokens", "temperature"}
 
     asyncio.run(run())
 
@@ -244,7 +370,7 @@ def test_a_server_that_refuses_the_first_request_is_told_in_one_sentence(data: b
     async def run() -> None:
         async with asyncio.timeout(30), scripted_server(writing(data)) as url:
             with pytest.raises(ServerProblem, match="--url"):
-                await find_asking(ServeConfig(url=url, model="m"))
+                await find_asking(BenchConfig(url=url, model="m"))
 
     asyncio.run(run())
 
@@ -265,4 +391,4 @@ def test_a_url_may_end_in_v1_or_not(url: str, base: str) -> None:
 @pytest.mark.parametrize("url", ["a:1", "ftp://a", "http://", "http://a:x", "http://a/?q=1"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="--url"):
-        ServeConfig(url=url)
+        BenchConfig(url=url)

@@ -13,7 +13,7 @@ import pytest
 
 from bench.crossover import Cell, crossovers
 from bench.suite_entries import ENTRIES, Entry, Line
-from bench.suite_table import BEGIN, END, outcome_of, page, with_table
+from bench.suite_table import BEGIN, END, Outcome, only_asked, outcome_of, page, with_table
 from runtime.config import ConfigError, parse
 from tests.architecture.source_tree import ROOT
 
@@ -75,6 +75,12 @@ def test_a_page_says_what_is_met_what_failed_and_of_when_it_is(tmp_path: Path) -
     assert "| a ÷ b | 0.50 | ≤ 0.40 missed | 1 ÷ 2 |\n| c | 3.00 | ≥ 2.00 met |  |" in text
     assert "| one | failed with exit code 124 | | |\n| one | not run yet | | |" in text
     assert "earlier runs: 2026-01-02" in text
+
+
+def test_the_readme_has_the_lines_that_something_is_asked_of_and_what_failed() -> None:
+    asked, other = Line("a", 0.5, "", 0.4), Line("b", 0.5, "")
+    outcomes = [Outcome("one", [asked, other]), Outcome("two", [other]), Outcome("three", [], problem="not run yet")]
+    assert only_asked(outcomes) == [Outcome("one", [asked]), Outcome("three", [], problem="not run yet")]
 
 
 def test_the_readmes_table_is_replaced_and_nothing_else() -> None:

@@ -1,0 +1,152 @@
+"""Rates of a running cluster from what a client sees of it: single prompts, and streams side by side. Part of `baton plan measure`.
+
+    first tokens of prompts of some lengths    ->  chunks: base, token, pair; and what is around a prompt (route, reply)
+    gaps of n streams that decode side by side ->  steps of rows: base, row, position
+    first gap of a stream, less such a step    ->  the handoff: latency, bytes per second
+
+So they hold what the machine's other processes cost, too, as far as they cost it in a quiet cluster. The cluster is to have one
+prefill and one decode node, and nothing else to do. Prompts are drawn: no cache helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from bench.cluster import ClusterProblem
+from bench.completions import Asked, Asking, Record
+from bench.load import Sender, run_open_loop
+from bench.plan_rates import Measured, Rates, Shape, Terms, fit, pairs_of
+
+_FIRST_TOKEN: Final = 3  # below it are special tokens
+_STREAM_TOKENS: Final = 24
+_LEAST_S: Final = 1e-6  # of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What is asked of the cluster."""
+
+    model: str  # its name
+    vocab_size: int
+    token_bytes: int  # of KV, all layers
+    chunk: int  # --max-num-batched-tokens of its prefill node
+    lengths: Sequence[int]  # of prompts
+    streams: Sequence[int]  # side by side
+    rounds: int
+    seed: int
+
+    @property
+    def num_asked(self) -> int:
+        """Times that something is asked, in all rounds."""
+        return (self.rounds + 1) * (len(self.lengths) + 2 * len(self.streams))
+
+
+class Prober:
+    """Asks, and keeps what came."""
+
+    def __init__(self, probe: Probe, sender: Sender, advance: Callable[[str], None]) -> None:
+        self._probe = probe
+        self._sender = sender
+        self._advance = advance
+        self._random = random.Random(probe.seed)
+        self._num_asked = 0
+        self.firsts: dict[int, list[float]] = {}  # seconds to the first token, by length of the prompt
+        self.gaps: dict[int, list[float]] = {}  # from the first to the second
+        self.steps: list[Measured] = []
+
+    def run(self) -> Rates:
+        """Every kind of request in turns, the first round for nothing; then the fit. ClusterProblem."""
+        for number in range(self._probe.rounds + 1):
+            for length in self._probe.lengths:
+                self._single(length, counts=number > 0)
+            for streams in self._probe.streams:
+                for length in (self._probe.lengths[0], self._probe.lengths[-1] // 2):
+                    self._side_by_side(streams, length, counts=number > 0)
+        return rates_of(self._probe, self.firsts, self.gaps, self.steps)
+
+    def _ask(self, number: int, length: int, tokens: int) -> list[Record]:
+        asked, asking = [], Asking(self._probe.model, "token_ids", wants_token_ids=True)
+        for _ in range(number):
+            prompt = [self._random.randrange(_FIRST_TOKEN, self._probe.vocab_size) for _ in range(length)]
+            asked.append(Asked(self._num_asked, asking.body(json.dumps(prompt), tokens), length, tokens))
+            self._num_asked += 1
+        records = asyncio.run(run_open_loop(self._sender, asked, [0.0] * number))
+        for record in records:
+            if not record.is_ok:
+                raise ClusterProblem(f"a request of the measurement failed: {record.status} {record.error}")
+        self._advance(f"{number} x {length} tokens")
+        return records
+
+    def _single(self, length: int, *, counts: bool) -> None:
+        (record,) = self._ask(1, length, 4)
+        if counts and len(record.chunk_at_s) > 1:
+            self.firsts.setdefault(length, []).append(record.chunk_at_s[0])
+            self.gaps.setdefault(length, []).append(record.chunk_at_s[1] - record.chunk_at_s[0])
+
+    def _side_by_side(self, streams: int, length: int, *, counts: bool) -> None:
+        records = self._ask(streams, length, _STREAM_TOKENS + 4 * streams)
+        instants = [[record.arrival_s + record.lag_s + at for at in record.chunk_at_s] for record in records]
+        begin, end = max(each[1] for each in instants if len(each) > 1), min(each[-1] for each in instants)
+        within = [[at for at in each if begin <= at <= end] for each in instants]  # while all of them decode
+        steps = [(each[-1] - each[0]) / (len(each) - 1) for each in within if len(each) > 1]
+        if counts and steps and (step_s := statistics.median(steps)) > 0:
+            positions = statistics.mean(length + len(each) / 2 for each in instants)
+            self.steps.append(Measured(Shape(streams, round(streams * positions)), step_s))
+
+
+def rates_of(
+    probe: Probe, firsts: dict[int, list[float]], gaps: dict[int, list[float]], steps: Sequence[Measured]
+) -> Rates:
+    """The fit, of medians. ValueError: too little was seen."""
+    decode = fit(steps, ("base_s", "row_s", "position_s"))
+    lengths = sorted(firsts)
+    times = np.array([statistics.median(firsts[each]) for each in lengths])
+    chunks = np.array([-(-each // probe.chunk) for each in lengths], float)
+    pairs = np.array([pairs_of(each, 0) for each in lengths], float)
+    columns = {
+        "around_s": np.ones(len(lengths)),
+        "base_s": chunks,
+        "token_s": np.array(lengths, float),
+        "pair_s": pairs,
+    }
+    found = least_squares(columns, times)
+    step_s = decode.seconds(Shape(1, lengths[0]))
+    tails = np.array([min(each, probe.chunk) for each in lengths], float)
+    exposed = np.array([statistics.median(gaps[each]) for each in lengths]) - step_s
+    link = least_squares({"latency_s": np.ones(len(lengths)), "token_s": tails}, np.maximum(exposed, 0.0))
+    slope = max(link.get("token_s", 0.0), probe.token_bytes / 1e11)
+    of_chunk = found.get("token_s", 0.0), found.get("pair_s", 0.0)
+    chunk = Terms(max(found.get("base_s", 0.0), _LEAST_S), decode.row_s, decode.position_s, *of_chunk)
+    return Rates(
+        decode=(decode,),
+        chunk=(chunk,),
+        token_bytes=probe.token_bytes,
+        link_bytes_per_s=probe.token_bytes / slope,
+        link_latency_s=link.get("latency_s", 0.0),
+        route_s=found.get("around_s", 0.0),
+        source="measured through a running cluster",
+    )
+
+
+def least_squares(columns: dict[str, np.ndarray[Any, Any]], values: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Of relative errors, none below 0: what would be is left out, the furthest below first. ValueError: too few values."""
+    weights = 1 / np.maximum(np.abs(values), 1e-6)
+    names = list(columns)
+    while True:
+        if len(values) < len(names):
+            raise ValueError(f"{len(values)} measurements cannot tell {len(names)} numbers")
+        matrix = np.stack([columns[name] * weights for name in names], axis=1)
+        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
+        found = np.linalg.lstsq(matrix / scale, values * weights, rcond=None)[0] / scale
+        worst = int(np.argmin(found * scale))
+        if found[worst] >= 0 or len(names) == 1:
+            return {name: max(0.0, float(value)) for name, value in zip(names, found, strict=True)}
+        del names[worst]

@@ -1,0 +1,189 @@
+"""`baton plan` itself: rates, the search over clusters, and what a user sees."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import plan_error, plan_probe, planner
+from bench.plan_outcome import Counts, Outcome
+from bench.plan_rates import Measured, ModelSize, Rates, Shape, Terms, fit, of_hardware, pairs_of, read_rates
+from bench.plan_search import Search
+
+SUMS = st.builds(Terms, *[st.floats(1e-6, 1e-2)] * 3)
+RATES = {
+    "decode": [{"base_s": 0.005, "row_s": 0.001}],
+    "chunk": [{"base_s": 0.004, "token_s": 1e-3}],
+    "token_bytes": 1000,
+    "link_bytes_per_s": 1e6,
+    "link_latency_s": 0.002,
+}
+
+
+def _outcome(counts: Counts, attainment: float) -> Outcome:
+    nothing = np.zeros(0)
+    kept = round(1000 * attainment)
+    return Outcome(counts, 1000, 0, nothing, nothing, nothing, kept, 1.0, {}, {}, 0, 0, 0, 0, True)
+
+
+@given(st.lists(SUMS, min_size=1, max_size=3), st.integers(1, 64), st.integers(0, 10_000), st.integers(1, 400))
+def test_many_steps_take_as_long_as_each_of_them(
+    sums: list[Terms], num_rows: int, num_positions: int, num_steps: int
+) -> None:
+    """Also where another sum becomes the longest on the way; and so many have ended when that time has passed."""
+    rates = Rates(tuple(sums), (Terms(1.0),), 1, 1.0, 0.0)
+    shape = Shape(num_rows, num_positions)
+    one_by_one = sum(rates.step_s(shape.after(index)) for index in range(num_steps))
+    assert rates.run_s(shape, num_steps) == pytest.approx(one_by_one, rel=1e-9)
+    assert rates.steps_within(shape, rates.run_s(shape, num_steps) * (1 + 1e-9), num_steps + 5) == num_steps
+
+
+def test_a_fit_finds_the_terms_that_steps_were_made_of() -> None:
+    """And none below 0, where one term explains nothing."""
+    rng = random.Random(0)
+    made = Terms(0.01, 0.0005, 2e-7)
+    steps = []
+    for _ in range(40):
+        shape = Shape(rng.randint(1, 32), rng.randint(1, 60_000))
+        steps.append(Measured(shape, made.seconds(shape) * rng.uniform(0.99, 1.01)))
+    found = fit(steps, ("base_s", "row_s", "position_s", "token_s"))
+    assert found.base_s == pytest.approx(made.base_s, rel=0.05)
+    assert found.position_s == pytest.approx(made.position_s, rel=0.05)
+    assert found.token_s == 0
+
+
+def test_a_probe_finds_the_rates_of_what_it_is_shown() -> None:
+    """First tokens, gaps and steps of a cluster that keeps to known rates."""
+    decode, chunk = Terms(0.01, 0.001, 1e-7), Terms(0.02, 0.0, 0.0, 1e-4, 1e-8)
+    probe = plan_probe.Probe("m", 100, 1000, 128, (16, 64, 128, 256, 512, 900), (1, 4), 1, 0)
+    firsts, gaps = {}, {}
+    for length in probe.lengths:
+        chunks = -(-length // 128)
+        firsts[length] = [0.005 + chunks * 0.02 + 1e-4 * length + 1e-8 * pairs_of(length, 0)]
+        gaps[length] = [0.003 + decode.seconds(Shape(1, 16)) + min(length, 128) * 1000 / 1e7]
+    steps = [Measured(shape, decode.seconds(shape)) for shape in (Shape(1, 99), Shape(4, 400), Shape(4, 9999))]
+    rates = plan_probe.rates_of(probe, firsts, gaps, steps)
+    assert rates.chunk[0].token_s == pytest.approx(chunk.token_s, rel=0.01)
+    assert rates.chunk[0].base_s == pytest.approx(chunk.base_s, rel=0.01)
+    assert (rates.route_s, rates.link_latency_s) == pytest.approx((0.005, 0.003), rel=0.01)
+    assert rates.link_bytes_per_s == pytest.approx(1e7, rel=0.01)
+
+
+def test_limits_of_hardware_are_the_longer_of_reading_and_multiplying() -> None:
+    """A few rows wait for the memory, a long chunk for the arithmetic."""
+    rates = of_hardware(ModelSize(1000, 10, 2000, 1), bytes_per_s=100, operations_per_s=1000, link_bytes_per_s=5)
+    assert rates.step_s(Shape(1, 10)) == pytest.approx(11.0)
+    assert rates.step_s(Shape(0, 0, 100, 500)) == pytest.approx(200.5)
+    assert rates.transfer_s(3) == pytest.approx(6.0)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 6))
+def test_the_search_finds_the_smallest_sum(prefill: int, decode: int, slack: int) -> None:
+    """Of clusters that keep the objective from two numbers on, or a few more together."""
+    total = prefill + decode + slack
+
+    def try_(counts: Counts) -> Outcome:
+        enough = counts.prefill >= prefill and counts.decode >= decode and counts.total >= total
+        return _outcome(counts, 0.99 if enough or counts.mixed >= total else 0.5)
+
+    search = Search(0.95, 128, try_)
+    apart, mixed = search.smallest_pair(), search.smallest_mixed()
+    assert apart is not None and apart.total == total
+    assert mixed is not None and mixed.mixed == total
+    assert Search(0.95, total - 1, try_).smallest_pair() is None
+
+
+def _files(tmp_path: Path) -> list[str]:
+    rates, trace = tmp_path / "rates.json", tmp_path / "trace.jsonl"
+    rates.write_text(json.dumps(RATES))
+    entries = [{"timestamp": 200 * n, "input_length": 100, "output_length": 5, "hash_ids": [n]} for n in range(30)]
+    trace.write_text("\n".join(map(json.dumps, entries)))
+    return ["--trace", str(trace), "--rates", str(rates)]
+
+
+def test_a_plan_says_how_many_nodes_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100 ms of computing every 200 ms are one node's work; the table, the JSON and the picture."""
+    output, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    objective = ["--slo-ttft-ms", "150", "--slo-tpot-ms", "100"]
+    files = ["--output", str(output), "--plot", str(picture)]
+    assert planner.main([*_files(tmp_path), *objective, *files]) == 0
+    said = capsys.readouterr().out
+    assert "1 prefill + 1 decode nodes keep TTFT <= 150 ms and TPOT <= 100 ms for 95.0% of requests." in said
+    assert "Mixed needs fewer: 1 mixed instead of 2 nodes." in said
+    result = json.loads(output.read_text())
+    assert result["clusters"][0]["attainment"] == 1
+    assert picture.stat().st_size > 1000
+
+
+def test_what_cannot_be_kept_is_said_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No number of nodes computes a prompt sooner than one does."""
+    objective = ["--slo-ttft-ms", "50", "--slo-tpot-ms", "100", "--max-nodes", "8"]
+    assert planner.main([*_files(tmp_path), *objective]) == 1
+    assert "no cluster of up to 8 nodes keeps TTFT <= 50 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--prefill", "1"], "give --prefill and --decode together, or --mixed, or none of them"),
+        (["--placement-prefill", "best"], "--placement-prefill best: is none of cache_aware"),
+        (["--num-blocks", "2"], "a request of 105 tokens fits no node of 2 blocks of 16"),
+        (["--bytes-per-s", "1"], "give --rates FILE, or --bytes-per-s, --operations-per-s and --model"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_exit_code_2(
+    flags: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, or instead of, any run."""
+    with pytest.raises(SystemExit) as ended:
+        planner.main([*_files(tmp_path), "--slo-ttft-ms", "1", "--slo-tpot-ms", "1", *flags])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"decode": []}, "need at least one sum each"),
+        ({"chunk": [{"base_s": -1}]}, "none below 0"),
+        ({"speed": 1}, "speed is none of"),
+        ({"token_bytes": None}, "no rates"),
+    ],
+)
+def test_rates_that_are_none_are_refused_by_name(change: dict[str, object], line: str, tmp_path: Path) -> None:
+    """In one sentence that names the file."""
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(RATES | change))
+    with pytest.raises(ValueError, match=line) as error:
+        read_rates(path)
+    assert str(path) in str(error.value)
+
+
+def test_the_page_of_an_error_names_the_worst() -> None:
+    """Every percentile in a row."""
+    times = {"ttft": [0.1, 0.2, 0.3], "tpot": [0.01, 0.02, 0.03]}
+    errors = {"ttft": [0.1, -0.05, 0.0], "tpot": [0.02, -0.25, 0.01]}
+    result = {
+        "command": "python -m bench.plan_error",
+        "date": "2026-01-01T00:00",
+        "machine": {"cores": 2, "cpu_model": "a CPU"},
+        "settings": {"rounds": 2},
+        "real": times,
+        "simulated": times,
+        "error": errors,
+        "spread": errors,
+        "num_requests": 80,
+        "use": {"prefill": 0.5, "decode": 0.25},
+        "lag_p99_s": 0.001,
+    }
+    page = plan_error.page_of(result)
+    assert "| TPOT p90 | 20.0 | 20.0 | -25% | -25% |" in page
+    assert "The largest error is 25%, of TPOT." in page

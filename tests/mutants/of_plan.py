@@ -1,0 +1,38 @@
+"""Bugs in the planner's simulator: in what takes many steps at once, and in what sends requests to nodes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_ENGINE: Final = ("tests/bench/test_plan_engine.py",)
+_PLAN: Final = ("tests/bench/test_plan.py",)
+_CLUSTER: Final = ("tests/bench/test_plan_cluster.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "plan-skips-over-a-newcomer",
+        "A step that somebody joined counts as one like those before it.",
+        "bench/plan_fast.py",
+        "is_plain = not (ends or chunks or marks or is_joined or self._is_short)",
+        "is_plain = not (ends or chunks or marks)",
+        _CLUSTER,
+    ),
+    Mutant(
+        "plan-forgets-who-missed-a-step",
+        "A row that found no block is a position on all the same.",
+        "bench/plan_fast.py",
+        "                row.base -= 1\n",
+        "",
+        _ENGINE,
+    ),
+    Mutant(
+        "plan-counts-a-step-twice",
+        "A run of steps reads half a position per row and step too many.",
+        "bench/plan_rates.py",
+        "more = num_steps * (num_steps - 1) // 2 * shape.num_rows",
+        "more = num_steps * num_steps // 2 * shape.num_rows",
+        _PLAN,
+    ),
+)
