@@ -167,25 +167,27 @@ class BlockPool:
         Of one call the last block counts as least recently used: a prefix cache is of no use without its leading blocks.
         """
         self._check_states(block_ids, "free", BlockState.USED)
+        num_references, states, keys = self._num_references, self._states, self._keys
         for block_id in reversed(block_ids):
-            self._num_references[block_id] -= 1
-            if self._num_references[block_id] > 0:
+            num_references[block_id] -= 1
+            if num_references[block_id] > 0:
                 continue
-            if self._keys[block_id] is None:
-                self._states[block_id] = BlockState.FREE
+            if keys[block_id] is None:
+                states[block_id] = BlockState.FREE
                 self._free.append(block_id)
             else:
-                self._states[block_id] = BlockState.CACHED
+                states[block_id] = BlockState.CACHED
                 self._cached[block_id] = None
 
     def publish(self, block_id: int, key: bytes) -> bool:
         """Let a used block, full and final, be found by its key; False, and no change, if another block has that key."""
         self._check_states((block_id,), "publish", BlockState.USED)
-        if self._keys[block_id] not in (None, key):
+        held = self._keys[block_id]
+        if held is not None and held != key:
             raise BlockPoolError(f"publish: block {block_id} already holds other content")
         if self._block_of_key.setdefault(key, block_id) != block_id:
             return False
-        if self._keys[block_id] is None:
+        if held is None:
             self._keys[block_id] = key
             self.key_log.add(key, True)
         return True
@@ -266,11 +268,12 @@ class BlockPool:
             raise BlockPoolError(f"{operation}: {num_blocks} blocks where {room} are to be had")
 
     def _check_states(self, block_ids: Sequence[int], operation: str, *legal: BlockState) -> None:
-        if len({*block_ids}) < len(block_ids):
+        if len(block_ids) > 1 and len({*block_ids}) < len(block_ids):
             block_id, times = Counter(block_ids).most_common(1)[0]
             raise BlockPoolError(f"{operation}: block {block_id} named {times} times")
+        states, num_blocks = self._states, self.num_blocks
         for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks:
+            if not 0 <= block_id < num_blocks:
                 raise BlockPoolError(f"{operation}: there is no block {block_id}")
-            if self._states[block_id] not in legal:
+            if states[block_id] not in legal:
                 raise BlockPoolError(f"{operation}: block {block_id} is {self._states[block_id].value}")

@@ -12,9 +12,9 @@ What every step has for every slot, decode rows and answers, travels as parallel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,16 @@ NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
 BROKEN_ROW: Final = -2  # no logit is a number: the KV behind the row, or the model on this prompt, is broken
 # What a slot's mark answers: its owner is out, and everything that it generated has been delivered before this.
 PREEMPTED_TOKEN_ID: Final = -9
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The texts that a completion may be: what may follow is a function of this and of the completion's tokens alone."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+    is_compact: bool  # JSON: no white space but one blank behind each comma and colon
+    end_token_ids: tuple[int, ...]  # at least one: what may follow a whole text, and nothing else then
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,12 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
     num_logprobs: int | None = None  # None: none; else each token's own, and of so many most likely ones
     prompt_logprobs: bool = False  # also of the prompt's tokens but the first; the prefix cache is not asked then
+    grammar: Grammar | None = None  # None: any text
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the completion so far changes what may be drawn."""
+        return self.has_penalties or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -70,7 +86,8 @@ class SlotStart:
     sampling: SamplingParams
     next_index: int  # index, in the completion, of the token that this sequence samples first
     last_token_id: int  # the token that a first decode row feeds; unused when a prefill chunk comes first
-    # What is known at the start, given where it is needed: both for penalties, the prompt for its logprobs too.
+    # What is known at the start, given where it is needed: both for penalties, the prompt for its logprobs too, the completion
+    # for a grammar.
     prompt_token_ids: tuple[int, ...] = ()
     generated_token_ids: tuple[int, ...] = ()
     # Of further branches, whose first tokens are drawn from the logits that this sequence's first one is drawn from.
@@ -240,8 +257,11 @@ class Launched(Protocol):
 class Launcher(Protocol):
     """A runner whose device may be slower than it: a step can be launched before the one before it has been read."""
 
-    def launch(self, plan: Plan) -> Launched:
-        """Begin the step. Called from one thread only, as everything that this returns."""
+    def launch(self, plan: Plan, on_ready: Callable[[], None]) -> Launched:
+        """Begin the step. Called from one thread only, as everything that this returns.
+
+        `on_ready` is called at most once, when all that is left is computing, which keeps no interpreter busy.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from engine.sequence import NEVER, Phase, Progress, Sequence
 
 PREEMPTED: Final = "preempted"
 PAUSED: Final = "paused"
+_FINISHED: Final = int(Phase.FINISHED)  # an Enum's own comparison costs ten times as much
 
 
 class Reader:
@@ -54,11 +55,11 @@ class Reader:
 
     def is_finished(self, sequence: Sequence) -> bool:
         """Whether no row of it is planned any more, nor will be."""
-        return bool(self._all.slots.phases[sequence.slot] == Phase.FINISHED)
+        return self._all.slots.phases.item(sequence.slot) == _FINISHED
 
     def has_unread_rows(self, sequence: Sequence) -> bool:
         """Whether a step that was launched with it has not been read."""
-        return bool(self._all.slots.last_step_ids[sequence.slot] > self._last_read_step_id)
+        return self._all.slots.last_step_ids.item(sequence.slot) > self._last_read_step_id
 
     def _read_decodes(self, decodes: Decodes, result: StepResult) -> list[Progress]:
         """Most answers are one more token, and nothing else; those that are more, or may be the last, are read one by one."""
@@ -75,17 +76,18 @@ class Reader:
         is_plain[[index for index in result.with_more if index < num_decodes]] = False
         slots.num_computed[rows[is_plain]] = ends[is_plain]
         progress: list[Progress] = []
+        owners, tell = slots.owners, progress.append
         fills_block = ends % self._room.block_size == 0
         columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist(), fills_block.tolist())
         for index, (slot, end, token_id, plain, fills) in enumerate(zip(*columns, strict=True)):
-            sequence = slots.owners[slot]
-            if sequence is None or not plain or token_id in sequence.spec.stop_token_ids:
+            sequence = owners[slot]
+            if sequence is None or not plain or token_id in sequence.stop_token_ids:
                 progress += self._read(decodes[index], result[index])
                 continue
             sequence.token_ids.append(token_id)
             if fills:
                 self._room.publish(sequence, end, decodes=True)
-            progress.append(Progress(sequence.spec.sequence_id, end, token_id, None))
+            tell(Progress(sequence.sequence_id, end, token_id, None))
         return progress
 
     def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:

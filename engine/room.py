@@ -115,9 +115,11 @@ class Room:
         Those with completion tokens only of who decodes (`decodes`): what a prompt's chunks compute of them once more is of use to
         this sequence alone. Of matched and adopted blocks some have their keys already: offering them again changes nothing.
         """
-        for index in range(len(sequence.keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
-            sequence.keys.append(sequence.next_key(self.block_size))
-            self._pool.publish(sequence.block_ids[index], sequence.keys[index])
+        keys, given, block_ids = sequence.keys, sequence.spec.block_keys, sequence.block_ids
+        for index in range(len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
+            key = given[index] if index < len(given) else sequence.next_key(self.block_size)
+            keys.append(key)
+            self._pool.publish(block_ids[index], key)
 
     def num_cacheable(self, spec: SequenceSpec, num_computed: int, *, decodes: bool) -> int:
         """How many leading blocks of so many computed positions the prefix cache, and the KV pool, are to have."""

@@ -14,7 +14,7 @@ Not here: which rows run, which blocks they get, when a sequence ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, SlotTables
 from engine.device import HostCopies
 from engine.device_sampler import draws_on_device, sample_on_device
+from engine.grammars import Constraint, Grammars
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -73,10 +74,12 @@ class TorchRunner:
         *,
         is_asynchronous: bool | None = None,
         followers: Followers | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`is_asynchronous`: whether the device computes by itself; None: where it is not a CPU. True on a CPU is for tests.
 
-        `followers`: the node's other ranks, which are told what this one computes, and never ahead of it.
+        `followers`: the node's other ranks, which are told what this one computes, and never ahead of it. `grammars`: of the
+        model's directory; without them nobody may ask for one.
         """
         self._model = model
         self._followers = followers
@@ -96,14 +99,17 @@ class TorchRunner:
         self._next_index = np.zeros(num_slots, np.int64)  # of the token sampled next, in its completion
         self._sampling = [SamplingParams(0.0, 0)] * num_slots
         self._counts: list[TokenCounts | None] = [None] * num_slots  # None: no penalties
+        self._grammars = grammars
+        self._constraints: list[Constraint | None] = [None] * num_slots  # None: any text
         self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
         self._branch_seeds: list[tuple[int, ...]] = [()] * num_slots  # until their first tokens are drawn
+        self._is_told_more = np.zeros(num_slots, np.bool_)  # of whom an answer may be more than a token id
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
         return self.launch(plan).read()
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan, on_ready: Callable[[], None] = lambda: None) -> Launched:
         """See Launcher. Raises PlanError if it does not fit the slots."""
         if plan.arrived_block_ids:
             self._kv.to_device(plan.arrived_block_ids)
@@ -111,8 +117,7 @@ class TorchRunner:
             self._kv.to_host(plan.leaving_block_ids, self._kv.gather(plan.leaving_block_ids).cpu())
         for start in plan.starts:
             self._start(start)
-        rows: tuple[DecodeRow | PrefillChunk, ...] = (*plan.decodes, *plan.chunks)
-        if not rows:
+        if not (len(plan.decodes) or plan.chunks):
             self._meet(self._lead(plan, None))
             return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))
         self._take_blocks(plan.decodes, plan.chunks)
@@ -124,25 +129,34 @@ class TorchRunner:
             batch = batch._replace(token_ids=self._fed_on_device(batch.token_ids, slots))
         written = self._blocks_of(chunks) if self._kv.is_mirrored else []
         led = self._lead(plan, batch, written)
+        on_ready()
         logits = self._model.forward(batch, self._kv.tensor, self._memory)
-        nums_logits = [1] * len(plan.decodes) + [chunk.num_logits for chunk in chunks]
-        ends = list(accumulate(nums_logits))
-        last_rows = {row.slot: end - 1 for row, end in zip(rows, ends, strict=True) if _samples(row)}
-        if self._is_asynchronous and (drawn := self._draw_on_device(logits, last_rows, sum(nums_logits))) is not None:
+        rows = _Rows.of(plan, chunks)
+        if (
+            self._is_asynchronous
+            and (drawn := self._draw_on_device(logits, rows.sampling, rows.num_logits)) is not None
+        ):
             copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
-            answers = [(row.slot, row.generation) for row in rows]
+            answers = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
             marked = list(map(self._leave, plan.marks))
-            return _UnderWay(plan.step_id, answers, [*last_rows], marked, copies, written, self._kv)
+            return _UnderWay(plan.step_id, answers, [*rows.sampling], marked, copies, written, self._kv)
         if written:  # before the result says that a sender may read them
             self._kv.to_host(written, self._kv.gather(written).cpu())
         self._meet(led)
-        logits = logits.cpu()  # the sampler's side; on a CPU no copy
-        sampled = self._sample(logits, last_rows)
+        return Done(self._read(plan, rows, logits.cpu()))  # the sampler's side; on a CPU no copy
+
+    def _read(self, plan: Plan, rows: _Rows, logits: Tensor) -> StepResult:
+        """Draw, and answer every row and mark."""
+        sampled = self._sample(logits, rows.sampling)
+        slots = plan.decodes.slots
+        if not (plan.chunks or plan.marks or self._is_told_more[slots].any()):  # as nearly always: a token for each
+            token_ids = np.array([token_ids[0] for token_ids in sampled.values()], np.int64)
+            return StepResult(plan.step_id, slots, plan.decodes.generations, token_ids, {})
         results = [
-            self._result(row, logits, (end - num_logits, end), sampled.get(row.slot, [NO_TOKEN]))
-            for row, num_logits, end in zip(rows, nums_logits, ends, strict=True)
+            self._result(row, logits, span, sampled.get(row.slot, [NO_TOKEN]))
+            for row, span in zip((*plan.decodes, *plan.chunks), rows.spans(), strict=True)
         ]
-        return Done(StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks))))
+        return StepResult.of(plan.step_id, (*results, *map(self._leave, plan.marks)))
 
     def _lead(self, plan: Plan, batch: Batch | None, written: Sequence[int] = ()) -> RankStep | None:
         """Tell the other ranks, where there are any, what there is for them to do."""
@@ -181,7 +195,11 @@ class TorchRunner:
 
     def _draws(self, slots: list[int]) -> list[Draw]:
         counts = [self._counts[slot] for slot in slots]
-        return list(map(Draw, [self._sampling[slot] for slot in slots], self._next_index[slots].tolist(), counts))
+        constraints = [self._constraints[slot] for slot in slots]
+        allowed = [None if each is None else each.allowed() for each in constraints]
+        return list(
+            map(Draw, [self._sampling[slot] for slot in slots], self._next_index[slots].tolist(), counts, allowed)
+        )
 
     def _is_plain(self, slot: int, draw: Draw) -> bool:
         """Whether its answer is one token id that can be drawn on the device."""
@@ -194,7 +212,7 @@ class TorchRunner:
         if mark.generation != (held := self._generation[slot]):
             raise PlanError(f"slot {slot} is at generation {held}, the plan marks {mark.generation}")
         self._tables.num_blocks[slot] = 0
-        self._counts[slot] = None
+        self._counts[slot] = self._constraints[slot] = None
         return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
     def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
@@ -217,9 +235,10 @@ class TorchRunner:
         # A broken row's next one was planned already: feed it anything.
         self._note(slots, np.maximum(drawn[: len(slots)], 0))
         self._next_index[slots] += 1
-        for draw, token_id in zip(draws, drawn[: len(slots)], strict=False):
-            if draw.counts is not None and token_id != BROKEN_ROW:
-                draw.counts.add(token_id)
+        for slot, token_id in zip(slots, drawn, strict=False):
+            for past in (self._counts[slot], self._constraints[slot]):
+                if past is not None and token_id != BROKEN_ROW:
+                    past.add(token_id)
         return token_ids
 
     def _note(self, slots: Sequence[int], token_ids: Sequence[int] | NDArray[np.int64]) -> None:
@@ -268,18 +287,30 @@ class TorchRunner:
         has_penalties = start.sampling.has_penalties
         counts = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if has_penalties else None
         self._counts[slot] = counts
+        self._constraints[slot] = self._constraint(start)
         self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
         self._branch_seeds[slot] = start.branch_seeds
+        is_scored = start.sampling.num_logprobs is not None
+        self._is_told_more[slot] = is_scored or start.sampling.prompt_logprobs or bool(start.branch_seeds)
+
+    def _constraint(self, start: SlotStart) -> Constraint | None:
+        grammar = start.sampling.grammar
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise PlanError(f"slot {start.slot}: a grammar, and this runner has none")
+        return self._grammars.constraint(grammar, start.generated_token_ids)
 
     def _take_blocks(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> None:
         """Take the rows' new blocks into their slots' tables."""
-        slots = np.concatenate((decodes.slots, np.array([chunk.slot for chunk in chunks], np.int64)))
-        generations = np.concatenate((decodes.generations, np.array([chunk.generation for chunk in chunks], np.int64)))
-        if (wrong := np.flatnonzero(self._generation[slots] != generations)).size:
-            slot = slots[wrong[0]]
-            raise PlanError(
-                f"slot {slot} is at generation {self._generation[slot]}, the plan means {generations[wrong[0]]}"
-            )
+        slots, generations = decodes.slots, decodes.generations
+        if chunks:
+            slots = np.concatenate((slots, np.array([chunk.slot for chunk in chunks], np.int64)))
+            generations = np.concatenate((generations, np.array([chunk.generation for chunk in chunks], np.int64)))
+        if (is_wrong := self._generation[slots] != generations).any():
+            at = int(is_wrong.argmax())
+            held, meant = self._generation[slots[at]], generations[at]
+            raise PlanError(f"slot {slots[at]} is at generation {held}, the plan means {meant}")
         for slot, block_ids in decodes.new_block_ids.items():
             self._append_blocks(slot, block_ids)
         for chunk in chunks:
@@ -310,6 +341,34 @@ class TorchRunner:
         return Chunk(row.slot, row.start, row.token_ids, len(row.token_ids) if is_told else int(row.samples))
 
 
+class _Rows(NamedTuple):
+    """Whose logits are whose, in a step."""
+
+    sampling: dict[int, int]  # slot -> the row of the step's logits from which its next token is drawn
+    num_decodes: int
+    of_chunks: list[int]  # how many logits each has
+
+    @classmethod
+    def of(cls, plan: Plan, chunks: Sequence[Chunk]) -> _Rows:
+        """A decode row has one, and samples."""
+        slots = plan.decodes.slots.tolist()
+        rows = cls(dict(zip(slots, range(len(slots)), strict=True)), len(slots), [each.num_logits for each in chunks])
+        if chunks:
+            ends = (end for _, end in rows.spans()[len(slots) :])
+            rows.sampling.update({row.slot: end - 1 for row, end in zip(plan.chunks, ends, strict=True) if row.samples})
+        return rows
+
+    @property
+    def num_logits(self) -> int:
+        """Of the step."""
+        return self.num_decodes + sum(self.of_chunks)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each row of the plan, decodes first: where its logits begin, and the first that is not its own."""
+        ends = list(accumulate([1] * self.num_decodes + self.of_chunks))
+        return list(zip([0, *ends], ends, strict=False))
+
+
 class _UnderWay(NamedTuple):
     """A step whose tokens were drawn on the device; see Launched."""
 
@@ -333,7 +392,3 @@ class _UnderWay(NamedTuple):
         token_ids = dict(zip(self.drawn_slots, drawn.tolist(), strict=True))
         answers = [SlotResult(slot, generation, token_ids.get(slot, NO_TOKEN)) for slot, generation in self.rows]
         return StepResult.of(self.step_id, (*answers, *self.marked))
-
-
-def _samples(row: DecodeRow | PrefillChunk) -> bool:
-    return isinstance(row, DecodeRow) or row.samples

@@ -2,7 +2,7 @@
 
 What a request asks for is done to its row in this order, which is that of vLLM and Hugging Face:
 
-    1. logit_bias is added; before min_tokens the stop tokens are banned
+    1. logit_bias is added; what the grammar does not allow is banned; before min_tokens the stop tokens are, too
     2. repetition_penalty divides the positive and multiplies the negative logits of what prompt or completion have; then
        frequency_penalty times its count in the completion, and presence_penalty, are taken from what the completion has
     3. temperature 0 takes the greatest that is left; any other divides
@@ -52,6 +52,8 @@ class Draw(NamedTuple):
     sampling: SamplingParams
     token_index: int  # in its completion
     counts: TokenCounts | None = None  # of what comes before it; None where there are no penalties
+    # What a grammar allows next, [vocab_size] bool; None: anything. Where it allows nothing the row is broken.
+    allowed: NDArray[np.bool_] | None = None
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[int]:
@@ -72,7 +74,9 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
         elif changes_logits(draw):
             values = _changed(logits[row].double().numpy(), draw)
             token_id = int(values.argmax())
-            if draw.sampling.temperature > 0:
+            if values[token_id] == -np.inf:
+                token_id = BROKEN_ROW
+            elif draw.sampling.temperature > 0:
                 values -= values[token_id]
                 token_id = _draw_one(values, draw)
             token_ids.append(token_id)
@@ -112,7 +116,8 @@ def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) 
     if kernels is not None:
         # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
         temperatures = [max(draw.sampling.temperature, _COLDEST) if is_drawn_plainly(draw) else 0.0 for draw in draws]
-        streams = [noise_stream(draw.sampling.seed, draw.token_index) for draw in draws]
+        seeds = [(draw.sampling.seed, draw.token_index) for draw in draws]
+        streams = [noise_stream(*seed) if warm else 0 for seed, warm in zip(seeds, temperatures, strict=True)]
         found = kernels.contenders(logits, np.array(temperatures, np.float32), np.array(streams, np.uint64))
         if found is not None:
             return found
@@ -166,21 +171,32 @@ def is_drawn_plainly(draw: Draw) -> bool:
 
 
 def changes_logits(draw: Draw) -> bool:
-    """Whether bias, ban or penalties have anything to do."""
-    return _bans_stops(draw) or bool(draw.sampling.logit_bias) or draw.counts is not None
+    """Whether bias, bans or penalties have anything to do."""
+    has_history = draw.counts is not None or draw.allowed is not None
+    return has_history or _bans_stops(draw) or bool(draw.sampling.logit_bias)
 
 
 def _bans_stops(draw: Draw) -> bool:
     return draw.token_index < draw.sampling.min_tokens and bool(draw.sampling.stop_token_ids)
 
 
+def _is_left_more(draw: Draw, num_tokens: int) -> bool:
+    """Whether there is anything to say but stop tokens."""
+    stops = draw.sampling.stop_token_ids
+    if draw.allowed is None:
+        return len(stops) < num_tokens
+    return int(draw.allowed[[*stops]].sum()) < int(draw.allowed.sum())
+
+
 def _changed(values: NDArray[np.float64], draw: Draw) -> NDArray[np.float64]:
-    """Bias, ban and penalties, done to `values` in place. A ban that would leave nothing to say is none."""
+    """Bias, bans and penalties, done to `values` in place. A ban of stop tokens that would leave nothing to say is none."""
     sampling = draw.sampling
     if sampling.logit_bias:
         token_ids, biases = zip(*sampling.logit_bias, strict=True)
         values[[*token_ids]] += biases
-    if _bans_stops(draw) and len(sampling.stop_token_ids) < len(values):
+    if draw.allowed is not None:
+        values[~draw.allowed] = -np.inf
+    if _bans_stops(draw) and _is_left_more(draw, len(values)):
         values[[*sampling.stop_token_ids]] = -np.inf
     if draw.counts is not None:
         said, counts = draw.counts.token_ids, draw.counts.counts

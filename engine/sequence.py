@@ -110,6 +110,12 @@ class Sequence:
     keeps_slot: bool = False  # PAUSED by pause(): a slot is reserved for it
     is_complete: bool = False  # it has said its last token
     is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
+    # Of the spec, once more: they are asked for at every token.
+    sequence_id: Hashable = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequence_id, self.stop_token_ids = self.spec.sequence_id, self.spec.stop_token_ids
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -143,15 +149,13 @@ class Sequence:
             next_index=spec.num_generated,
             last_token_id=spec.token_ids[-1],
             prompt_token_ids=spec.token_ids[:num_prompt] if has_penalties or spec.sampling.prompt_logprobs else (),
-            generated_token_ids=spec.token_ids[num_prompt:] if has_penalties else (),
+            generated_token_ids=spec.token_ids[num_prompt:] if spec.sampling.looks_back else (),
             branch_seeds=spec.branch_seeds,
         )
 
     def next_key(self, block_size: int) -> bytes:
-        """The key of the block behind those that have one, all of whose tokens are known."""
+        """The key of the block behind those that have one, all of whose tokens are known, where the spec has none for it."""
         index = len(self.keys)
-        if index < len(self.spec.block_keys):
-            return self.spec.block_keys[index]
         previous = self.keys[-1] if self.keys else self.key_seed
         return next_key(previous, self.token_ids[index * block_size : (index + 1) * block_size])
 

@@ -17,6 +17,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.device import check_devices, choose_device, free_device_bytes, rank_device
 from engine.fingerprint import fingerprint_fields
+from engine.grammars import Grammars
 from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
 from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
@@ -58,6 +59,7 @@ class NodeEngine:
     sizes: EngineSizes
     memory: KvMemory
     runner: TorchRunner
+    grammars: Grammars
     ranks: RankProcesses | None  # the others, where there are several
     parts: CoreParts
     inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
@@ -128,9 +130,12 @@ def build_engine(
         fingerprint=pb.Fingerprint(**asdict(fields)),
         key_seed=key_seed,
     )
-    runner = TorchRunner(model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers)
+    grammars = Grammars(config.model, model_config.vocab_size)
+    runner = TorchRunner(
+        model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers, grammars=grammars
+    )
     found = (machine.inexactness, model.shortfall)
-    return NodeEngine(model_config, sizes, machine.memory, runner, machine.ranks, parts, *found)
+    return NodeEngine(model_config, sizes, machine.memory, runner, grammars, machine.ranks, parts, *found)
 
 
 class _Machine(NamedTuple):

@@ -24,6 +24,7 @@ class Offer:
     block_keys: tuple[bytes, ...]  # of the full blocks that are known
     deadline: float
     wait_s: float  # how long the receiver may let Reserve wait for room
+    grammar: pb.Grammar | None = None  # of the sampling
 
 
 def ms_left(deadline: float, now: float) -> int:
@@ -47,6 +48,7 @@ def reserve_request(
         ms_left=ms_left(offer.deadline, now),
         more_choices=offer.more_choices,
         wait_ms=int(wait_s * 1000),
+        grammar=offer.grammar,
     )
 
 

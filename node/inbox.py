@@ -30,8 +30,11 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._filled.set)
 
     async def wait(self) -> None:
-        """Return once there may be something to take."""
-        await self._filled.wait()
+        """Return once there may be something to take, and everybody else has had a turn."""
+        if self._filled.is_set():
+            await asyncio.sleep(0)
+        else:
+            await self._filled.wait()
         self._filled.clear()
 
     def wake(self) -> None:
@@ -41,3 +44,8 @@ class Inbox:
     def take(self) -> Event | None:
         """The oldest event, or None."""
         return self._events.popleft() if self._events else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take."""
+        return not self._events

@@ -24,6 +24,8 @@ from node.cache_feed import TellingCore
 from node.config import NodeConfig
 from node.ending import Ending
 from node.events import Event, NodeCore
+from node.grammar_gate import GrammarGate
+from node.grammar_threads import GrammarThreads
 from node.handoff_client import HandoffClient
 from node.identity import NodeIdentity
 from node.inbox import Inbox
@@ -137,7 +139,11 @@ class Running:
             local_prefill=identity.to_proto() if prefills_locally(role, config) else None,
         )
         timing = SessionTiming(grace_s=config.session_grace_s)
-        self.routers = Routers(identity, bounds, around.counters, self.inbox.post, core.load, timing)
+        grammars = GrammarThreads(around.engine.grammars)
+        started.push_async_callback(grammars.stop)
+        gate = GrammarGate(self.inbox.post, grammars)
+        started.push_async_callback(gate.close)
+        self.routers = Routers(identity, bounds, around.counters, gate, core.load, timing)
         outlets = Outlets(
             runner=threads.runner,
             transport=self.transport,
@@ -153,9 +159,7 @@ class Running:
         loop = tasks.create_task(NodeLoop(identity.name, core, self.inbox, outlets).run())
         started.push_async_callback(_end, loop)
         started.push_async_callback(self.routers.sessions.close)
-        self.service = NodeService(
-            identity, bounds, around.counters, self.inbox.post, self.routers.sessions, calls, around.ending
-        )
+        self.service = NodeService(identity, bounds, around.counters, gate, self.routers.sessions, calls, around.ending)
 
     @property
     def num_undelivered(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
@@ -136,7 +137,6 @@ class NodeLoop:
                 self._feed_all()
                 self._alarm.arm(self._core.next_deadline())
                 await self._inbox.wait()
-                await asyncio.sleep(0)  # `wait` alone does not let others run where the inbox is never empty
         finally:
             self._alarm.cancel()
 
@@ -144,7 +144,7 @@ class NodeLoop:
         """Take what is there, a bounded lot of it. Ticks also when nothing is there: a timer may have fired."""
         spans = self._out.spans
         for _ in range(MAX_EVENTS_AT_ONCE):
-            now = self._loop.time()
+            now = time.monotonic()  # the loop's clock, finer than some loops tell it
             self._perform(self._core.tick(now), now)
             event = self._inbox.take()
             if event is None:
@@ -153,6 +153,8 @@ class NodeLoop:
             if spans is not None:
                 spans.received(event)
             self._perform(self._core.receive(event, now), now)
+            if self._inbox.is_empty:
+                return  # what is due by now rings the alarm
         self._inbox.wake()
 
     def _perform(self, actions: Iterable[ev.Action], now: float) -> None:

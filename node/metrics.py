@@ -21,6 +21,7 @@ PLAIN_COUNTERS: Final[Mapping[str, str]] = {
     "moves_done": "Running sequences that another node took over, KV and all",
     "moves_failed": "Moves that ended behind the lease: withdrawn, broken, refused or unanswered",
     "moves_refused": "Moves that got no lease",
+    "refused_grpc": "Connections to the gRPC port that were refused: no call came over them, for want of a certificate or of TLS",
     "role_changes": "Roles that this process has taken after its first",
     "stale_refused": "Messages of ended or fenced attempts, refused",
     "unexpected_events": "Messages that this role or state has no use for",

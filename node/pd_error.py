@@ -9,7 +9,7 @@ from node.events import Action, Ended, RouterId, ToRouter
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
-NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE})
+NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE, pb.INVALID})
 # How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; others needed its blocks.
 ENDS_WITHOUT_TOKEN: Final[Mapping[str, tuple[pb.ErrorCode.ValueType, str]]] = {
     "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),

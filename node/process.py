@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Final
 
-import grpc
+import uvloop
 import zmq
 from fastapi import FastAPI
 
@@ -67,6 +67,7 @@ from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.advertise import known_host, with_port
 from runtime.credentials import Credentials
+from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
 from runtime.process import die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed, write_atomically
@@ -114,9 +115,9 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
         risk = "whoever can reach it can use it, and read and change what goes over the wire"
         warn_if_exposed(config.host, name, {"--tls-dir": risk})
     built = _Built(role, config, credentials, engine, measures, store, tracing)
-    process = partial(_NodeProcess, built, make_cores)
     try:
-        asyncio.run(_serve(process))
+        # asyncio's own loop lets go of the interpreter where another thread wakes it: the runner would have to wait for it.
+        uvloop.run(_serve(partial(_NodeProcess, built, make_cores)))
     except (_CannotListen, _Refused) as error:
         fatal(f"baton {role}: {error}")
     finally:
@@ -143,7 +144,7 @@ class _Listeners:
 
     http: socket.socket
     http_address: str
-    grpc: grpc.aio.Server
+    grpc: GrpcServer
     grpc_address: str
 
 
@@ -246,10 +247,11 @@ class _NodeProcess:
         _listen("--grpc-port", config.host, config.grpc_port).close()
         # Without so_reuseport: a second node on a taken port is an error, not a second half of the first one's traffic.
         options = (*CHANNEL_OPTIONS, *SERVER_OPTIONS, ("grpc.so_reuseport", 0))
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+        count_refused = partial(self._counters.count, "refused_grpc")
+        server = GrpcServer(self._credentials, count_refused, options, MAX_CONCURRENT_CALLS)
         bound.push_async_callback(server.stop, GRPC_STOP_GRACE_S)
         try:
-            grpc_port = self._credentials.bind(server, with_port(config.host, config.grpc_port))
+            grpc_port = server.bind(with_port(config.host, config.grpc_port))
         except RuntimeError as error:
             raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
         http_address = with_port(config.known_as, http.getsockname()[1])
@@ -299,8 +301,8 @@ class _NodeProcess:
     ) -> tuple[NodePort, NodeView]:
         """Serve gRPC and HTTP, whichever incarnation there is."""
         port, view = NodePort(first.incarnation.identity.name, first.service), NodeView(*self._shown(first, threads))
-        pb_grpc.add_NodeServicer_to_server(port, listeners.grpc)
-        await listeners.grpc.start()
+        pb_grpc.add_NodeServicer_to_server(port, listeners.grpc.server)
+        await listeners.grpc.server.start()
         http = self._http_server(make_app(view), listeners.http)
         tasks.create_task(http.run())
         started.callback(http.stop)

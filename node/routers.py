@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
-from node.events import Event, FromRouter, RouterId, RouterLost
+from node.events import FromRouter, RouterId, RouterLost
+from node.grammar_gate import GrammarGate
+from node.grammar_threads import Flaw
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
@@ -22,6 +25,7 @@ from runtime.session import Peer, SessionTiming
 from runtime.session_server import SessionServer
 
 LOG = logging.getLogger(__name__)
+RETRY_AFTER_MS: Final = 500
 
 
 class Routers:
@@ -32,14 +36,14 @@ class Routers:
         identity: NodeIdentity,
         bounds: Bounds,
         counters: Counters,
-        post: Callable[[Event], None],
+        gate: GrammarGate,
         load: Callable[[], pb.LoadReport],
         timing: SessionTiming,
     ) -> None:
         self._name = identity.name
         self._bounds = bounds
         self._counters = counters
-        self._post = post
+        self._gate = gate
         self.sessions = SessionServer(Peer(identity.name, identity.incarnation), self, load, timing)
 
     def send(self, router: RouterId, message: pb.NodeMessage) -> None:
@@ -64,23 +68,41 @@ class Routers:
             case None:
                 problem = "kind: none that this version knows"
         if problem is None:
-            self._post(FromRouter(router_id, message))
+            self._gate.post_from_router(FromRouter(router_id, message), self._turn_away)
         else:
             self._counters.count("malformed_messages")
             log_event(LOG, logging.WARNING, "message_dropped", router=router.name, node=self._name, problem=problem)
 
     def on_lost(self, router: Peer) -> None:
         """Tell the core that the session with this router is lost for good."""
-        self._post(RouterLost(RouterId(router.name, router.incarnation)))
+        self._gate.post_from_router(RouterLost(RouterId(router.name, router.incarnation)), self._turn_away)
 
     def _refuse(self, router: RouterId, dispatch: pb.Dispatch, problem: str) -> None:
         self._counters.count("malformed_messages")
         log_event(LOG, logging.WARNING, "dispatch_refused", router=router.name, node=self._name, problem=problem)
+        # No other node would find it sound.
+        self._give_back(router, dispatch, pb.INTERNAL, problem, is_retryable=False)
+
+    def _turn_away(self, event: FromRouter, flaw: Flaw) -> None:
+        """A grammar that the request asks for cannot be had. What is wrong with it is the client's, not for the log."""
+        code = pb.ErrorCode.Name(flaw.code)
+        log_event(LOG, logging.INFO, "grammar_refused", router=event.router.name, node=self._name, code=code)
+        is_retryable = flaw.code == pb.BUSY
+        self._give_back(event.router, event.message.dispatch, flaw.code, flaw.reason, is_retryable=is_retryable)
+
+    def _give_back(
+        self,
+        router: RouterId,
+        dispatch: pb.Dispatch,
+        code: pb.ErrorCode.ValueType,
+        problem: str,
+        *,
+        is_retryable: bool,
+    ) -> None:
         for branch in dispatch.branches[:MAX_CHOICE] or (pb.Branch(),):
             key = AttemptKey(dispatch.request_id, branch.choice, dispatch.attempt)
-            error = pd_error(
-                pb.INTERNAL, problem, key, self._name, completion_token_ids=tuple(branch.generated_token_ids)
-            )
-            error.retryable = False  # no other node would find it sound
+            error = pd_error(code, problem, key, self._name, completion_token_ids=tuple(branch.generated_token_ids))
+            error.retryable = is_retryable
+            error.retry_after_ms = RETRY_AFTER_MS if is_retryable else 0
             # Not from inside the session's own callback.
             asyncio.get_running_loop().call_soon(self.send, router, pb.NodeMessage(error=error))

@@ -5,8 +5,27 @@ A message that is converted here has passed sampling_problem() (node/validate.py
 
 from __future__ import annotations
 
-from engine.plan import SamplingParams, TokenLogprobs
+from typing import Final, Literal
+
+from engine.plan import Grammar, SamplingParams, TokenLogprobs
 from proto import baton_pb2 as pb
+
+Kind = Literal["json_schema", "regex", "ebnf"]
+GRAMMAR_KINDS: Final[dict[pb.Grammar.Kind.ValueType, Kind]] = {
+    pb.Grammar.JSON_SCHEMA: "json_schema",
+    pb.Grammar.REGEX: "regex",
+    pb.Grammar.EBNF: "ebnf",
+}
+
+
+def to_grammar(grammar: pb.Grammar) -> Grammar:
+    """The engine's form."""
+    return Grammar(GRAMMAR_KINDS[grammar.kind], grammar.text, grammar.is_compact, tuple(grammar.end_token_ids))
+
+
+def grammar_of(sampling: pb.Sampling) -> pb.Grammar | None:
+    """The wire's form, where there is one."""
+    return sampling.grammar if sampling.HasField("grammar") else None
 
 
 def to_sampling_params(sampling: pb.Sampling, seed: int) -> SamplingParams:
@@ -25,6 +44,7 @@ def to_sampling_params(sampling: pb.Sampling, seed: int) -> SamplingParams:
         logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=to_grammar(sampling.grammar) if sampling.HasField("grammar") else None,
     )
 
 

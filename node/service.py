@@ -18,6 +18,7 @@ import grpc
 from node.drain import Answer
 from node.ending import Ending
 from node.events import Event, ReleaseAsked, RenewAsked, ReserveAsked
+from node.grammar_gate import GrammarGate
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
@@ -96,7 +97,7 @@ class NodeService(pb_grpc.NodeServicer):
         identity: NodeIdentity,
         bounds: Bounds,
         counters: Counters,
-        post: Callable[[Event], None],
+        gate: GrammarGate,
         sessions: SessionServer,
         calls: PendingCalls,
         ending: Ending,
@@ -104,7 +105,7 @@ class NodeService(pb_grpc.NodeServicer):
         self._identity = identity
         self._bounds = bounds
         self._counters = counters
-        self._post = post
+        self._gate = gate
         self._sessions = sessions
         self._calls = calls
         self._ending = ending
@@ -130,7 +131,9 @@ class NodeService(pb_grpc.NodeServicer):
         if not self._sessions.knows(Peer(request.router.name, request.router.incarnation)):
             # Its tokens would reach nobody, and nobody would ever cancel it.
             return self._refused(request, pb.BUSY, "there is no session with the attempt's router", True)
-        reply = await self._calls.reserve(request, self._post)
+        if request.HasField("grammar") and (flaw := await self._gate.flaw(request.grammar)) is not None:
+            return self._refused(request, flaw.code, flaw.reason, flaw.code == pb.BUSY)
+        reply = await self._calls.reserve(request, self._gate.post)
         return self._refused(request, pb.DRAINING, "the node takes another role", True) if reply is None else reply
 
     async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
@@ -142,7 +145,7 @@ class NodeService(pb_grpc.NodeServicer):
         if problem is not None:
             self._malformed("Renew", problem)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        return await self._calls.renew(request, self._post)
+        return await self._calls.renew(request, self._gate.post)
 
     async def Release(self, request: pb.ReleaseRequest, context: _ServicerContext) -> pb.ReleaseReply:
         """Give an attempt's lease back. Acknowledged on arrival: what it asks for cannot fail."""
@@ -153,7 +156,7 @@ class NodeService(pb_grpc.NodeServicer):
         if problem is not None:
             self._malformed("Release", problem)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        self._post(ReleaseAsked(request))
+        self._gate.post(ReleaseAsked(request))
         return pb.ReleaseReply()
 
     async def Drain(self, request: pb.DrainRequest, context: _ServicerContext) -> AsyncIterator[pb.DrainProgress]:

@@ -10,10 +10,13 @@ nodes is nobody's to measure: the router takes it to be what remains of its own 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
+
+MAX_CHUNKS: Final = 64  # that are told of one prompt
 
 
 def to_us(seconds: float) -> int:
@@ -28,12 +31,23 @@ class Computed:
     came_at: float
     begun_at: float | None = None  # its first chunk was planned
     told_at: float | None = None  # its first token was
+    chunk_ends: list[float] = field(default_factory=list)
+
+    def chunk_computed(self, now: float) -> None:
+        """A chunk of its prompt is, which is not the last one."""
+        if len(self.chunk_ends) < MAX_CHUNKS:
+            self.chunk_ends.append(now)
 
     def first_token(self, key: AttemptKey, now: float) -> pb.Timing:
         """It has its first token."""
         self.told_at = now
         begun_at = now if self.begun_at is None else self.begun_at
-        return pb.Timing(key=key.to_proto(), queue_us=to_us(begun_at - self.came_at), prefill_us=to_us(now - begun_at))
+        return pb.Timing(
+            key=key.to_proto(),
+            queue_us=to_us(begun_at - self.came_at),
+            prefill_us=to_us(now - begun_at),
+            chunk_end_us=[to_us(end - begun_at) for end in self.chunk_ends],
+        )
 
     def reserve_wait_us(self, now: float) -> int:
         """It can be handed over: what the lease was waited for once the token was there."""

@@ -26,6 +26,7 @@ MAX_PENALTY: Final = 2.0
 MAX_LOGPROBS: Final = 20  # most likely tokens beside each
 # Log-probabilities of one prompt: some 3 MiB in the one message that they travel in.
 MAX_PROMPT_LOGPROBS: Final = 1 << 18
+MAX_GRAMMAR_BYTES: Final = 64 << 10
 MAX_CHOICE: Final = 1_024  # choices of a request
 MAX_MS_LEFT: Final = 24 * 3600 * 1000  # a day: no request may hold a fence for longer
 SECRET_BYTES: Final = 16
@@ -93,6 +94,7 @@ def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
     return (
         _key_problem(request.key)
         or _choices_problem([request.key.choice, *request.more_choices])
+        or (grammar_problem(request.grammar, bounds.vocab_size) if request.HasField("grammar") else None)
         or _peer_problem("sender", request.sender)
         or _peer_problem("router", request.router)
         or _ms_left_problem(request.ms_left)
@@ -133,7 +135,23 @@ def sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
         return f"num_logprobs: {sampling.num_logprobs}, at most {MAX_LOGPROBS} are allowed"
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids: {len(sampling.stop_token_ids)}, at most {MAX_STOP_TOKEN_IDS} are allowed"
-    return _tokens_problem("stop_token_ids", sampling.stop_token_ids, vocab_size) or _bias_problem(sampling, vocab_size)
+    return (
+        _tokens_problem("stop_token_ids", sampling.stop_token_ids, vocab_size)
+        or _bias_problem(sampling, vocab_size)
+        or (grammar_problem(sampling.grammar, vocab_size) if sampling.HasField("grammar") else None)
+    )
+
+
+def grammar_problem(grammar: pb.Grammar, vocab_size: int) -> str | None:
+    """Why no text could be bound by it, whatever it says."""
+    if grammar.kind not in (pb.Grammar.JSON_SCHEMA, pb.Grammar.REGEX, pb.Grammar.EBNF):
+        return f"grammar.kind: {grammar.kind}, none that this version knows"
+    num_bytes = len(grammar.text.encode())
+    if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
+        return f"grammar.text: {num_bytes} bytes, must be from 1 to {MAX_GRAMMAR_BYTES}"
+    if not 0 < len(grammar.end_token_ids) <= MAX_STOP_TOKEN_IDS:
+        return f"grammar.end_token_ids: {len(grammar.end_token_ids)}, must be from 1 to {MAX_STOP_TOKEN_IDS}"
+    return _tokens_problem("grammar.end_token_ids", grammar.end_token_ids, vocab_size)
 
 
 def _bias_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:

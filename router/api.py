@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -25,15 +25,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.answer import Arrival, Delivery
+from router.answer import Arrival, Asked, Delivery
 from router.canary import AlreadyLooking, DeepLook
+from router.chat_types import ChatBody
+from router.dashboard import Dashboard
 from router.gate import account_of
 from router.intake import Intake, IntakeLimits, off_loop
+from router.launcher_link import LauncherLink
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
 from router.openai_types import (
     REQUEST_ID_RULE,
     ApiError,
-    ChatBody,
     CompletionBody,
     bad_request,
     parse_body,
@@ -41,16 +43,21 @@ from router.openai_types import (
     unknown_model,
 )
 from router.refusals import REQUEST_ID, id_header, is_request_id, refusal
+from router.responses_answers import ResponsesWriter
+from router.responses_types import ResponsesBody, renamed
 from router.shell import RouterShell
 from router.sight import USUALLY_LISTED, Sight
-from router.streaming import GenerationResponse, error_answer, json_answer
+from router.streaming import GenerationResponse, Writer, error_answer, json_answer
 from router.text import ModelText
+from router.tokenizing import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody, Tokenizing
+from router.tool_calls import AUTOMATIC
 from router.worker_metrics import merged
 from router.worker_pages import METRICS, REQUESTS, STATE, TIMELINE, found_timeline, whole_requests, whole_state
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)
 
+AnyBody = CompletionBody | ChatBody | ResponsesBody
 PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
 
 
@@ -64,6 +71,8 @@ class ApiSettings:
     max_prompt_tokens: int | None = None
     max_n: int = 16
     all_workers: tuple[int, PartsOfPage] | None = None  # which of several this is, and what all of them say
+    tool_parser: str = AUTOMATIC
+    launcher: LauncherLink | None = None  # who can kill nodes, on `baton up`
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -99,10 +108,16 @@ class Api:
         self._all: PartsOfPage | None = None
         if settings.all_workers is not None:
             self._worker, self._all = settings.all_workers
-        limits = IntakeLimits(settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n)
+        limits = IntakeLimits(
+            settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n, settings.tool_parser
+        )
         self._intake = Intake(shell, text, settings.model_name, limits)
         self._sight = Sight(shell)
         self._deep = DeepLook(shell, text)
+        self._tokenizing = Tokenizing(
+            text, settings.model_name, self._read, settings.request_timeout_s, lambda: shell.max_total_tokens
+        )
+        self._dashboard = Dashboard(shell, settings.model_name, settings.all_workers, settings.launcher)
         self._started = unix_seconds()
 
     def app(self) -> ASGIApp:
@@ -111,6 +126,9 @@ class Api:
         for path, endpoint, body_type in (
             ("/v1/completions", self.completions, CompletionBody),
             ("/v1/chat/completions", self.chat_completions, ChatBody),
+            (TOKENIZE, self._tokenizing.tokenize, TokenizeBody),
+            (DETOKENIZE, self._tokenizing.detokenize, DetokenizeBody),
+            ("/v1/responses", self.responses, ResponsesBody),
         ):
             schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
             described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -127,10 +145,12 @@ class Api:
         ):
             app.add_api_route(path, answer, methods=["GET"])
             app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+        self._dashboard.add_to(app)
         app.add_exception_handler(HTTPException, _answer_http_exception)
         app.add_exception_handler(Exception, _answer_bug)
         app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
-        return _ShortWay(app, {"/v1/completions": self.completions, "/v1/chat/completions": self.chat_completions})
+        endpoints = {"/v1/completions": self.completions, "/v1/chat/completions": self.chat_completions}
+        return _ShortWay(app, endpoints | {"/v1/responses": self.responses})
 
     # ---------------------------------------------------------------- operators
 
@@ -209,13 +229,17 @@ class Api:
         """Answer a conversation."""
         return await self._answer(request, ChatBody)
 
-    async def _answer(self, request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> Response:
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation in the shapes of the Responses API."""
+        return await self._answer(request, ResponsesBody)
+
+    async def _answer(self, request: Request, body_type: type[AnyBody]) -> Response:
         """Check the request; the response then runs it. Whatever is wrong with it is answered here."""
         arrived_at, seen_at = asyncio.get_running_loop().time(), self._shell.now()
         client_id = request.headers.get(REQUEST_ID)
         account = account_of(request)
         headers: dict[str, str] = {}
-        parse: Callable[[bytes], CompletionBody | ChatBody] = partial(parse_body, body_type)
+        parse: Callable[[bytes], AnyBody] = partial(parse_body, body_type)
         try:
             if client_id is not None:
                 if not is_request_id(client_id):
@@ -230,7 +254,7 @@ class Api:
                 body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
                     headers[REQUEST_ID] = client_id = body.request_id
-                asked = await self._intake.asked(body, arrived_at)
+                asked = await self._asked(body, arrived_at)
             if account is not None:
                 account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
         except ApiError as error:
@@ -240,14 +264,29 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
-        form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
-        name = self._settings.model_name
-        options = AnswerOptions(name, body.includes_usage, body.return_token_ids, body.num_logprobs)
-        writer = AnswerWriter(asked, form, options, self._text.spelling)
+        writer = self._writer(body, asked)
         told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
         delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
         on_end = None if account is None else account.owe
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
+
+    async def _asked(self, body: AnyBody, arrived_at: float) -> list[Asked]:
+        if not isinstance(body, ResponsesBody):
+            return await self._intake.asked(body, arrived_at)
+        try:
+            return await self._intake.asked(body.as_chat(), arrived_at)
+        except ApiError as error:
+            raise renamed(error) from error
+
+    def _writer(self, body: AnyBody, asked: Sequence[Asked]) -> Writer:
+        name = self._settings.model_name
+        if isinstance(body, ResponsesBody):
+            return ResponsesWriter(asked[0], body, name)
+        form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
+        options = AnswerOptions(
+            name, body.includes_usage, body.return_token_ids, body.num_logprobs, body.counts_in_chunks
+        )
+        return AnswerWriter(asked, form, options, self._text.spelling)
 
     async def _read(self, request: Request) -> bytes:
         """The body, refused while it is read once it is too large."""
@@ -285,7 +324,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's description of the routes, with the bodies that we parse ourselves."""
     description = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
-    for body_type in (CompletionBody, ChatBody):
+    for body_type in (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         schema = body_type.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
         schemas[body_type.__name__] = schema

@@ -13,8 +13,8 @@ elsewhere: what is held back there is shown by neither side twice, and by the se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from router.detokenizer import IncrementalDetokenizer
 from router.stop_strings import StopMatcher
@@ -27,6 +27,7 @@ class TextRules:
     silent_ids: Collection[int]  # stop tokens: they end the text and are not in it
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
+    spelled: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text here, and which
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class ChoiceText:
         self.is_stopped = False  # nothing follows; from the start if the given ids are a whole completion
         shown = self.push(given_ids).text
         self._num_characters -= len(shown)
+        self.text_before = shown
 
     def push(self, token_ids: Sequence[int]) -> TextPart:
         """The text that can be shown now; may be empty."""
@@ -58,7 +60,7 @@ class ChoiceText:
         for token_id in token_ids:
             offsets.append(self._num_characters)
             self.num_tokens += 1
-            part = "" if token_id in self._rules.silent_ids else self._detokenizer.push_one(token_id)
+            part = self._text_of(token_id)
             self._num_characters += len(part)
             if self._matcher is not None and self.num_tokens > self._rules.min_tokens:
                 part, is_stopped = self._matcher.push(part)
@@ -67,6 +69,13 @@ class ChoiceText:
                     return TextPart("".join([*parts, part]), offsets, True)
             parts.append(part)
         return TextPart("".join(parts), offsets, False)
+
+    def _text_of(self, token_id: int) -> str:
+        if token_id in self._rules.silent_ids:
+            return ""
+        if token_id in self._rules.spelled:
+            return self._detokenizer.finish() + self._rules.spelled[token_id]
+        return self._detokenizer.push_one(token_id)
 
     def finish(self) -> TextPart:
         """What was held back, since no token follows: an incomplete character, the beginning of a stop string."""

@@ -17,16 +17,21 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, ParamSpec, TypeVar
 
 from router.answer import Asked, Echo
+from router.chat_template import TemplateRefusal
+from router.chat_types import ChatBody
 from router.choice_text import ChoiceText, TextRules
-from router.events import GenerationRequest, Sampling
-from router.openai_types import ApiError, ChatBody, CompletionBody, bad_request, prompts_of, shown, unknown_model
+from router.events import GenerationRequest, Grammar, Sampling
+from router.forced_calls import forced_grammar, is_forced
+from router.openai_types import ApiError, CompletionBody, bad_request, prompts_of, shown, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
-from router.text import ModelText, TemplateRefusal
+from router.structured import grammar_of
+from router.text import ModelText
+from router.tool_calls import AUTOMATIC, ToolUse, tool_use_of
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
@@ -53,6 +58,7 @@ class IntakeLimits:
     request_timeout_s: float
     max_prompt_tokens: int | None
     max_n: int
+    tool_parser: str = AUTOMATIC
 
 
 class Intake:
@@ -72,7 +78,9 @@ class Intake:
             raise bad_request("n", f"must be less than or equal to {self._limits.max_n}, not {body.n}")
         body = body.with_defaults(self._text.sampling_defaults)
         field = "max_tokens"
+        tools: ToolUse | None = None
         if isinstance(body, ChatBody):
+            tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
             prompts = [await self._chat_prompt(body)]
@@ -89,6 +97,7 @@ class Intake:
             )
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
+        grammar = self._grammar(body)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = []
         for prompt in prompts:
@@ -96,7 +105,7 @@ class Intake:
             fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
             if max_tokens is None and isinstance(body, CompletionBody):
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
-            sampling = _sampling(body, fitting, stop_token_ids, logit_bias)
+            sampling = replace(_sampling(body, fitting, stop_token_ids, logit_bias), grammar=grammar)
             request = GenerationRequest(
                 request_id=secrets.token_hex(12),
                 prompt_token_ids=tuple(prompt.token_ids),
@@ -106,7 +115,7 @@ class Intake:
                 num_choices=body.n,
                 generated_token_ids=self._generated_token_ids(body, sampling),
             )
-            asked.append(await self._with_text(body, prompt, request))
+            asked.append(await self._with_text(body, prompt, request, tools))
         return asked
 
     # ---------------------------------------------------------------- prompts
@@ -114,8 +123,9 @@ class Intake:
     async def _chat_prompt(self, body: ChatBody) -> _Prompt:
         messages = [message.for_template() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
+        tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
-            return _Prompt("messages", await off_loop(size, self._text.encode_chat, messages), None)
+            return _Prompt("messages", await off_loop(size, self._text.encode_chat, messages, tools), None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
         except UnicodeError as error:
@@ -153,16 +163,19 @@ class Intake:
         except UnicodeError as error:
             raise bad_request(field, "holds half a surrogate pair, which is no character") from error
 
-    async def _with_text(self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest) -> Asked:
+    async def _with_text(
+        self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest, tools: ToolUse | None
+    ) -> Asked:
         """The request with the ways to text of its choices."""
-        rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens)
+        spelled = {} if tools is None else self._text.spelled(tools.syntax.tokens)
+        rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens, spelled)
         given = request.generated_token_ids
         if given:  # of one choice, without echo
             resumed = await off_loop(16 * len(given), self._text.choice_text, rules, given)
-            return Asked(request, [resumed], known_end=_known_end(request, resumed))
+            return Asked(request, [resumed], tools=tools, known_end=_known_end(request, resumed))
         texts = [self._text.choice_text(rules) for _ in range(body.n)]
         if isinstance(body, ChatBody) or not body.echo:
-            return Asked(request, texts)
+            return Asked(request, texts, tools=tools)
         token_ids, size = prompt.token_ids, len(prompt.token_ids)
         text = await off_loop(size, self._text.decode, token_ids) if prompt.text is None else prompt.text
         wants_offsets = request.sampling.wants_prompt_logprobs
@@ -180,6 +193,12 @@ class Intake:
     def _stop_token_ids(self, body: CompletionBody | ChatBody) -> tuple[int, ...]:
         self._check_token_ids("stop_token_ids", body.stop_token_ids)
         return tuple(dict.fromkeys([*([] if body.ignore_eos else self._text.stop_token_ids), *body.stop_token_ids]))
+
+    def _grammar(self, body: CompletionBody | ChatBody) -> Grammar | None:
+        if isinstance(body, ChatBody) and is_forced(body):
+            return forced_grammar(body, self._text.stop_token_ids)
+        asked = body.response_format, body.structured_outputs
+        return grammar_of(*asked, self._text.stop_token_ids, ignores_end=body.ignore_eos)
 
     def _logit_bias(self, body: CompletionBody | ChatBody) -> tuple[tuple[int, float], ...]:
         biases: dict[int, float] = {}

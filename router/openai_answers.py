@@ -25,8 +25,11 @@ from router.answer import Asked, Piece
 from router.chunk_template import MARK_IDS, MARK_TEXT, ChunkTemplate
 from router.json_parts import ENTRIES_PER_SLICE, dump_ascii, dump_unicode, json_parts
 from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
+from router.openai_types import ApiError
 from router.seeds import branch_seed
 from router.spelling import Spelling
+from router.tool_answers import delta_of, message_of, told_of
+from router.tool_calls import ChoiceCalls
 
 STREAM_END: Final = b"data: [DONE]\n\n"
 
@@ -114,6 +117,7 @@ class AnswerOptions:
     includes_usage: bool  # of a stream; a whole answer always does
     returns_token_ids: bool
     num_logprobs: int | None  # None: no logprobs
+    counts_in_chunks: bool = False  # of a stream: the usage so far, of all choices, in each
 
 
 @dataclass(slots=True)
@@ -126,12 +130,17 @@ class _Choice:
     num_tokens: int = 0
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
+    calls: ChoiceCalls | None = None  # of tools, where there are any
     usual: ChunkTemplate | None = None  # of its chunks, once one has been written
 
     def text_of(self, piece: Piece) -> str:
         """The piece's text, behind the prompt's if it is the first piece of an echo."""
         echo = self.asked.echo
         return echo.text + piece.text if echo is not None and self.is_first else piece.text
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        """The piece's, as the client hears it."""
+        return piece.finish_reason if self.calls is None else self.calls.finish_reason(piece.finish_reason)
 
     def scored(self, piece: Piece) -> list[ScoredToken]:
         """The piece's tokens with their logprobs, behind the prompt's if it is the first piece of an echo."""
@@ -146,6 +155,14 @@ class _Choice:
         return [*tokens, *map(ScoredToken, piece.token_ids, offsets, piece.logprobs)]
 
 
+def _begun(asked: Asked, choice: int) -> _Choice:
+    seed = branch_seed(asked.request.seed, choice)
+    if asked.tools is None:
+        return _Choice(asked, seed)
+    calls = ChoiceCalls(asked.tools, seed, asked.request.prompt_token_ids, asked.texts[choice].text_before)
+    return _Choice(asked, seed, calls=calls)
+
+
 class AnswerWriter:
     """Turns an answer's pieces into what the client reads; gets the same ones for a stream and for a whole answer."""
 
@@ -154,11 +171,7 @@ class AnswerWriter:
         self._options = options
         self._spelling = spelling
         self._num_prompt_tokens = sum(len(each.request.prompt_token_ids) for each in asked)
-        self._choices = [
-            _Choice(each, branch_seed(each.request.seed, choice))
-            for each in asked
-            for choice in range(each.request.num_choices)
-        ]
+        self._choices = [_begun(each, choice) for each in asked for choice in range(each.request.num_choices)]
         self._frame = {
             "id": form.id_prefix + asked[0].request.request_id,
             "created": unix_seconds(),
@@ -177,8 +190,10 @@ class AnswerWriter:
 
     def is_usual(self, index: int, piece: Piece) -> bool:
         """Whether the piece is text behind which more follows: one short event, and nearly all there is of a stream."""
-        has_begun = not self._choices[index].is_first and self._options.num_logprobs is None
-        return has_begun and piece.finish_reason is None and bool(piece.text)
+        choice = self._choices[index]
+        options = self._options
+        has_begun = not choice.is_first and choice.calls is None and options.num_logprobs is None
+        return has_begun and not options.counts_in_chunks and piece.finish_reason is None and bool(piece.text)
 
     def usual_event(self, index: int, piece: Piece) -> bytes:
         """The event of such a piece."""
@@ -191,15 +206,16 @@ class AnswerWriter:
     def _event(self, index: int, piece: Piece) -> Iterable[bytes]:
         choice = self._choices[index]
         choice.num_tokens += len(piece.token_ids)
-        is_shown = choice.is_first or piece.finish_reason is not None or piece.text
+        told, says_something = self._told(choice, piece)
+        is_shown = choice.is_first or piece.finish_reason is not None or says_something
         has_tokens = self._options.returns_token_ids or self._options.num_logprobs is not None
         if not is_shown and not (has_tokens and piece.token_ids):
             return ()
         content = {
             "index": index,
-            **self._form.part(choice.text_of(piece), choice.is_first),
+            **told,
             "logprobs": self._logprobs(choice, piece),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": choice.finish_reason(piece),
         }
         if choice.is_first or piece.finish_reason is not None:
             content["seed"] = choice.seed
@@ -215,6 +231,14 @@ class AnswerWriter:
         is_long = num_scored * (1 + (self._options.num_logprobs or 0)) > ENTRIES_PER_SLICE
         return _event_parts(frame) if is_long else (event(frame),)
 
+    def _told(self, choice: _Choice, piece: Piece) -> tuple[dict[str, Any], bool]:
+        """What the chunk of a piece says, and whether that is anything."""
+        if choice.calls is None:
+            return self._form.part(choice.text_of(piece), choice.is_first), bool(piece.text)
+        delta = delta_of(choice.calls, told_of(choice.calls, piece.text, piece.finish_reason))
+        first = {"role": "assistant", "content": ""} if choice.is_first else {}
+        return {"delta": first | delta}, bool(delta)
+
     def _usual(self, index: int) -> ChunkTemplate:
         """For chunks of a choice that has begun and goes on."""
         content = {"index": index, **self._form.part(MARK_TEXT, False), "logprobs": None, "finish_reason": None}
@@ -223,7 +247,13 @@ class AnswerWriter:
 
     def _chunk_frame(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         frame = {**self._frame, "object": self._form.chunk_object_name, "choices": choices}
-        return frame | ({"usage": None} if self._options.includes_usage else {})
+        if not self._options.includes_usage:
+            return frame
+        return frame | {"usage": self._usage() if self._options.counts_in_chunks else None}
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream that failed."""
+        return event(error.body())
 
     def stream_end(self) -> bytes:
         """The events that end a stream that went well."""
@@ -254,9 +284,9 @@ class AnswerWriter:
         choice.whole.text = "".join(choice.texts)
         content = {
             "index": index,
-            **self._form.whole(choice.text_of(choice.whole)),
+            **self._whole(choice),
             "logprobs": self._logprobs(choice, choice.whole),
-            "finish_reason": choice.whole.finish_reason,
+            "finish_reason": choice.finish_reason(choice.whole),
             "seed": choice.seed,
         }
         if self._options.returns_token_ids:
@@ -265,6 +295,12 @@ class AnswerWriter:
         if choice.whole.handed_up_ids is not None:
             content["completion_token_ids"] = choice.whole.handed_up_ids
         return content
+
+    def _whole(self, choice: _Choice) -> dict[str, Any]:
+        if choice.calls is None:
+            return self._form.whole(choice.text_of(choice.whole))
+        told = told_of(choice.calls, choice.whole.text, choice.whole.finish_reason)
+        return {"message": message_of(choice.calls, told)}
 
     def _logprobs(self, choice: _Choice, piece: Piece) -> dict[str, Any] | None:
         num_top = self._options.num_logprobs

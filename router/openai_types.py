@@ -1,8 +1,8 @@
-"""What clients may ask: the bodies of the OpenAI endpoints, checked once, each error one sentence.
+"""What clients may ask: what the bodies of all endpoints share, checked once, each error one sentence; /v1/completions' own.
 
 A parameter of the API that this version does not serve is refused unless it asks for nothing (its default, or null): never
-ignored, because an answer that silently leaves something out is a wrong answer. Checks that need several fields, the model or
-the nodes (vocabulary, length) are in intake.py.
+ignored, because an answer that silently leaves something out is a wrong answer. Chats: chat_types.py. Checks that need the model
+or the nodes (vocabulary, length) are in intake.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -39,9 +39,11 @@ MAX_STOP_TOKEN_IDS: Final = 256  # with the model's own ones well within what no
 MAX_LOGIT_BIASES: Final = 1024
 _SHOWN_LENGTH: Final = 60  # characters of a wrong value that its error repeats
 
-_BRANCHES: Final = ("str", "list[TextPart]", "constrained-str")  # pydantic puts a union's branches into locations
-
-_EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
+# Pydantic puts a union's branches into locations.
+_BRANCHES: Final = (
+    *("str", "list[TextPart]", "list[InputPart]", "constrained-str"),
+    *("message-item", "function_call-item", "function_call_output-item"),
+)
 
 # Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -55,7 +57,6 @@ UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "store": (False,),
@@ -101,11 +102,14 @@ def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(404, message, code="model_not_found", param="model")
 
 
-class _Body(BaseModel):
+class CheckedBody(BaseModel):
+    """Of JSON objects here: what they do not know is an error."""
+
     model_config = ConfigDict(extra="forbid")
+    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = UNSERVED  # names that are not served, but known
 
 
-class _Nested(_Body):
+class Nested(CheckedBody):
     """An object within a body: what is null in it is not there, as in the body itself."""
 
     @model_validator(mode="before")
@@ -116,40 +120,11 @@ class _Nested(_Body):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class StreamOptions(_Nested):
+class StreamOptions(Nested):
     """Options that count only with `stream`."""
 
     include_usage: Annotated[bool, Field(strict=True)] = False
-
-
-class TextPart(_Nested):
-    """The only kind of content part so far."""
-
-    type: Literal["text"]
-    text: StrictStr
-
-
-class Message(_Nested):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart]
-    name: StrictStr | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_answered(cls, values: object) -> object:
-        """Clients send a message of ours back with all the fields that they know, empty as they are."""
-        if not isinstance(values, dict):
-            return values
-        if values.get("role") == "assistant" and "content" in values and values["content"] is None:
-            values = values | {"content": ""}
-        return {name: value for name, value in values.items() if not (name in _EMPTY_IN_MESSAGES and value == [])}
-
-    def for_template(self) -> dict[str, str]:
-        """The form that chat templates expect: content is one text."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+    continuous_usage_stats: Annotated[bool, Field(strict=True)] = False  # vLLM's, which guidellm asks for
 
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -168,10 +143,11 @@ StopStrings = Annotated[
         }
     ),
 ]
+Structured = dict[str, Any] | None
 PromptForm = str | list[str] | list[int] | list[list[int]]
 
 
-class SamplingDefaults(_Body):
+class SamplingDefaults(CheckedBody):
     """What a model's generation_config.json may say in place of a client that does not."""
 
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
@@ -195,6 +171,8 @@ class GenerationBody(SamplingDefaults):
     stop: StopStrings = []
     stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: Flag = False
+    response_format: Structured = None  # see structured.py
+    structured_outputs: Structured = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
@@ -209,6 +187,12 @@ class GenerationBody(SamplingDefaults):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_in_chunks(self) -> bool:
+        """Whether each chunk of a stream has the counts so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def with_defaults(self, defaults: SamplingDefaults) -> Self:
         """The body with what it does not say taken from there."""
@@ -230,21 +214,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
-    """The body of /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # one error of a huge list is enough
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
-    logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] = 0
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """As a completion's."""
-        return self.top_logprobs if self.logprobs else None
-
-
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=CheckedBody)
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
@@ -255,8 +225,8 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
         raise bad_request(None, f"The body must be a JSON object, not {shown(values)}.", "invalid_json")
     asked = {name: value for name, value in values.items() if value is not None}
     for name in [name for name in asked if name not in body_type.model_fields]:
-        _check_unserved(name, asked.pop(name))
-    return _validated(body_type, asked)
+        _check_unserved(body_type.unserved, name, asked.pop(name))
+    return validated(body_type, asked)
 
 
 def _parsed(content: bytes) -> object:
@@ -277,10 +247,11 @@ def _parsed(content: bytes) -> object:
 def parse_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
     """What a generation_config.json says of sampling; raises ApiError with the first thing that is wrong with it."""
     named = {name: values[name] for name in SamplingDefaults.model_fields if values.get(name) is not None}
-    return _validated(SamplingDefaults, named)
+    return validated(SamplingDefaults, named)
 
 
-def _validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
+def validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
+    """The values, checked; raises ApiError with the first thing that is wrong with them."""
     try:
         return body_type.model_validate(values)
     except ValidationError as error:
@@ -293,11 +264,11 @@ def _validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
         raise _sentence(location, worst["type"], worst["msg"], worst["input"]) from error
 
 
-def _check_unserved(name: str, value: object) -> None:
+def _check_unserved(unserved: Mapping[str, tuple[object, ...]], name: str, value: object) -> None:
     """Let a value pass that asks for nothing; refuse any other, and names that the API does not have."""
-    if name not in UNSERVED:
+    if name not in unserved:
         raise bad_request(name[:_SHOWN_LENGTH], "unknown parameter", "unknown_parameter")
-    for harmless in UNSERVED[name]:
+    for harmless in unserved[name]:
         if value == harmless and isinstance(value, bool) == isinstance(harmless, bool):
             return
     raise bad_request(name, f"not supported by this version (got {shown(value)})", "unsupported_parameter")
@@ -349,7 +320,11 @@ def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: o
             return bad_request(field, f"must be an object, not {shown(value)}")
         case "list_type" if field == "stop":
             message = "must be a text or a list of texts"
-        case "string_type" | "list_type" if location[-1] in _BRANCHES and location[0] == "messages":
+        case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, dict):
+            return bad_request(f"{field}.type", f"not supported by this version (got {shown(value.get('type'))})")
+        case "union_tag_invalid" | "union_tag_not_found":
+            return bad_request(field, f"must be an object, not {shown(value)}")
+        case "string_type" | "list_type" if location[-1] in _BRANCHES and location[0] in ("messages", "input"):
             message = "must be a text or a list of text parts"
     for subject in ("Input should", "String should", "List should", "Dictionary should"):
         message = message.replace(subject, "must")

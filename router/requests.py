@@ -7,11 +7,11 @@ only a first dispatch can be of several (waiting.py), and an error is the whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
-from router.events import GenerationRequest, NodeRef, Sampling
+from router.events import GenerationRequest, Grammar, NodeRef, Sampling
 from router.ownership import Side
 from router.phases import (
     AwaitingPrompt,
@@ -29,6 +29,12 @@ from router.placement import Pair
 from router.retry import Tries
 from router.seeds import branch_seed
 from router.token_log import TokenLog
+
+_GRAMMAR_KINDS: Final = {
+    "json_schema": pb.Grammar.JSON_SCHEMA,
+    "regex": pb.Grammar.REGEX,
+    "ebnf": pb.Grammar.EBNF,
+}
 
 
 class KnownEnd(NamedTuple):
@@ -208,4 +214,14 @@ def _sampling_message(sampling: Sampling, awaits_prompt_logprobs: bool) -> pb.Sa
         logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
         num_logprobs=sampling.num_logprobs,
         prompt_logprobs=awaits_prompt_logprobs,
+        grammar=None if sampling.grammar is None else _grammar_message(sampling.grammar),
+    )
+
+
+def _grammar_message(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(
+        kind=_GRAMMAR_KINDS[grammar.kind],
+        text=grammar.text,
+        is_compact=grammar.is_compact,
+        end_token_ids=grammar.end_token_ids,
     )

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from router.answer import Delivery, Piece
 from router.events import Failed
 from router.json_parts import dump_ascii
-from router.openai_answers import AnswerWriter, event
 from router.openai_types import ApiError
 from router.shell import RouterShell
 from runtime.logs import log_event
@@ -30,6 +29,31 @@ _LOG: Final = logging.getLogger(__name__)
 _LAST_WRITE_S: Final = 5.0  # beyond the deadline, for a client to take what is there
 _TURN_S: Final = 0.005  # of writing, before others have theirs
 _BLOCK_BYTES: Final = 64 << 10  # that are handed on together
+
+
+class Writer(Protocol):
+    """What turns an answer's pieces into what the client reads, as a stream or whole."""
+
+    def is_usual(self, index: int, piece: Piece) -> bool:
+        """Whether the piece is one that `usual_event` can write."""
+
+    def usual_event(self, index: int, piece: Piece) -> bytes:
+        """The event of such a piece."""
+
+    def chunk(self, index: int, piece: Piece) -> Iterable[bytes]:
+        """The events of any piece, in parts; there may be none."""
+
+    def stream_end(self) -> bytes:
+        """What ends a stream that went well."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """What ends one that did not."""
+
+    def collect(self, index: int, piece: Piece) -> None:
+        """Keep a piece for `whole`."""
+
+    def whole(self) -> Iterator[bytes]:
+        """The whole answer, in parts; ASCII."""
 
 
 def json_answer(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -50,7 +74,7 @@ class GenerationResponse(Response):
         self,
         shell: RouterShell,
         delivery: Delivery,
-        writer: AnswerWriter,
+        writer: Writer,
         *,
         is_stream: bool,
         headers: dict[str, str],
@@ -167,7 +191,7 @@ class GenerationResponse(Response):
             yield from self._writer.chunk(index, piece)
         if failed is not None:
             self._abort()
-            yield event(_as_api_error(failed).body())
+            yield self._writer.failed(_as_api_error(failed))
         elif is_over:
             yield self._writer.stream_end()
 
@@ -193,4 +217,6 @@ async def _paced(parts: Iterable[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
 
 
 def _as_api_error(failed: Failed) -> ApiError:
-    return ApiError(failed.status, failed.message, code=failed.code, retry_after_s=failed.retry_after_s)
+    # Of what is the client's own fault it need not hear who noticed it.
+    message = failed.message.split(": ", 1)[-1] if failed.status == 400 else failed.message
+    return ApiError(failed.status, message, code=failed.code, retry_after_s=failed.retry_after_s)

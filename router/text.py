@@ -1,37 +1,25 @@
 """Text in and out of token ids, as the model directory says: tokenizer, template, stop tokens; and its sampling defaults.
 
 Reads `tokenizer.json`, `tokenizer_config.json`, `config.json`, `generation_config.json` and `chat_template.jinja` once, at
-start. Templates run in jinja2's sandbox (they come with the model, from strangers), and without a clock: a template that
-writes today's date falls back to its own. Not here: the incremental way back (detokenizer.py); weights.
+start. Not here: the template (chat_template.py); the incremental way back (detokenizer.py); weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.chat_template import ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
 
-_TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-class ModelDirectoryError(ValueError):
-    """The model directory cannot be used; one line that names the file and what is wrong with it."""
-
-
-class TemplateRefusal(ValueError):
-    """The model's chat template cannot take these messages."""
 
 
 class ModelText:
@@ -51,7 +39,7 @@ class ModelText:
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._alone: dict[int, str] = {}  # texts of tokens that nothing precedes
-        self._template = _read_template(directory, settings)
+        self._template = read_template(directory, settings)
         self.spelling = Spelling(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
@@ -61,29 +49,35 @@ class ModelText:
             raise ModelDirectoryError(f"{directory / 'generation_config.json'}: {error.message}") from error
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether the model can chat."""
-        return self._template is not None
+    def tool_template(self) -> str | None:
+        """The source of the chat template that takes tools; None: this model has none."""
+        return None if self._template is None else self._template.tool_source
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself (usually BOS).
 
         Raises UnicodeEncodeError for half a surrogate pair, which JSON can spell and no tokenizer takes.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks; the template writes all special tokens.
 
         Raises TemplateRefusal if there is no template or it refuses the messages, and as encode_prompt.
         """
         if self._template is None:
             raise TemplateRefusal("this model has no chat template")
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except _TEMPLATE_FAULTS as fault:
-            raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
-        return self._encode(text, add_special_tokens=False)
+        text = self._template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
+        )
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text.encode()  # the tokenizer's own error for what is no Unicode does not say so
@@ -92,9 +86,13 @@ class ModelText:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole completion, special tokens skipped; ids without a token have no text."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole completion; ids without a token have no text."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_string(self, token_id: int) -> str:
+        """How the vocabulary writes a token; "" for an id that no token has."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def _decode_few(self, token_ids: Sequence[int]) -> str:
         """As `decode`; a token alone is asked for again and again, so each is decoded once."""
@@ -103,6 +101,11 @@ class ModelText:
         if (text := self._alone.get(token_ids[0])) is None:
             text = self._alone[token_ids[0]] = self.decode(token_ids)
         return text
+
+    def spelled(self, tokens: Collection[str]) -> dict[int, str]:
+        """Those of the tokens that are special here, and so without text, by id."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if token.special and token.content in tokens}
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """A detokenizer for one completion."""
@@ -170,30 +173,3 @@ def _vocab_size(config: Mapping[str, Any], path: Path) -> int:
 def _spelling(token: object) -> str:
     """A special token's text; configs hold it plain or as an object."""
     return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)
-
-
-def _read_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
-    """The chat template of its own file, else of the tokenizer's config: one text, or several of which one is `default`."""
-    own_file = directory / "chat_template.jinja"
-    source: object = own_file.read_text(encoding="utf-8") if own_file.is_file() else settings.get("chat_template")
-    if isinstance(source, list):
-        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
-    if source is None:
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    try:
-        return environment.from_string(str(source))
-    except jinja2.TemplateError as error:
-        raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """As `transformers` does it: no HTML escapes, no ASCII escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    """What templates call `raise_exception`."""
-    raise jinja2.TemplateError(message)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, MESSAGE_START, NUM_BYTES, SPECIAL_TOKENS
-from engine.plan import SamplingParams
+from engine.plan import Grammar, SamplingParams
 from engine.sequence import SequenceSpec
 from router.seeds import branch_seed
 
@@ -19,6 +19,7 @@ MAX_TOKENS: Final = 24
 STOP_TOKEN_IDS: Final = (END_OF_TEXT, MESSAGE_END)  # of the model's generation_config.json
 PIECES: Final = ("the ", "x", "STOP", "€", "é", "😀", "世界", " ", "\n", "Grüße ", "0", "a\u0301")
 MULTI_BYTE: Final = "é€"  # what may come of bytes drawn at random
+REGEXES: Final = ("[a-f€é]{3,14}", "(yes|no)!*", ".{9}")
 READABLE: Final = range(32, 127)  # the bytes that the small model likes
 
 
@@ -67,6 +68,8 @@ def drawn_body(rng: random.Random, is_chat: bool) -> dict[str, Any]:
         "user": "somebody",
         "timeout_s": 300,
     }
+    is_bound = rng.random() < 0.2 and not body["ignore_eos"]
+    body["structured_outputs"] = {"regex": rng.choice(REGEXES)} if is_bound else None
     body["min_tokens"] = rng.choice([0, 0, rng.randint(0, body["max_tokens"])])
     if rng.random() < 0.3:
         body["request_id"] = f"mine-{rng.getrandbits(32)}"
@@ -111,9 +114,14 @@ def expected_choices(body: dict[str, Any]) -> list[Expected]:
             logit_bias=tuple((int(token_id), bias) for token_id, bias in body["logit_bias"].items()),
             num_logprobs=body.get("top_logprobs", body["logprobs"]) if wants_logprobs else None,
             prompt_logprobs=bool(body.get("echo")) and wants_logprobs,
+            grammar=_grammar(body["structured_outputs"]),
         )
         choices.append(Expected(tuple(prompt_ids), text, seed, sampling, max_tokens))
     return choices
+
+
+def _grammar(outputs: dict[str, str] | None) -> Grammar | None:
+    return None if outputs is None else Grammar("regex", outputs["regex"], False, STOP_TOKEN_IDS)
 
 
 def name_of(token_id: int) -> str:

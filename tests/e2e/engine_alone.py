@@ -8,6 +8,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.fingerprint import fingerprint_fields
+from engine.grammars import Grammars
 from engine.kv_memory import KvMemory, kv_block_bytes
 from engine.local_engine import LocalEngine
 from engine.model import load_model
@@ -28,15 +29,18 @@ def engine_alone(
     num_blocks: int = 1200,
     chunk_tokens: int = 64,
     max_model_len: int = 1024,
+    memory: KvMemory | None = None,
 ) -> LocalEngine:
-    """An engine with sizes of its own: what it says depends on none of them."""
+    """An engine with sizes of its own: what it says depends on none of them. `memory`: for a test that looks into it."""
     torch.set_num_threads(1)  # as the nodes have; idle threads of a second one would take their core
-    memory = KvMemory(read_model_config(model_dir), block_size, num_blocks, dtype)
+    if memory is None:
+        memory = KvMemory(read_model_config(model_dir), block_size, num_blocks, dtype)
     pool = BlockPool(num_blocks, block_size)
     model = load_model(model_dir, dtype, KERNELS)
     key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size, model.kernels.name).to_bytes())
     scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, chunk_tokens, max_model_len), pool, key_seed)
-    return LocalEngine(scheduler, TorchRunner(model, memory, NUM_SLOTS, max_model_len))
+    grammars = Grammars(model_dir, model.config.vocab_size)
+    return LocalEngine(scheduler, TorchRunner(model, memory, NUM_SLOTS, max_model_len, grammars=grammars))
 
 
 def block_bytes(model_dir: Path, dtype: str = "fp32", block_size: int = 16) -> int:

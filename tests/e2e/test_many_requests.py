@@ -10,7 +10,8 @@ import pytest
 
 from bench.completions import Record
 from bench.report import report_of
-from bench.serve import ServeConfig, find_asking, measure
+from bench.serve import find_asking, measure
+from bench.serve_config import BenchConfig
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import block_bytes
 from tests.e2e.test_serving import wait_until_nothing_is_held
@@ -26,9 +27,9 @@ def test_500_requests_at_once_on_32_slots_are_all_answered_and_leave_no_block(
 ) -> None:
     flags = ("--max-num-seqs", "32", "--max-model-len", "1024", "--block-size", str(BLOCK_SIZE))
     with started_cluster(tiny_model, tmp_path, *flags) as cluster:
-        config = ServeConfig(
+        config = BenchConfig(
             url=cluster.url,
-            num_requests=NUM_REQUESTS,
+            max_requests=NUM_REQUESTS,
             prompt_tokens=str(PROMPT_TOKENS),
             output_tokens=str(OUTPUT_TOKENS),
             seed=fresh_seed >> 1,

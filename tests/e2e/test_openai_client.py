@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from tests.e2e.cluster import Cluster, started_cluster
+from tests.e2e.cluster import BATON, Cluster, started_cluster
 
 MODEL: Final = "llama-tiny"
 MESSAGES: Final[list[Any]] = [
@@ -183,3 +184,13 @@ def test_an_unknown_path_is_404_and_a_wrong_method_405_each_with_a_code_of_its_o
         client.get("/completions", cast_to=object)
     assert (not_so.value.status_code, not_so.value.code) == (405, "method_not_allowed")
     assert not_so.value.response.headers["Allow"] == "POST"
+
+
+def test_baton_chat_says_what_the_official_client_gets(cluster: Cluster, client: openai.OpenAI) -> None:
+    asked: list[Any] = [{"role": "system", "content": "You are old."}, {"role": "user", "content": "Grüß dich"}]
+    answer = client.chat.completions.create(model=MODEL, messages=asked, max_tokens=9, temperature=0)
+    flags = ("--system", "You are old.", "--max-tokens", "9", "--temperature", "0")
+    command = [BATON, "chat", cluster.url, "Grüß dich", *flags]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.decode().removesuffix("\n") == (answer.choices[0].message.content or "").removesuffix("\n")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.kv_memory import KvMemory
@@ -83,3 +84,18 @@ def test_an_asynchronous_runner_says_what_a_synchronous_one_says(model: Model, i
     assert said == expected and all(said.values())
     num_waited_for = sum(isinstance(step, Done) for step in steps)
     assert num_waited_for == 0 if is_plain else num_waited_for > 0
+
+
+def test_a_runner_says_when_a_step_is_laid_out_and_not_computed_yet(model: Model) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, NUM_BLOCKS, model.dtype)
+    scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, 32, MAX_MODEL_LEN), BlockPool(NUM_BLOCKS, BLOCK_SIZE), b"key")
+    runner = TorchRunner(model, memory, NUM_SLOTS, MAX_MODEL_LEN)
+    scheduler.submit(SequenceSpec(0, (1, 2, 3), 0, SamplingParams(0.0, 0), 4, frozenset(), ()))
+    num_steps, seen = 0, list[Tensor]()
+    while (plan := scheduler.plan()) is not None:
+        before = memory.tensor.clone()
+        launched = runner.launch(plan, lambda: seen.append(memory.tensor.clone()))
+        num_steps += 1
+        assert len(seen) == num_steps and seen[-1].equal(before) and not memory.tensor.equal(before)
+        scheduler.complete(launched.read())
+    assert num_steps == 4

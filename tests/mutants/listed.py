@@ -6,10 +6,13 @@ from typing import Final
 
 from tests.mutants import (
     of_answers,
+    of_bench,
     of_caches,
     of_chart,
+    of_dashboard,
     of_engine,
     of_fetching,
+    of_grammars,
     of_handoff,
     of_int8,
     of_kernels,
@@ -19,6 +22,7 @@ from tests.mutants import (
     of_nodes,
     of_one_sided,
     of_placement,
+    of_plan,
     of_pressure,
     of_ranks,
     of_registry,
@@ -30,6 +34,7 @@ from tests.mutants import (
     of_security,
     of_session,
     of_sight,
+    of_tools,
 )
 from tests.mutants.mutant import Mutant
 
@@ -41,15 +46,19 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_pressure.MUTANTS,
     *of_router.MUTANTS,
     *of_answers.MUTANTS,
+    *of_bench.MUTANTS,
     *of_caches.MUTANTS,
     *of_chart.MUTANTS,
+    *of_dashboard.MUTANTS,
     *of_fetching.MUTANTS,
+    *of_grammars.MUTANTS,
     *of_int8.MUTANTS,
     *of_kernels.MUTANTS,
     *of_kv_pool.MUTANTS,
     *of_moves.MUTANTS,
     *of_one_sided.MUTANTS,
     *of_placement.MUTANTS,
+    *of_plan.MUTANTS,
     *of_ranks.MUTANTS,
     *of_registry.MUTANTS,
     *of_retry.MUTANTS,
@@ -59,4 +68,5 @@ ALL: Final[tuple[Mutant, ...]] = (
     *of_security.MUTANTS,
     *of_session.MUTANTS,
     *of_sight.MUTANTS,
+    *of_tools.MUTANTS,
 )

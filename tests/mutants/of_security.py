@@ -11,6 +11,7 @@ _LIMITS: Final = ("tests/router/test_rate_limit.py",)
 _GATE: Final = ("tests/router/test_gate.py",)
 _CURVE: Final = ("tests/transport/test_curve.py",)
 _CREDENTIALS: Final = ("tests/security/test_credentials.py",)
+_UNHEARD: Final = ("tests/security/test_unheard.py",)
 _HTTP: Final = ("tests/security/test_http_bounds.py",)
 
 MUTANTS: Final = (
@@ -149,5 +150,45 @@ MUTANTS: Final = (
         "> MAX_BRANCHES:",
         "> MAX_BRANCHES << 10:",
         ("tests/router/test_core.py",),
+    ),
+    Mutant(
+        "strangers-uncounted",
+        "Who never calls is forgotten without being counted.",
+        "runtime/unheard.py",
+        "            self._waiting.popleft()\n            num_refused += 1\n        return num_refused\n\n    def next_deadline",
+        "            self._waiting.popleft()\n        return num_refused\n\n    def next_deadline",
+        _UNHEARD,
+    ),
+    Mutant(
+        "each-call-a-connection",
+        "A second call over one connection passes for another connection's, and a stranger for a member.",
+        "runtime/unheard.py",
+        "if address not in self._callers and self._waiting:",
+        "if self._waiting:",
+        _UNHEARD,
+    ),
+    Mutant(
+        "handshakes-without-an-end",
+        "Connections that never call are remembered, however many.",
+        "runtime/unheard.py",
+        "if len(self._waiting) > self._max_waiting:",
+        "if len(self._waiting) > 1 << 30:",
+        _UNHEARD,
+    ),
+    Mutant(
+        "callers-by-age",
+        "Over the bound who called first is forgotten, though it calls all the time.",
+        "runtime/unheard.py",
+        "self._callers.move_to_end(address)",
+        "self._callers.move_to_end(address, len(self._callers) > 1 << 30)",
+        _UNHEARD,
+    ),
+    Mutant(
+        "streamers-unheard",
+        "Who calls for a stream of answers is not noted.",
+        "runtime/grpc_server.py",
+        "self._called(context.peer())\n                async with",
+        "async with",
+        ("tests/security/test_refused_grpc.py",),
     ),
 )

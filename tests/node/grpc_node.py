@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 
+from engine.grammars import Grammars
 from node import events as ev
 from node.ending import Ending
+from node.grammar_gate import GrammarGate
+from node.grammar_threads import GrammarThreads
 from node.handoff_client import SERVER_OPTIONS
 from node.identity import NodeIdentity
 from node.metrics import Counters
@@ -77,11 +81,13 @@ async def serve_node(
 
     identity, counters, calls = NodeIdentity("n0", INCARNATION), Counters(), PendingCalls()
     bounds = Bounds(role=role, vocab_size=100, max_model_len=64)
-    routers = Routers(identity, bounds, counters, post, pb.LoadReport, SessionTiming())
+    threads = GrammarThreads(Grammars(Path("nowhere"), 100))
+    gate = GrammarGate(post, threads)
+    routers = Routers(identity, bounds, counters, gate, pb.LoadReport, SessionTiming())
     server = grpc.aio.server(options=SERVER_OPTIONS)
     ending = Ending(25.0, ROLE_NAMES[role], ("decode", "mixed", "prefill"))
     ending.take_up(ScriptedCore())
-    service = NodeService(identity, bounds, counters, post, routers.sessions, calls, ending)
+    service = NodeService(identity, bounds, counters, gate, routers.sessions, calls, ending)
     pb_grpc.add_NodeServicer_to_server(service, server)
     node = GrpcNode(f"127.0.0.1:{server.add_insecure_port(address)}", calls, counters, routers, ending, service)
     await server.start()
@@ -91,4 +97,6 @@ async def serve_node(
     finally:
         stream.cancel()
         await routers.sessions.close()
+        await gate.close()
+        await threads.stop()
         await server.stop(None)

@@ -75,7 +75,7 @@ class EchoRunner:
     def __init__(self, fails_at: int = -1) -> None:
         self._fails_at = fails_at
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan, on_ready: Callable[[], None]) -> Launched:
         if plan.step_id == self._fails_at:
             raise RuntimeError("a bug in the runner")
         return Done(StepResult.of(plan.step_id, ()))

@@ -1,13 +1,15 @@
-"""The runner's thread over a device that computes by itself: the next step is launched before the last one is read."""
+"""The runner's thread: the next step is launched before the last one is read from a device that computes by itself, and laid out
+before the last one is told where the device is the thread's own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from engine.plan import Plan, StepResult
+from engine.plan import Done, Plan, StepResult
 from node.runner_thread import RunnerThread
 
 
@@ -19,7 +21,7 @@ class Device:
         self.allowed = [threading.Event() for _ in range(4)]
         self.is_read = threading.Event()
 
-    def launch(self, plan: Plan) -> Step:
+    def launch(self, plan: Plan, on_ready: Callable[[], None]) -> Step:
         self.asked.append(f"launch {plan.step_id}")
         return Step(self, plan.step_id)
 
@@ -72,5 +74,50 @@ def test_a_step_is_launched_before_the_one_before_it_is_read_where_there_is_one(
             assert await thread.stop()
             assert await results.get() == 3
         assert device.asked[3:] == ["read 1", "launch 2", "read 2", "launch 3", "read 3"]
+
+    asyncio.run(run())
+
+
+class Processor:
+    """Computes on the thread that launches; each step waits to be laid out until the test says so."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.allowed = [threading.Event() for _ in range(4)]
+
+    def launch(self, plan: Plan, on_ready: Callable[[], None]) -> Done:
+        assert self.allowed[plan.step_id].wait(10)
+        self.noted.append(f"laid out {plan.step_id}")
+        on_ready()
+        self.noted.append(f"computed {plan.step_id}")
+        return Done(StepResult.of(plan.step_id, ()))
+
+
+def test_a_step_is_told_once_the_next_one_is_laid_out_and_at_once_where_there_is_none() -> None:
+    async def run() -> None:
+        processor, told = Processor(), asyncio.Queue[int]()
+        loop = asyncio.get_running_loop()
+
+        def tell(result: StepResult) -> None:
+            processor.noted.append(f"told {result.step_id}")
+            loop.call_soon_threadsafe(told.put_nowait, result.step_id)
+
+        thread = RunnerThread(processor, tell)
+        async with asyncio.timeout(20):
+            for step_id in range(3):
+                thread.submit(Plan(step_id))
+            for step_id in range(3):
+                processor.allowed[step_id].set()
+            assert [await told.get() for _ in range(3)] == [0, 1, 2]  # nothing follows the last one
+            thread.submit(Plan(3))
+            ending = asyncio.create_task(thread.stop())
+            processor.allowed[3].set()
+            assert await ending
+            assert await told.get() == 3
+        assert processor.noted == [
+            *("laid out 0", "computed 0", "laid out 1", "told 0", "computed 1"),
+            *("laid out 2", "told 1", "computed 2", "told 2"),
+            *("laid out 3", "computed 3", "told 3"),
+        ]
 
     asyncio.run(run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.plan import SamplingParams, TokenLogprobs
+from engine.plan import Grammar, SamplingParams, TokenLogprobs
 from node.sampling import to_logprobs_message, to_sampling_params
 from proto import baton_pb2 as pb
 
@@ -27,9 +27,15 @@ def test_every_field_of_the_message_arrives_and_changes_nothing_else(field: str)
         "num_logprobs": 0,  # not absent: each token's own
         "top_p": 0.5,
         "repetition_penalty": 1.5,
+        "grammar": pb.Grammar(kind=pb.Grammar.REGEX, text="a+", is_compact=True, end_token_ids=[5]),
+    }
+    told = {
+        "stop_token_ids": frozenset({3, 4}),
+        "logit_bias": ((3, -2.5),),
+        "grammar": Grammar("regex", "a+", True, (5,)),
     }
     params = to_sampling_params(pb.Sampling(**{field: given.get(field, 1)}), seed=7)  # type: ignore[arg-type]
-    right = {"stop_token_ids": frozenset({3, 4}), "logit_bias": ((3, -2.5),)}.get(field, given.get(field, 1))
+    right = told.get(field, given.get(field, 1))
     for name in SamplingParams.__dataclass_fields__:
         assert getattr(params, name) == (right if name == field else getattr(OFF, name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,11 @@ def good_dispatch() -> pb.Dispatch:
         target=pb.Target(node=pb.PeerId(name="d0", incarnation=3), grpc_address="127.0.0.1:1"),
         ms_left=1,
     )
+
+
+def grammar(**fields: Any) -> pb.Grammar:
+    good: dict[str, Any] = {"kind": pb.Grammar.REGEX, "text": "a", "end_token_ids": [2]}
+    return pb.Grammar(**(good | fields))
 
 
 def good_reserve() -> pb.ReserveRequest:
@@ -212,6 +218,14 @@ def _set(path: str, value: object) -> Callable[[pb.Dispatch], None]:
         (lambda d: d.ClearField("target"), "target"),
         (lambda d: d.sampling.stop_token_ids.extend([1] * 2000), "stop_token_ids: 2001"),
         (lambda d: d.sampling.stop_token_ids.append(100), "stop_token_ids: 100 is not below"),
+        (lambda d: d.sampling.grammar.MergeFrom(grammar(kind=9)), "grammar.kind: 9, none that"),
+        (lambda d: d.sampling.grammar.MergeFrom(grammar(text="")), "grammar.text: 0 bytes, must be from 1"),
+        (lambda d: d.sampling.grammar.MergeFrom(grammar(text="é" * 40_000)), "grammar.text: 80000 bytes"),
+        (lambda d: d.sampling.grammar.MergeFrom(grammar(end_token_ids=[])), "grammar.end_token_ids: 0, must be from 1"),
+        (
+            lambda d: d.sampling.grammar.MergeFrom(grammar(end_token_ids=[100])),
+            "grammar.end_token_ids: 100 is not below",
+        ),
         (_set("sampling.top_p", 1.01), "top_p"),
         (_set("sampling.top_p", math.nan), "top_p"),
         (_set("sampling.min_p", -0.01), "min_p"),

@@ -59,6 +59,7 @@ async def live_router(
     timing: SessionTiming = USUAL_TIMING,
     behind: Callable[[ASGIApp, RouterShell], ASGIApp] = lambda app, shell: app,
     settings: ApiSettings | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> AsyncIterator[LiveRouter]:
     """Serve until the block ends; ready when it begins. `behind` puts something in front of the API."""
     shell = RouterShell(RouterCore(core_config or RouterCoreConfig(), Placement()), Peer("router", 77), timing)
@@ -68,8 +69,8 @@ async def live_router(
     http = HttpServer(behind(api.app(), shell), listener)
     serving = asyncio.create_task(http.run())
     async with (
-        ScriptedNode("prefill", pb.ROLE_PREFILL, MAX_MODEL_LEN, timing) as prefill,
-        ScriptedNode("decode", pb.ROLE_DECODE, MAX_MODEL_LEN, timing) as decode,
+        ScriptedNode("prefill", pb.ROLE_PREFILL, max_model_len, timing) as prefill,
+        ScriptedNode("decode", pb.ROLE_DECODE, max_model_len, timing) as decode,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
     ):
         pair = ScriptedPair(prefill, decode, script or replying(b"hello"))

@@ -117,6 +117,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"no_such_thing": 1}, "no_such_thing", "unknown parameter"),
     ({"request_id": "a b"}, "request_id", 'must be 1 to 256 visible ASCII characters, not "a b"'),
     ({"model": None}, "model", "is required"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported by this version"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "must not be empty"),
@@ -126,8 +127,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "image_url"),
     (
         {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
-        "messages.0.tool_calls",
-        "unknown parameter",
+        "messages.0.tool_calls.0",
+        "must be an object, not 1",
     ),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "is required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a text or a list of text parts, not 5"),
@@ -136,7 +137,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools here"),
     ({"messages": [{"role": "user", "content": "\udfff"}]}, "messages", "half a surrogate pair"),
     ({"messages": [{"role": "user", "content": "x" * MAX_MODEL_LEN}]}, "messages", "leave no room"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported by this version"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "is required"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts max_tokens"),
     ({"max_completion_tokens": 99999}, "max_completion_tokens", "99999 is more than"),
     ({"prompt": "hi"}, "prompt", "unknown parameter"),
@@ -145,7 +146,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"echo": True}, "echo", "not supported by this version"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this version"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text', 'json_object' or 'json_schema'"),
 ]
 BAD_BODIES = [
     b"",

@@ -15,7 +15,7 @@ from router.placement import Draw
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
-FINAL = {pb.INCOMPATIBLE, pb.DEADLINE}
+FINAL = {pb.INCOMPATIBLE, pb.DEADLINE, pb.INVALID}
 
 
 def test_every_code_has_its_cost_or_is_final() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from router.chat_template import ModelDirectoryError, TemplateRefusal
 from router.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from router.text import ModelDirectoryError, ModelText, TemplateRefusal
+from router.text import ModelText
 from tests.router.tiny_model import BOS_ID, EOS_ID, TURN_ID, VOCAB_SIZE, byte_level_tokenizer, write_model_text
 
 SPECIAL_IDS = frozenset({BOS_ID, EOS_ID, TURN_ID})

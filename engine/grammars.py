@@ -1,0 +1,285 @@
+"""Which tokens a grammar allows next: compiled once by xgrammar, kept for the next request, and followed by one matcher a slot.
+
+What is allowed is a function of the grammar and of the completion's tokens. So a sequence that goes on elsewhere, or again, is
+allowed there what it would have been allowed here: its matcher is made anew by giving it the tokens that there are.
+
+xgrammar takes milliseconds for most grammars, and a second for some; it does so without the interpreter's lock, and any thread
+may call `check`. A runner that finds its grammar compiled waits for nothing. Not here: how long a client may keep a node
+compiling (node/grammar_threads.py), and what a client may write (router/structured.py).
+
+Source: Dong et al., "XGrammar: Flexible and Efficient Structured Generation Engine for Large Language Models", 2024.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from engine.plan import Grammar
+
+if TYPE_CHECKING:
+    import xgrammar
+
+CACHE_BYTES: Final = 128 << 20  # of compiled grammars; a small one has a megabyte with a vocabulary of 50,000
+# Texts that a new grammar is tried on, and the processor's time for all of them: a hundred times what an ordinary one takes.
+_WALKS, _WALK_TOKENS, _WALKS_S = 2, 64, 1.0
+_MAX_BLANKS: Final = 16  # between two tokens of JSON: a line break and what a few levels are indented by
+_BITS: Final = 32  # of a word of xgrammar's masks
+# In JSON no control character stands for itself but as white space. xgrammar 0.2 lets strings of a bounded length have all but
+# these two (its issue 800), so that tokens with any other, the tab too, are left out of JSON.
+_JSON_CONTROLS: Final = frozenset(
+    b"\n\r"
+)  # Behind the first byte of a character; elsewhere any continuing byte may be.
+_SECOND_BYTES: Final = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+_CONTINUING: Final = bytes(range(0x80, 0xC0))
+_MOST_CONTINUING: Final = 3  # of one character
+# What xgrammar raises of a grammar that it cannot take, or gets lost in: none of it is a bug of ours, and none may end a node.
+_FAULTS: Final = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+
+
+class GrammarError(ValueError):
+    """Nothing can be said by this grammar, here or at all: one sentence."""
+
+
+class Vocabulary:
+    """What of a model's tokens can be text: xgrammar takes any bytes for a character that begin and go on like one.
+
+    `of_text` and `of_json`, [vocab_size] bool: the tokens whose own bytes can be; ends are among them. `behind`: of the first
+    bytes of characters that not every byte may follow (RFC 3629, section 4), the tokens that may.
+    """
+
+    def __init__(self, spelled: Sequence[bytes]) -> None:
+        self.spelled = spelled
+        self.of_text = np.array([_is_utf8_piece(each) for each in spelled], np.bool_)
+        controls = [any(byte < 0x20 and byte not in _JSON_CONTROLS for byte in each) for each in spelled]
+        self.of_json = self.of_text & ~np.array(controls, np.bool_)
+        firsts = np.array([each[0] if each else 0 for each in spelled], np.int64)
+        self.behind = {lead: (firsts >= low) & (firsts <= high) for lead, (low, high) in _SECOND_BYTES.items()}
+
+
+def _is_utf8_piece(spelled: bytes) -> bool:
+    """Whether it can be within a text: characters, the end of one before them, and the beginning of one behind."""
+    rest = spelled.lstrip(_CONTINUING)
+    if len(spelled) - len(rest) > _MOST_CONTINUING:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(rest)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class Constraint:
+    """What one completion may go on with. A grammar that could not be had, or a completion that is none of it, allows nothing."""
+
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher | None, vocabulary: Vocabulary, vocab_size: int, *, is_json: bool
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._usable = vocabulary.of_json if is_json else vocabulary.of_text
+        self._last_byte = 0
+        self._words = np.empty((1, -(-vocab_size // _BITS)), np.int32)
+        self._vocab_size = vocab_size
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no token can follow."""
+        return self._matcher is None
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """What may come next, [vocab_size]; None: anything, since the completion has ended and whatever is drawn is dropped."""
+        if self._matcher is None:
+            return np.zeros(self._vocab_size, np.bool_)
+        if self._matcher.is_terminated():
+            return None
+        try:
+            self._matcher.fill_next_token_bitmask(self._words)
+        except _FAULTS:
+            self._matcher = None
+            return np.zeros(self._vocab_size, np.bool_)
+        bits = np.unpackbits(self._words.view(np.uint8)[0], count=self._vocab_size, bitorder="little")
+        allowed = bits.view(np.bool_) & self._usable
+        behind = self._vocabulary.behind.get(self._last_byte)
+        return allowed if behind is None else allowed & behind
+
+    def add(self, token_id: int) -> None:
+        """The completion's next token."""
+        if self._matcher is None or self._matcher.is_terminated():
+            return
+        try:
+            is_taken = self._matcher.accept_token(token_id)
+        except _FAULTS:
+            is_taken = False
+        if not is_taken:
+            self._matcher = None
+        elif spelled := self._vocabulary.spelled[token_id]:
+            self._last_byte = spelled[-1]
+
+
+class Grammars:
+    """The compiled grammars of one model's vocabulary, the last used kept. Any thread may call any method."""
+
+    def __init__(self, directory: Path, vocab_size: int, cache_bytes: int = CACHE_BYTES) -> None:
+        """`directory`: the model's; nothing is read before the first grammar. `vocab_size`: of the logits."""
+        self.directory = directory
+        self._vocab_size = vocab_size
+        self._cache_bytes = cache_bytes
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._vocabulary = Vocabulary(())
+        self._compiled: OrderedDict[tuple[str, str, bool], xgrammar.CompiledGrammar] = OrderedDict()
+        self._compiled_bytes = 0
+        self._lock = threading.Lock()  # of the cache
+        self._opening = threading.Lock()
+
+    def open(self) -> None:
+        """Read the vocabulary, which takes a second the first time; raises GrammarError if that, or xgrammar, is not there."""
+        if self._compiler is not None:
+            return
+        if importlib.util.find_spec("xgrammar") is None:
+            raise GrammarError("this node has no xgrammar (pip install 'baton[structured]')")
+        import xgrammar
+
+        with self._opening:
+            if self._compiler is None:
+                info = _vocabulary(self.directory, self._vocab_size)
+                self._vocabulary = Vocabulary(info.decoded_vocab)
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether it is compiled."""
+        with self._lock:
+            return _key(grammar) in self._compiled
+
+    def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
+        """Compile it, try it, and follow it along a completion; raises GrammarError if nothing can follow, or too slowly."""
+        self._find(grammar, tries=True)
+        constraint = self.constraint(grammar, generated_token_ids)
+        allowed = constraint.allowed()
+        if constraint.is_broken:
+            raise GrammarError("the tokens given are not the beginning of a text that it allows")
+        if allowed is not None and not allowed.any():
+            raise GrammarError("no text fits it that this model's tokens can write")
+
+    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Constraint:
+        """What a completion that begins with these tokens may go on with. Compiles, in this thread, what has been forgotten."""
+        try:
+            compiled = self._find(grammar)
+        except GrammarError:
+            return Constraint(None, self._vocabulary, self._vocab_size, is_json=False)
+        constraint = self._constraint(compiled, grammar)
+        for token_id in generated_token_ids:
+            constraint.add(token_id)
+        return constraint
+
+    def _constraint(self, compiled: xgrammar.CompiledGrammar, grammar: Grammar) -> Constraint:
+        from xgrammar import GrammarMatcher
+
+        matcher = GrammarMatcher(compiled, override_stop_tokens=[*grammar.end_token_ids])
+        return Constraint(matcher, self._vocabulary, self._vocab_size, is_json=grammar.kind == "json_schema")
+
+    def _try(self, compiled: xgrammar.CompiledGrammar, grammar: Grammar) -> None:
+        """Follow a few texts; raises GrammarError where that takes so long that a step would wait for it.
+
+        One that can read a text in many ways may take twice as long for each token as for the one before.
+        """
+        began_s = time.thread_time()
+        for walk in range(_WALKS):
+            rng, constraint = random.Random(walk), self._constraint(compiled, grammar)
+            for num_tokens in range(_WALK_TOKENS):
+                allowed = constraint.allowed()
+                if time.thread_time() - began_s > _WALKS_S:
+                    raise GrammarError(
+                        f"it can be read in too many ways: {num_tokens} tokens took {_WALKS_S:g} s to follow"
+                    )
+                if allowed is None:
+                    break
+                allowed[[*grammar.end_token_ids]] = False  # so that it becomes long
+                ids = np.flatnonzero(allowed)
+                if not len(ids):
+                    break
+                constraint.add(int(ids[rng.randrange(len(ids))]))
+
+    def _find(self, grammar: Grammar, *, tries: bool = False) -> xgrammar.CompiledGrammar:
+        key = _key(grammar)
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        self.open()
+        assert self._compiler is not None
+        compiled = _compile(self._compiler, grammar)
+        if tries:
+            self._try(compiled, grammar)
+        with self._lock:
+            if key not in self._compiled:  # another thread may have been sooner
+                self._compiled[key] = compiled
+                self._compiled_bytes += compiled.memory_size_bytes
+            while self._compiled_bytes > self._cache_bytes and len(self._compiled) > 1:
+                _, oldest = self._compiled.popitem(last=False)
+                self._compiled_bytes -= oldest.memory_size_bytes
+        return compiled
+
+
+def _key(grammar: Grammar) -> tuple[str, str, bool]:
+    return grammar.kind, grammar.text, grammar.is_compact
+
+
+def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    try:
+        match grammar.kind:
+            case "json_schema":
+                blanks = None if grammar.is_compact else _MAX_BLANKS
+                return compiler.compile_json_schema(
+                    grammar.text, any_whitespace=not grammar.is_compact, max_whitespace_cnt=blanks
+                )
+            case "regex":
+                return compiler.compile_regex(grammar.text)
+            case "ebnf":
+                return compiler.compile_grammar(grammar.text)
+    except _FAULTS as error:  # of its C++: behind a time and a line of its source
+        first = next((line for line in str(error).split("\n") if line), "")
+        told = first.split(": ", 1)[-1] if first.startswith("[") else first
+        raise GrammarError(told.rstrip(".") or "it cannot be compiled") from error
+
+
+def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
+    """What tokenizer.json has; raises GrammarError where there is none."""
+    import xgrammar
+
+    try:
+        tokenizer = Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise GrammarError("this node's model directory has no tokenizer.json that can be read") from error
+    added = tokenizer.get_added_tokens_decoder()
+    # A token without text is never allowed: special ones are not shown, so they must not stand for what they spell.
+    vocab = [
+        "" if token_id in added and added[token_id].special else tokenizer.id_to_token(token_id) or ""
+        for token_id in range(vocab_size)
+    ]
+    return xgrammar.TokenizerInfo(vocab, _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=[])
+
+
+def _vocab_type(tokenizer: Tokenizer) -> xgrammar.VocabType:
+    """How the vocabulary writes bytes, found out by asking it for a letter."""
+    from xgrammar import VocabType
+
+    if _decodes(tokenizer, "Ġ", " "):
+        return VocabType.BYTE_LEVEL
+    return VocabType.BYTE_FALLBACK if _decodes(tokenizer, "<0x41>", "A") else VocabType.RAW
+
+
+def _decodes(tokenizer: Tokenizer, token: str, text: str) -> bool:
+    token_id = tokenizer.token_to_id(token)
+    return token_id is not None and tokenizer.decode([token_id]) == text

@@ -1,0 +1,102 @@
+"""Compiles grammars beside the loop and the runner: bounded in time for who waits, and never in the middle of a step.
+
+A compilation that hangs cannot be ended, it is only no longer waited for: its thread is lost to others until it comes back. What
+clients may write is bounded so that this does not happen (router/structured.py); if it does, with every thread, whoever else
+asks for a grammar is told to come back, and everybody without one is served as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from engine.grammars import GrammarError, Grammars
+from engine.plan import Grammar
+from proto import baton_pb2 as pb
+from runtime.threads import started_thread
+
+NUM_THREADS: Final = 2
+COMPILE_S: Final = 5.0  # some a second, nearly all milliseconds
+WAIT_S: Final = 10.0  # for a thread
+OPEN_S: Final = 60.0  # a second, once: xgrammar is loaded, and the vocabulary read
+
+
+class Flaw(NamedTuple):
+    """Why a grammar cannot be followed."""
+
+    code: pb.ErrorCode.ValueType  # INVALID, or BUSY
+    reason: str
+
+
+@dataclass(slots=True)
+class _Job:
+    grammar: Grammar
+    generated_token_ids: tuple[int, ...]
+    taken: Future[None] = field(default_factory=Future)  # by a thread
+    begun: Future[None] = field(default_factory=Future)  # to be compiled
+    done: Future[str | None] = field(default_factory=Future)  # what is wrong with it
+
+
+class GrammarThreads:
+    """Over one model's grammars; made and stopped on the loop's thread. The threads start with the first grammar."""
+
+    def __init__(self, grammars: Grammars, compile_s: float = COMPILE_S, wait_s: float = WAIT_S) -> None:
+        self._grammars = grammars
+        self._compile_s = compile_s
+        self._wait_s = wait_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._ended: list[Future[None]] = []
+
+    async def flaw(self, grammar: Grammar, generated_token_ids: tuple[int, ...] = ()) -> Flaw | None:
+        """What is wrong with a grammar, or with a completion that begins like this; None: it is compiled, and can be followed."""
+        if not self._ended:
+            self._ended = [started_thread(f"grammar-{index}", self._work) for index in range(NUM_THREADS)]
+        job = _Job(grammar, generated_token_ids)
+        self._jobs.put(job)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(job.taken), self._wait_s)
+        except TimeoutError:  # wait_for has cancelled it: no thread takes it any more
+            return Flaw(pb.BUSY, "other requests' grammars are being compiled")
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(job.begun), OPEN_S)
+        except TimeoutError:
+            return Flaw(pb.BUSY, "xgrammar is being loaded")
+        try:
+            problem = await asyncio.wait_for(asyncio.wrap_future(job.done), self._compile_s)
+        except TimeoutError:
+            return Flaw(pb.INVALID, f"the grammar takes longer than {self._compile_s:g} s to compile")
+        return None if problem is None else Flaw(pb.INVALID, problem)
+
+    async def stop(self, timeout_s: float = 1.0) -> None:
+        """End what is not compiling; a thread that is ends with the process."""
+        for _ in self._ended:
+            self._jobs.put(None)
+        if self._ended:
+            await asyncio.wait(list(map(asyncio.wrap_future, self._ended)), timeout=timeout_s)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not _tell(job.taken):
+                continue
+            problem: str | None = None
+            try:
+                self._grammars.open()
+                _tell(job.begun)
+                self._grammars.check(job.grammar, job.generated_token_ids)
+            except GrammarError as error:
+                problem = str(error)
+            if not job.begun.done():
+                _tell(job.begun)
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_result(problem)
+
+
+def _tell(what: Future[None]) -> bool:
+    """Say that it is so; False if nobody waits for it any more."""
+    if not what.set_running_or_notify_cancel():
+        return False
+    what.set_result(None)
+    return True

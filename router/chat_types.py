@@ -1,0 +1,202 @@
+"""The body of /v1/chat/completions: messages and tools, checked once, each error one sentence.
+
+What a template makes of them: chat_template.py; whether this model can call tools at all: tool_calls.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
+
+from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request, shown
+
+MAX_TOOLS: Final = 128
+MAX_TOOL_BYTES: Final = 256 << 10  # of all definitions together, as JSON
+MAX_TOOL_DEPTH: Final = 64  # of a function's parameters, or of a call's arguments
+MAX_CALLS_PER_MESSAGE: Final = 256
+_FUNCTION_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FUNCTION_NAME_RULE: Final = "must be 1 to 64 letters, digits, _, - or ."
+_EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
+_CHOICE_WORDS: Final = ("none", "auto", "required")
+
+
+class TextPart(Nested):
+    """The only kind of content part so far."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class CalledFunction(Nested):
+    """What an assistant called, and with what: the arguments are JSON as text."""
+
+    name: StrictStr
+    arguments: StrictStr = "{}"
+
+
+class ToolCall(Nested):
+    """One call of an assistant's message."""
+
+    id: StrictStr
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: StrictInt | None = None  # what is put together from a stream has it
+
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect: arguments are an object.
+
+        Those that are none, which a model may have written, stay text: it is to see what it did.
+        """
+        function = {"name": self.function.name, "arguments": _object_of(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Nested):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart]
+    name: StrictStr | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS_PER_MESSAGE, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    tool_call_id: StrictStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answered(cls, values: object) -> object:
+        """Clients send a message of ours back with all the fields that they know, empty as they are."""
+        if not isinstance(values, dict):
+            return values
+        says_nothing = values.get("content") is None and ("content" in values or values.get("tool_calls"))
+        if values.get("role") == "assistant" and says_nothing:
+            values = values | {"content": ""}
+        return {name: value for name, value in values.items() if not (name in _EMPTY_IN_MESSAGES and value == [])}
+
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect: content is one text; what is not there is not named."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        told: dict[str, Any] = {"role": self.role, "content": text}
+        if self.name is not None:
+            told["name"] = self.name
+        if self.tool_calls:
+            told["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        return told
+
+
+class Function(Nested):
+    """A function that the model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: StrictStr
+    description: StrictStr = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: Flag = False
+
+
+class Tool(Nested):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect, which is the client's."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # one error of a huge list is enough
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Annotated[
+        Any, SkipValidation, WithJsonSchema({"anyOf": [{"enum": list(_CHOICE_WORDS)}, {"type": "object"}]})
+    ] = "auto"
+    parallel_tool_calls: Flag = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As a completion's."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def called_by_name(self) -> str | None:
+        """The function that must be called, if the client says which."""
+        return None if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for position, message in enumerate(self.messages):
+            if message.tool_calls and message.role != "assistant":
+                raise bad_request(
+                    f"messages.{position}.tool_calls", f"only an assistant has them, not a {message.role}"
+                )
+            if message.tool_call_id is not None and message.role != "tool":
+                raise bad_request(f"messages.{position}.tool_call_id", f"only a tool has one, not a {message.role}")
+        check_tools([tool.function for tool in self.tools], "tools.{}.function")
+        names = [tool.function.name for tool in self.tools]
+        check_choice(self.tool_choice, names, '{"type": "function", "function": {"name": ...}}')
+        return self
+
+
+def _object_of(arguments: str) -> object:
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) and depth_of(parsed) <= MAX_TOOL_DEPTH else arguments
+
+
+def check_tools(functions: list[Function], field: str) -> None:
+    """Names that can be called, each once, and definitions that a template can write; `field` is what errors call one of them."""
+    seen: set[str] = set()
+    for position, function in enumerate(functions):
+        where = field.format(position)
+        if _FUNCTION_NAME.fullmatch(function.name) is None:
+            raise bad_request(f"{where}.name", f"{_FUNCTION_NAME_RULE}, not {shown(function.name)}")
+        if function.name in seen:
+            raise bad_request(f"{where}.name", f"{shown(function.name)} is the name of another one, too")
+        seen.add(function.name)
+        if depth_of(function.parameters) > MAX_TOOL_DEPTH:
+            raise bad_request(f"{where}.parameters", f"must be nested at most {MAX_TOOL_DEPTH} deep")
+    told = json.dumps([[each.name, each.description, each.parameters] for each in functions], ensure_ascii=False)
+    try:
+        size = len(told.encode())
+    except UnicodeEncodeError as error:
+        raise bad_request("tools", "holds half a surrogate pair, which is no character") from error
+    if size > MAX_TOOL_BYTES:
+        raise bad_request("tools", f"must have at most {MAX_TOOL_BYTES} bytes together, not {size}")
+
+
+def check_choice(choice: object, names: list[str], by_name: str) -> None:
+    """A word, or a function that there is; `by_name` is how the client names one."""
+    match choice:
+        case "none" | "auto":
+            return
+        case "required" if names:
+            return
+        case {"type": "function", "function": {"name": str(name), **more_of_it}, **more} if not (more or more_of_it):
+            if name not in names:
+                raise bad_request("tool_choice", f"there is no tool {shown(name)}")
+            return
+        case "required":
+            raise bad_request("tool_choice", "needs tools")
+    words = ", ".join(_CHOICE_WORDS)
+    raise bad_request("tool_choice", f"must be one of {words}, or {by_name}, not {shown(choice)}")
+
+
+def depth_of(value: object) -> int:
+    """How deep objects and arrays are nested; not by recursion, since the value may be what recursion fails at."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list) and each]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth

@@ -1,0 +1,75 @@
+"""The grammar of an answer that must call tools: a JSON list of calls, each with arguments that its function's schema allows. Pure.
+
+    tool_choice required      [{"name": "f", "parameters": {…}}, {"name": "g", "parameters": {…}}, …]     at least one
+    … or a function's name    [{"name": "f", "parameters": {…}}]
+
+Functions bring their schemas with their own `$defs`, and `#` means the schema that it stands in; so each becomes a definition of
+the whole, and its definitions move there under names that no other function's have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from router.chat_types import ChatBody, Function
+from router.events import Grammar
+from router.openai_types import bad_request
+from router.structured import ending_with, schema_grammar
+
+_DEFINITIONS: Final = ("$defs", "definitions")
+_VALUES: Final = ("enum", "const", "default", "examples")  # of a schema: no schemas
+_NO_ARGUMENTS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
+
+
+def is_forced(body: ChatBody) -> bool:
+    """Whether nothing but calls will do."""
+    return body.tool_choice not in ("none", "auto")
+
+
+def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
+    """What the answer must fit; `end_token_ids` are the model's own stop tokens. Raises ApiError."""
+    if body.ignore_eos:
+        raise bad_request("tool_choice", "needs the model's end of text, which ignore_eos takes out")
+    functions = [tool.function for tool in body.tools]
+    for position, function in enumerate(functions):
+        schema_grammar(function.parameters or _NO_ARGUMENTS, f"tools.{position}.function.parameters")
+    called = [each for each in functions if body.called_by_name in (None, each.name)]
+    is_one = body.called_by_name is not None or not body.parallel_tool_calls
+    grammar = schema_grammar(calls_schema(called, is_one=is_one), "tools", is_compact=True)
+    return ending_with(grammar, end_token_ids, "tool_choice")
+
+
+def calls_schema(functions: Sequence[Function], *, is_one: bool) -> dict[str, Any]:
+    """JSON schema of a list of calls."""
+    definitions: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for number, function in enumerate(functions):
+        parameters = dict(function.parameters or _NO_ARGUMENTS)
+        for key in _DEFINITIONS:
+            for name, each in parameters.pop(key, {}).items():
+                definitions[f"{number}.{name}"] = _moved(each, number)
+        definitions[str(number)] = _moved(parameters, number)
+        properties = {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
+    bounds = {"minItems": 1} | ({"maxItems": 1} if is_one else {})
+    return {"type": "array", "items": {"anyOf": calls}, **bounds, "$defs": definitions}
+
+
+def _moved(schema: Any, number: int) -> Any:
+    """The same where its function's definitions are among others."""
+    if isinstance(schema, list):
+        return [_moved(each, number) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str):
+            moved[key] = f"#/$defs/{number}" + "".join(f".{name}" for name in value.split("/")[2:])
+        elif key in _VALUES:
+            moved[key] = value
+        elif key == "properties" and isinstance(value, dict):  # its keys are names, not words of a schema
+            moved[key] = {name: _moved(each, number) for name, each in value.items()}
+        else:
+            moved[key] = _moved(value, number)
+    return moved

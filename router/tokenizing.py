@@ -1,0 +1,139 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shape: what a text is in token ids here, and the way back. No node hears of them.
+
+Token ids are those that a completion (`prompt`) or a chat (`messages`) with the same text would be dispatched with.
+Source: vLLM's vllm/entrypoints/serve/tokenize/protocol.py, of 0.16.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Final
+
+from fastapi import Request
+from pydantic import Field, StrictInt, StrictStr
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from router.chat_template import TemplateRefusal
+from router.chat_types import MAX_TOOLS, Message, Tool, check_tools
+from router.gate import account_of
+from router.intake import off_loop
+from router.openai_types import ApiError, Body, CheckedBody, Flag, bad_request, parse_body, unknown_model
+from router.refusals import id_header, refusal
+from router.streaming import json_answer
+from router.text import ModelText
+
+TOKENIZE: Final = "/tokenize"
+DETOKENIZE: Final = "/detokenize"
+_NO_CHARACTER: Final = "holds half a surrogate pair, which is no character"
+
+
+class TokenizeBody(CheckedBody):
+    """The body of /tokenize: a prompt or a conversation."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    add_special_tokens: Flag | None = None  # left out: as generation does, for a prompt but not for a conversation
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    return_token_strs: Flag = False
+
+
+class DetokenizeBody(CheckedBody):
+    """The body of /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: list[StrictInt]
+
+
+class Tokenizing:
+    """The two endpoints, over one model's text."""
+
+    def __init__(
+        self,
+        text: ModelText,
+        model_name: str,
+        read: Callable[[Request], Awaitable[bytes]],
+        timeout_s: float,
+        max_model_len: Callable[[], int | None],
+    ) -> None:
+        """`read`: a request's bounded body. `max_model_len`: tokens of prompt and completion together; None: no node says."""
+        self._text = text
+        self._model_name = model_name
+        self._read = read
+        self._timeout_s = timeout_s
+        self._max_model_len = max_model_len
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        return await self._answer(request, TokenizeBody, self._tokenized)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        return await self._answer(request, DetokenizeBody, self._detokenized)
+
+    async def _answer(
+        self, request: Request, body_type: type[Body], answer: Callable[[Body], Awaitable[dict[str, Any]]]
+    ) -> Response:
+        headers = id_header(request)
+        account = account_of(request)
+        try:
+            if account is not None:
+                account.admit()
+            async with asyncio.timeout(self._timeout_s):
+                content = await self._read(request)
+                body: Body = await off_loop(len(content), partial(parse_body, body_type), content)
+                asked: str | None = getattr(body, "model", None)
+                if asked not in (None, self._model_name):
+                    raise unknown_model(str(asked), self._model_name)
+                return json_answer(await answer(body), headers=headers)
+        except ApiError as error:
+            return refusal(error, headers)
+        except TimeoutError:
+            return refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    async def _tokenized(self, body: TokenizeBody) -> dict[str, Any]:
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("prompt", "give either prompt or messages")
+        if body.continue_final_message:
+            raise bad_request("continue_final_message", "not supported by this version", "unsupported_parameter")
+        if body.tools:
+            check_tools([tool.function for tool in body.tools], "tools.{}.function")
+            if body.messages is None or self._text.tool_template is None:
+                raise bad_request("tools", "needs messages, and a chat template that has tools")
+        field = "prompt" if body.messages is None else "messages"
+        try:
+            token_ids = await self._token_ids(body)
+        except TemplateRefusal as refused:
+            raise bad_request(field, str(refused)) from refused
+        except UnicodeError as error:
+            raise bad_request(field, _NO_CHARACTER) from error
+        strings = list(map(self._text.token_string, token_ids)) if body.return_token_strs else None
+        max_model_len = self._max_model_len()
+        return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+
+    async def _token_ids(self, body: TokenizeBody) -> list[int]:
+        if body.messages is None:
+            text, is_special = body.prompt or "", body.add_special_tokens is not False
+            return await off_loop(len(text), self._text.encode_prompt, text, add_special_tokens=is_special)
+        messages = [message.for_template() for message in body.messages]
+        return await off_loop(
+            sum(len(message["content"]) for message in messages),
+            self._text.encode_chat,
+            messages,
+            [tool.for_template() for tool in body.tools],
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens is True,
+        )
+
+    async def _detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
+        tokens, vocab_size = body.tokens, self._text.vocab_size
+        if wrong := next((each for each in tokens if not 0 <= each < vocab_size), None):
+            raise bad_request("tokens", f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
+        return {"prompt": await off_loop(16 * len(tokens), self._text.decode, tokens, skip_special_tokens=False)}

@@ -1,0 +1,95 @@
+"""How the tools of one chat are called: whether this model can, in which syntax, and what of its answer is a call. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from router.chat_types import ChatBody
+from router.forced_calls import is_forced
+from router.openai_types import bad_request
+from router.tool_syntax import LIST, SYNTAXES, ToolSyntax, call_id, syntax_of
+from router.tool_text import Called, Said, Told, ToolReader
+
+AUTOMATIC = "auto"  # the template says how the model writes calls
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What the reader of an answer needs to know."""
+
+    syntax: ToolSyntax
+    names: frozenset[str]
+    is_parallel: bool  # else only the first call counts
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that has begun."""
+
+    id: str
+    name: str
+
+
+def tool_use_of(body: ChatBody, tool_template: str | None, parser: str) -> ToolUse | None:
+    """How this chat's tools are called; None: it has none, or must not call them.
+
+    `parser`: AUTOMATIC, or the name of a syntax. Raises ApiError.
+    """
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if tool_template is None:
+        raise bad_request("tools", "this model's chat template has no tools", "unsupported_parameter")
+    syntax = syntax_of(tool_template) if parser == AUTOMATIC else SYNTAXES[parser]
+    if is_forced(body):  # by a grammar, whatever the model is used to
+        syntax = replace(LIST, has_short_ids=syntax is not None and syntax.has_short_ids)
+    if syntax is None:
+        message = "how this model writes tool calls is not known here; the router's --tool-parser can say it"
+        raise bad_request("tools", message, "unsupported_parameter")
+    if body.response_format not in (None, {"type": "text"}) or body.structured_outputs is not None:
+        name = "response_format" if body.structured_outputs is None else "structured_outputs"
+        raise bad_request(name, "cannot be combined with tools, unless tool_choice is none", "unsupported_parameter")
+    return ToolUse(syntax, frozenset(tool.function.name for tool in body.tools), body.parallel_tool_calls)
+
+
+class ChoiceCalls:
+    """One choice's text, from what it says to what it calls; behind `text_before`, which somebody else has told."""
+
+    def __init__(self, use: ToolUse, seed: int, prompt_token_ids: Sequence[int], text_before: str = "") -> None:
+        self._use = use
+        self._seed = seed
+        self._prompt_token_ids = prompt_token_ids
+        self._reader = ToolReader(use.syntax, use.names)
+        self.calls: list[Call] = []  # by index
+        self.push(text_before)
+
+    def push(self, text: str) -> list[Told]:
+        """What more text lets be told."""
+        return self._counted(self._reader.push(text))
+
+    def finish(self) -> list[Told]:
+        """What is left, since none follows."""
+        return self._counted(self._reader.finish())
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The choice's own reason, or that it calls tools."""
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+    def _counted(self, told: Sequence[Told]) -> list[Told]:
+        counted: list[Told] = []
+        for each in told:
+            if isinstance(each, Called):
+                if each.index and not self._use.is_parallel:
+                    continue
+                if each.name is not None:
+                    self.calls.append(Call(self._id_of(each.index), each.name))
+            counted.append(each)
+        return counted
+
+    def _id_of(self, index: int) -> str:
+        return call_id(self._seed, self._prompt_token_ids, index, is_short=self._use.syntax.has_short_ids)
+
+
+def content_of(told: Sequence[Told]) -> str:
+    """What is said, in one."""
+    return "".join([each.text for each in told if isinstance(each, Said)])

@@ -1,0 +1,170 @@
+"""Tools that must be called, and /v1/responses, over real processes by the official client; a node dies in the middle of both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema_rs
+import openai
+import pytest
+
+from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
+from tests.router.tool_model import HERMES_TEMPLATE
+
+MODEL: Final = "llama-tiny"
+PARAMETERS: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 9},
+            "minItems": 2,
+            "maxItems": 4,
+        },
+    },
+    "required": ["city", "days"],
+    "$defs": {"city": {"enum": ["Oslo", "Łódź"]}},
+}
+MANY: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "minLength": 8, "maxLength": 12},
+            "minItems": 60,
+            "maxItems": 62,
+        }
+    },
+    "required": ["names"],
+}
+BOUND: Final[Any] = {"format": {"type": "json_schema", "name": "many", "schema": MANY}}  # so that it is long
+NUM_BEFORE: Final = 20  # deltas
+SCHEMAS: Final = {"weather": PARAMETERS, "list": MANY, "now": {"type": "object", "maxProperties": 0}}
+TOOLS: Final[list[Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": {"name": "list", "parameters": MANY}},
+]
+FLAT: Final[list[Any]] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+HI: Final[list[Any]] = [{"role": "user", "content": "What is the weather like?"}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleByRole]:
+    """A model whose template has tools; its weights are random, so what it says is what it must."""
+    folder = tmp_path_factory.mktemp("tools")
+    model = folder / MODEL
+    shutil.copytree(tiny_model, model)
+    (model / "chat_template.jinja").write_text(HERMES_TEMPLATE)
+    flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
+    with started_role_by_role(model, folder, flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: RoleByRole) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as running:
+        yield running
+
+
+def calls_of(message: Any) -> list[tuple[str, str, str]]:
+    """Each call's id, function and arguments, which fit its schema."""
+    calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+    for _, name, arguments in calls:
+        jsonschema_rs.validate(SCHEMAS[name], json.loads(arguments))
+    return calls
+
+
+@pytest.mark.covers("A01", "A14", "A15", "A16")
+def test_what_must_be_called_is_called_with_arguments_that_fit(client: openai.OpenAI) -> None:
+    weather: Any = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(3):
+        asked: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS[:2], "seed": seed, "n": 2}
+        for choice, parallel in ((weather, True), ("required", False)):
+            forced = asked | {"tool_choice": choice, "parallel_tool_calls": parallel}
+            whole = client.chat.completions.create(**forced)
+            with client.chat.completions.stream(**forced) as stream:
+                streamed = stream.get_final_completion()
+            for each, again in zip(whole.choices, streamed.choices, strict=True):
+                assert each.finish_reason == again.finish_reason == "tool_calls"
+                assert not each.message.content
+                (call,) = calls_of(each.message)
+                assert calls_of(again.message) == [call]
+                assert choice == "required" or call[1] == "weather"
+
+
+def killed_while(cluster: RoleByRole, ask: Callable[[Callable[[], None]], Any]) -> Any:
+    """What `ask` gives while the decode node that serves it dies; it calls what it is given once that has begun."""
+
+    def holders() -> list[str]:
+        return [name for name in ("decode-0", "decode-1") if cluster.held_blocks(name)]
+
+    def kill() -> None:
+        (busy,) = holders()
+        cluster.kill(busy)
+        killed.append(busy)
+
+    wait_until("nothing is left of who was before", lambda: not holders())
+    killed: list[str] = []
+    before = cluster.metric("retries_total", "NODE_LOST")
+    answer = ask(kill)
+    assert cluster.metric("retries_total", "NODE_LOST") == before + 1, "it was in the middle"
+    cluster.start(killed[0])
+    cluster.wait_until_ready()
+    return answer
+
+
+@pytest.mark.covers("A15", "A16", "R09", "R10")
+def test_a_killed_decode_node_shows_in_no_call_and_in_no_response(cluster: RoleByRole, client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "list"}}
+    forced: dict[str, Any] = {"model": MODEL, "messages": HI, "tools": TOOLS, "tool_choice": named, "seed": 3}
+    asked: dict[str, Any] = {"model": MODEL, "input": "Tell me.", "text": BOUND, "extra_body": {"seed": 4}}
+
+    def called(on_begun: Callable[[], None]) -> list[tuple[str, str, str]]:
+        num_deltas = 0
+        with client.chat.completions.stream(**forced) as stream:
+            for event in stream:
+                num_deltas += event.type == "tool_calls.function.arguments.delta"
+                if num_deltas == NUM_BEFORE:
+                    num_deltas += 1
+                    on_begun()
+            return calls_of(stream.get_final_completion().choices[0].message)
+
+    def said(on_begun: Callable[[], None]) -> str:
+        deltas: list[str] = []
+        with client.responses.stream(**asked) as stream:
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    deltas.append(event.delta)
+                    if len(deltas) == NUM_BEFORE:
+                        on_begun()
+            final = stream.get_final_response()
+        assert "".join(deltas) == final.output_text
+        return final.output_text
+
+    for ask in (called, said):
+        assert killed_while(cluster, ask) == ask(lambda: None)
+    whole = client.responses.create(**asked)
+    assert (whole.status, whole.output_text) == ("completed", said(lambda: None))
+
+
+@pytest.mark.covers("A01", "A14", "A15", "A16")
+def test_a_response_has_the_format_and_the_call_that_were_asked_for(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 120}},
+        "required": ["age"],
+    }
+    bound: Any = {"format": {"type": "json_schema", "name": "person", "schema": schema, "strict": True}}
+    said = client.responses.create(model=MODEL, input="Who?", text=bound, max_output_tokens=100)
+    assert said.status == "completed"
+    jsonschema_rs.validate(schema, json.loads(said.output_text))
+    choice: Any = {"type": "function", "name": "weather"}
+    (call,) = client.responses.create(model=MODEL, input="Where?", tools=FLAT, tool_choice=choice).output
+    assert call.type == "function_call" and call.name == "weather"
+    jsonschema_rs.validate(PARAMETERS, json.loads(call.arguments))

@@ -1,0 +1,119 @@
+"""Bugs of structured outputs: what is followed, what is rebuilt, what waits for what."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_ENGINE: Final = ("tests/engine_torch/test_grammars.py",)
+_HELD: Final = ("tests/node/test_held.py",)
+_GATE: Final = ("tests/node/test_grammar_gate.py",)
+_SCHEMAS: Final = ("tests/router/test_structured.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "grammar-forgets-tokens-so-far",
+        "A sequence that goes on elsewhere is bound as if it had said nothing.",
+        "engine/sequence.py",
+        "if spec.sampling.looks_back else ()",
+        "if has_penalties else ()",
+        _ENGINE,
+    ),
+    Mutant(
+        "grammar-never-advances",
+        "The runner does not tell a slot's matcher what was drawn.",
+        "engine/runner.py",
+        "for past in (self._counts[slot], self._constraints[slot]):",
+        "for past in (self._counts[slot],):",
+        _ENGINE,
+    ),
+    Mutant(
+        "stops-banned-within-grammar",
+        "min_tokens bans the end of a whole text, and nothing is left to say.",
+        "engine/sampler.py",
+        "return int(draw.allowed[[*stops]].sum()) < int(draw.allowed.sum())",
+        "return True",
+        _ENGINE,
+    ),
+    Mutant(
+        "special-tokens-as-text",
+        "A special token may stand in a text for what it spells, and is not shown.",
+        "engine/grammars.py",
+        '"" if token_id in added and added[token_id].special else',
+        '"" if token_id in added and False else',
+        _ENGINE,
+    ),
+    Mutant(
+        "control-characters-in-json",
+        "A string of a bounded length may have a control character, which no JSON parser takes.",
+        "engine/grammars.py",
+        "byte < 0x20 and byte not in _JSON_CONTROLS for byte in each",
+        "byte < 0 for byte in each",
+        _SCHEMAS,
+    ),
+    Mutant(
+        "half-characters",
+        "Any continuing byte may follow any first one: surrogates, and numbers beyond Unicode.",
+        "engine/grammars.py",
+        "return allowed if behind is None else allowed & behind",
+        "return allowed",
+        _ENGINE,
+    ),
+    Mutant(
+        "cache-without-bound",
+        "Compiled grammars are kept for ever.",
+        "engine/grammars.py",
+        "while self._compiled_bytes > self._cache_bytes and len(self._compiled) > 1:",
+        "while False:",
+        _ENGINE,
+    ),
+    Mutant(
+        "cancel-overtakes-its-dispatch",
+        "A Cancel is let in before the held Dispatch that it is for, which then runs for nobody.",
+        "node/held.py",
+        "                held.followers.append(event)\n                return True\n",
+        "                return False\n",
+        _HELD,
+    ),
+    Mutant(
+        "lost-routers-dispatch-let-in",
+        "What a lost router had asked for is started once its grammar is compiled.",
+        "node/held.py",
+        "if held.dispatch.router != router}",
+        "if True}",
+        _HELD,
+    ),
+    Mutant(
+        "bad-grammar-let-in",
+        "A Dispatch whose grammar nobody can follow reaches the core.",
+        "node/grammar_gate.py",
+        "            if flaw is None:\n",
+        "            if True:\n",
+        _GATE,
+    ),
+    Mutant(
+        "given-tokens-unchecked",
+        "A resubmission whose tokens are no beginning of the grammar is let in.",
+        "node/grammar_gate.py",
+        "generated = tuple(dispatch.branches[0].generated_token_ids)",
+        "generated = ()",
+        _GATE,
+    ),
+    Mutant(
+        "keyword-silently-left-out",
+        "A keyword that is not followed is taken all the same.",
+        "router/structured.py",
+        "for name in sorted(schema.keys() - own - _NOTES):",
+        "for name in []:",
+        _SCHEMAS,
+    ),
+    Mutant(
+        "choice-as-pattern",
+        "What a choice has besides letters and digits is read as grammar.",
+        "router/structured.py",
+        "c if c.isascii() and c.isalnum() else",
+        "c if True else",
+        _SCHEMAS,
+    ),
+)

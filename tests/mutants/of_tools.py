@@ -1,0 +1,111 @@
+"""Bugs of what is made of a model's text besides text: tool calls and responses."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_TEXT: Final = ("tests/router/test_tool_text.py",)
+_CALLS: Final = ("tests/router/test_tool_calls.py",)
+_FORCED: Final = ("tests/router/test_forced_calls.py",)
+_RESPONSES: Final = ("tests/router/test_responses.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "half-a-mark-is-content",
+        "The beginning of a tool call's tag is shown before what follows decides it.",
+        "router/tool_text.py",
+        "until = at if at >= 0 else len(self._rest) - _begun(mark, self._rest)",
+        "until = at if at >= 0 else len(self._rest)",
+        _TEXT,
+    ),
+    Mutant(
+        "what-looked-like-a-call-is-lost",
+        "Text that looked like a call and is none loses its tag.",
+        "router/tool_text.py",
+        "        self._say(self._held[: self._mark_length])\n",
+        "",
+        _TEXT,
+    ),
+    Mutant(
+        "any-object-is-a-call",
+        "An answer in JSON that happens to have a name is taken for a call of a function that nobody offered.",
+        "router/tool_text.py",
+        "return not self._syntax.bare or scan.name in self._offered",
+        "return True",
+        _TEXT,
+    ),
+    Mutant(
+        "a-call-may-begin-anywhere",
+        "An object in the middle of a text is a call, if a piece of text happens to begin with it.",
+        "router/tool_text.py",
+        "            self._may_be_bare = False\n",
+        "            self._may_be_bare = rest[0] != self._syntax.bare\n",
+        _TEXT,
+    ),
+    Mutant(
+        "control-characters-stay",
+        "A line break within an argument's string makes the arguments no JSON.",
+        "router/json_scan.py",
+        "json.dumps(character)[1:-1] if is_control else character",
+        "character",
+        _TEXT,
+    ),
+    Mutant(
+        "resubmission-reads-a-call-from-its-middle",
+        "What goes on behind a call that was begun does not know of it.",
+        "router/tool_calls.py",
+        "        self.push(text_before)\n",
+        "",
+        _CALLS,
+    ),
+    Mutant(
+        "handed-up-half-calls-are-content",
+        "A choice that is handed up in the middle of a tag shows it, and its resubmission shows it again.",
+        "router/tool_answers.py",
+        "finish_reason in (None, RESCHEDULED)",
+        "finish_reason is None",
+        _CALLS,
+    ),
+    Mutant(
+        "calls-share-an-id",
+        "The calls of a choice have one id.",
+        "router/tool_syntax.py",
+        "{seed} {prompt} {index}",
+        "{seed} {prompt}",
+        _CALLS,
+    ),
+    Mutant(
+        "a-mark-has-no-text",
+        "A special token that begins a call is skipped, as special tokens are.",
+        "router/choice_text.py",
+        "if token_id in self._rules.spelled:",
+        "if False:",
+        _CALLS,
+    ),
+    Mutant(
+        "definitions-get-mixed-up",
+        "The arguments of one function must fit a definition of another.",
+        "router/forced_calls.py",
+        'moved[key] = f"#/$defs/{number}"',
+        'moved[key] = "#/$defs/0"',
+        _FORCED,
+    ),
+    Mutant(
+        "an-item-is-never-done",
+        "A message that a call follows stays open in the stream of a response.",
+        "router/responses_answers.py",
+        '            events += self._close("completed")\n            call_id',
+        "            call_id",
+        _RESPONSES,
+    ),
+    Mutant(
+        "cut-off-is-complete",
+        "A response that max_output_tokens cuts off says that it is complete.",
+        "router/responses_answers.py",
+        '_COMPLETE: Final = ("stop", "tool_calls")',
+        '_COMPLETE: Final = ("stop", "tool_calls", "length")',
+        _RESPONSES,
+    ),
+)

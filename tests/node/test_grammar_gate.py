@@ -1,0 +1,174 @@
+"""Grammars in front of a node's inbox: compiled before anything is computed, refused in words, and never waited for too long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from engine.byte_tokenizer import END_OF_TEXT
+from engine.grammars import Grammars
+from engine.make_model import make_model
+from engine.model_sizes import ModelSize
+from engine.plan import Grammar
+from node.events import Event, FromRouter, RouterId, RouterLost
+from node.grammar_gate import GrammarGate
+from node.grammar_threads import Flaw, GrammarThreads
+from proto import baton_pb2 as pb
+
+ROUTER = RouterId("router", 1)
+GOOD, BAD = "[a-f]{9}", "[a-f"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "m"
+    make_model(ModelSize(32, 1, 2, 1, 16, 48, 256), "fp32", 0, path)
+    return path
+
+
+class Slow(Grammars):
+    """Compiles when it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, 260)
+        self.go = threading.Event()
+
+    def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
+        self.go.wait(20)
+        super().check(grammar, generated_token_ids)
+
+
+def dispatch(request_id: str, regex: str | None, generated: bytes = b"") -> FromRouter:
+    grammar = None if regex is None else pb.Grammar(kind=pb.Grammar.REGEX, text=regex, end_token_ids=[END_OF_TEXT])
+    branch = pb.Branch(generated_token_ids=generated)
+    asked = pb.Dispatch(request_id=request_id, branches=[branch], sampling=pb.Sampling(grammar=grammar))
+    return FromRouter(ROUTER, pb.RouterMessage(dispatch=asked))
+
+
+def cancel(request_id: str) -> FromRouter:
+    return FromRouter(ROUTER, pb.RouterMessage(cancel=pb.Cancel(key=pb.AttemptKey(request_id=request_id))))
+
+
+class Bed:
+    """A gate, and what came through it."""
+
+    def __init__(self, grammars: Grammars, compile_s: float = 5.0, wait_s: float = 10.0) -> None:
+        self.threads = GrammarThreads(grammars, compile_s, wait_s)
+        self.gate = GrammarGate(self._let_in, self.threads)
+        self.let_in: list[Event] = []
+        self.refused: list[tuple[FromRouter, Flaw]] = []
+        self._changed = asyncio.Event()
+
+    def send(self, *events: FromRouter | RouterLost) -> None:
+        for event in events:
+            self.gate.post_from_router(event, self._refuse)
+
+    async def until(self, num_let_in: int, num_refused: int = 0) -> None:
+        async with asyncio.timeout(20):
+            while (len(self.let_in), len(self.refused)) != (num_let_in, num_refused):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _let_in(self, event: Event) -> None:
+        self.let_in.append(event)
+        self._changed.set()
+
+    def _refuse(self, event: FromRouter, flaw: Flaw) -> None:
+        self.refused.append((event, flaw))
+        self._changed.set()
+
+
+def play(bed_of: Callable[[], Bed], scenario: Callable[[Bed], Awaitable[None]]) -> None:
+    async def run() -> None:
+        bed = bed_of()
+        try:
+            await scenario(bed)
+        finally:
+            await bed.gate.close()
+            await bed.threads.stop(20.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("A14")
+def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(directory: Path) -> None:
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        bound, free = dispatch("bound", GOOD), dispatch("free", None)
+        bed.send(bound, cancel("bound"), free, cancel("other"))
+        assert bed.let_in == [free, cancel("other")]
+        slow.go.set()
+        await bed.until(4)
+        assert bed.let_in[2:] == [bound, cancel("bound")]
+        again = dispatch("again", GOOD, b"abc")  # a retry, that knows some tokens
+        bed.send(again)
+        await bed.until(5)
+        assert await bed.gate.flaw(bound.message.dispatch.sampling.grammar) is None
+
+    play(lambda: Bed(slow), scenario)
+
+
+@pytest.mark.covers("A14")
+def test_what_cannot_be_followed_is_refused_in_words_and_never_reaches_the_core(directory: Path) -> None:
+    async def scenario(bed: Bed) -> None:
+        bad, beyond = dispatch("bad", BAD), dispatch("beyond", GOOD, b"abz")
+        bed.send(bad, beyond)
+        await bed.until(0, 2)
+        told = {event.message.dispatch.request_id: flaw for event, flaw in bed.refused}
+        assert {flaw.code for flaw in told.values()} == {pb.INVALID}
+        assert "Unclosed" in told["bad"].reason
+        assert "not the beginning" in told["beyond"].reason
+        flaw = await bed.gate.flaw(bad.message.dispatch.sampling.grammar)
+        assert flaw is not None
+        assert flaw.code == pb.INVALID
+
+    play(lambda: Bed(Grammars(directory, 260)), scenario)
+
+
+@pytest.mark.covers("A14")
+def test_a_lost_routers_requests_are_forgotten(directory: Path) -> None:
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        bed.send(dispatch("lost", GOOD), RouterLost(ROUTER), dispatch("new", GOOD))
+        slow.go.set()
+        await bed.until(2)
+        assert bed.let_in == [RouterLost(ROUTER), dispatch("new", GOOD)]
+
+    play(lambda: Bed(slow), scenario)
+
+
+@pytest.mark.covers("A14")
+def test_a_compilation_that_hangs_is_given_up_and_who_waits_for_its_thread_goes_elsewhere(directory: Path) -> None:
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        bed.send(*[dispatch(f"r{index}", GOOD) for index in range(3)])  # two threads
+        await bed.until(0, 3)
+        codes = [flaw.code for _, flaw in bed.refused]
+        assert sorted(codes) == sorted([pb.INVALID, pb.INVALID, pb.BUSY])
+        bed.send(dispatch("free", None))
+        assert len(bed.let_in) == 1  # those without a grammar notice nothing
+        slow.go.set()
+        bed.send(dispatch("later", GOOD))
+        await bed.until(2, 3)
+
+    play(lambda: Bed(slow, compile_s=1.0, wait_s=1.5), scenario)
+
+
+@pytest.mark.covers("A14")
+def test_a_node_that_cannot_says_why(tmp_path: Path) -> None:
+    async def scenario(bed: Bed) -> None:
+        bed.send(dispatch("r", GOOD))
+        await bed.until(0, 1)
+        assert bed.refused[0][1] == (
+            pb.INVALID,
+            "this node's model directory has no tokenizer.json that can be read",
+        )
+
+    play(lambda: Bed(Grammars(tmp_path, 260)), scenario)

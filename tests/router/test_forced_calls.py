@@ -1,0 +1,70 @@
+"""The schema of an answer that must call tools: what fits is a list of calls, each as its function says."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jsonschema_rs
+import pytest
+
+from router.chat_types import ChatBody
+from router.forced_calls import calls_schema, forced_grammar
+from router.openai_types import ApiError
+
+CITY: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/a"}, "$ref": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"a": {"enum": ["Oslo", {"$ref": "#"}]}},
+}
+TREE: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#"}, "size": {"$ref": "#/definitions/a"}},
+    "required": ["size"],
+    "additionalProperties": False,
+    "definitions": {"a": {"type": "integer"}},
+}
+GOOD: Final = (
+    [{"name": "city", "parameters": {"city": "Oslo"}}],
+    [{"name": "city", "parameters": {"city": {"$ref": "#"}, "$ref": "x"}}],
+    [{"name": "tree", "parameters": {"size": 1, "left": {"size": 2, "left": {"size": 3}}}}],
+)
+BAD: Final[tuple[object, ...]] = (
+    [],
+    {"name": "city", "parameters": {"city": "Oslo"}},
+    [{"name": "now", "parameters": {"city": "Oslo"}}],
+    [{"name": "city", "parameters": {"city": 1}}],
+    [{"name": "tree", "parameters": {"size": "Oslo"}}],
+    [{"name": "tree", "parameters": {"size": 1, "left": {"city": "Oslo"}}}],
+    [{"name": "tree"}],
+)
+
+
+def body(choice: object, **fields: Any) -> ChatBody:
+    functions = [{"name": "city", "parameters": CITY}, {"name": "tree", "parameters": TREE}, {"name": "now"}]
+    tools = [{"type": "function", "function": each} for each in functions]
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice}
+    return ChatBody.model_validate(asked | fields)
+
+
+def test_each_functions_own_definitions_are_what_its_arguments_fit() -> None:
+    functions = [tool.function for tool in body("required").tools[:2]]
+    several = jsonschema_rs.validator_for(calls_schema(functions, is_one=False))
+    one = jsonschema_rs.validator_for(calls_schema(functions, is_one=True))
+    for each in GOOD:
+        assert several.is_valid(each) and one.is_valid(each), each
+    assert several.is_valid([GOOD[0][0], GOOD[2][0]]) and not one.is_valid([GOOD[0][0], GOOD[2][0]])
+    for wrong in BAD:
+        assert not several.is_valid(wrong), wrong
+
+
+@pytest.mark.covers("A11")
+def test_a_choice_by_name_leaves_the_others_out_and_what_cannot_end_is_refused() -> None:
+    named = {"type": "function", "function": {"name": "city"}}
+    assert "tree" not in forced_grammar(body(named), (7,)).text
+    assert "tree" in forced_grammar(body("required"), (7,)).text
+    assert forced_grammar(body("required"), (7,)).end_token_ids == (7,)
+    for fields, ends, words in (({"ignore_eos": True}, (7,), "ignore_eos"), ({}, (), "no end of text")):
+        with pytest.raises(ApiError, match=words):
+            forced_grammar(body("required", **fields), ends)
