@@ -95,7 +95,7 @@ def parse(
     config_type: type[T], prog: str, description: str, argv: Sequence[str] | None, environment: Mapping[str, str]
 ) -> T:
     """As `load`, but raise ConfigError instead of ending the process (`--help` still does)."""
-    knobs = _knobs_of(config_type)
+    knobs = knobs_of(config_type)
     flags = _parse_flags(knobs, prog, description, argv)
     config_path = flags.pop("config", None) or environment.get(ENVIRONMENT_PREFIX + "CONFIG") or None
     file_values = _read_file(Path(config_path), prog.split()[-1], knobs) if config_path else {}
@@ -122,6 +122,19 @@ def parse(
         raise ConfigError(str(error)) from error
 
 
+def as_flags(words: Sequence[str], first: str, bare: Sequence[str]) -> list[str]:
+    """A command's words as flags only: a word in front is `first`'s value, and the flags `bare` may stand alone for `on`."""
+    flags = list(words)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, first)
+    spelled: list[str] = []
+    for index, word in enumerate(flags):
+        spelled.append(word)
+        if word in bare and flags[index + 1 : index + 2] not in (["on"], ["off"]):
+            spelled.append("on")
+    return spelled
+
+
 def to_json(config: DataclassInstance) -> str:
     """Every value of a config, for a process of ours that is to have the very same."""
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
@@ -132,7 +145,7 @@ def from_json(config_type: type[T], text: str) -> T:
     """What `to_json` was given."""
     values: dict[str, Any] = json.loads(text)
     made = {Path: Path, tuple: tuple}
-    for each in _knobs_of(config_type):
+    for each in knobs_of(config_type):
         if values[each.name] is not None and each.kind in made:
             values[each.name] = made[each.kind](values[each.name])
     return config_type(**values)
@@ -171,7 +184,7 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Knob:
+class Knob:
     """A config field with what `knob` and its annotation say about it."""
 
     name: str
@@ -266,7 +279,8 @@ class _Knob:
         return ConfigError(f"{where}: must be {must}" + (", or none" if self.is_optional else ""))
 
 
-def _knobs_of(config_type: type[DataclassInstance]) -> list[_Knob]:
+def knobs_of(config_type: type[DataclassInstance]) -> list[Knob]:
+    """The knobs of a config in their order, without `config`, which every command has. TypeError: one that no flag can spell."""
     hints = get_type_hints(config_type)
     return [
         _knob_of(each, hints[each.name])
@@ -275,7 +289,7 @@ def _knobs_of(config_type: type[DataclassInstance]) -> list[_Knob]:
     ]
 
 
-def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> _Knob:
+def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> Knob:
     choices = tuple(each.metadata["choices"] or ())
     members = [annotation]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -288,7 +302,7 @@ def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> _Knob:
         kind = tuple
     if len(members) > 1 or kind not in _KINDS:
         raise TypeError(f"knob {each.name} has the type {annotation}, which no flag can spell")
-    return _Knob(
+    return Knob(
         name=each.name,
         kind=kind,
         is_optional=type(None) in get_args(annotation),
@@ -311,7 +325,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parse_flags(knobs: Sequence[_Knob], prog: str, description: str, argv: Sequence[str] | None) -> dict[str, str]:
+def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Sequence[str] | None) -> dict[str, str]:
     needed = [each for each in knobs if each.default is REQUIRED] or knobs[:1]
     example = " ".join(f"{each.flag} {each.metavar}" for each in needed)
     first = needed[0]
@@ -339,7 +353,7 @@ def _parse_flags(knobs: Sequence[_Knob], prog: str, description: str, argv: Sequ
     return vars(found)
 
 
-def _toml_form(each: _Knob) -> str:
+def _toml_form(each: Knob) -> str:
     return each.metavar if each.kind in (int, float) else f'"{each.metavar}"'
 
 
@@ -352,7 +366,7 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is not TOML: {error}") from error
 
 
-def _read_file(path: Path, room: str, knobs: Sequence[_Knob]) -> dict[str, Any]:
+def _read_file(path: Path, room: str, knobs: Sequence[Knob]) -> dict[str, Any]:
     """Values by field name; the keys of the room's table win over the top-level ones."""
     known = [each.name for each in knobs]
     content = _toml(path)

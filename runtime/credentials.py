@@ -11,7 +11,8 @@ that it has dialled) and HTTP is HTTPS. Without it nothing is encrypted and nobo
 Reserve's reply, which comes over such a channel (connector/zmq_curve.py).
 
 Files that have changed are taken up by the next handshake; what is then wrong with them leaves the old ones in use and logs one
-line. Only TLS 1.2 and up. What gRPC's library refuses in a handshake it tells nobody; HTTPS counts it.
+line. Only TLS 1.2 and up. What gRPC's library refuses in a handshake it tells nobody: grpc_server.py
+finds out. HTTPS counts it here.
 """
 
 from __future__ import annotations
@@ -85,14 +86,17 @@ class Credentials:
         shown = grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
         return grpc.aio.secure_channel(address, shown, options=options)
 
-    def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Have a server listen there; the port. Raises RuntimeError if it cannot."""
+    def bind(self, server: grpc.aio.Server, address: str, on_handshake: Callable[[], None] = lambda: None) -> int:
+        """Have a server listen there; the port. Raises RuntimeError if it cannot.
+
+        `on_handshake` is called for each connection, on a thread of gRPC's, when TLS begins.
+        """
         files = self._files
         if files is None:
             return server.add_insecure_port(address)
         asked = grpc.dynamic_ssl_server_credentials(
             files.server_configuration(),
-            self._changed_configuration(files),  # type: ignore[arg-type]  # its None says: no change
+            self._changed_configuration(files, on_handshake),  # type: ignore[arg-type]  # its None says: no change
             require_client_authentication=True,
         )
         return server.add_secure_port(address, asked)
@@ -116,12 +120,15 @@ class Credentials:
         self._http.append(context)
         return context
 
-    def _changed_configuration(self, files: TlsFiles) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    def _changed_configuration(
+        self, files: TlsFiles, on_handshake: Callable[[], None]
+    ) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
         """For gRPC's servers, which ask at each handshake, on a thread of theirs."""
         shown = files
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal shown
+            on_handshake()
             current = self._current()
             if current is None or current == shown:
                 return None

@@ -3,9 +3,10 @@
 Each node has its own session, tasks and timers, so a black hole delays nobody else. A session that is lost is followed by a new
 one (another session_id), until hang_up. Not here: the rules (session.py), and which nodes there are (registry_server.py).
 
-Before each stream a plain TCP connect asks whether somebody listens: it is refused at once where a process died, while gRPC
-would only say that the channel is not ready. Each stream has a channel of its own: a channel's reconnect backoff and its view of a
-connection that a partition swallowed would be a second opinion on what the session decides.
+Where a dial fails as unavailable a plain TCP connect asks whether somebody listens: it is refused where a process died, while
+gRPC says the same of much else. Not before the dial: a node counts who connects and makes no call (unheard.py). Each stream has
+a channel of its own: a channel's reconnect backoff and its view of a connection that a partition swallowed would be a second
+opinion on what the session decides.
 """
 
 from __future__ import annotations
@@ -255,7 +256,6 @@ async def _run_stream(
 ) -> None:
     """Live one stream from its dial to its end; the session that opened it cancels this task to close it."""
     try:
-        await _probe(address)
         await _converse(address, credentials, driver, stream, wake)
         ended = StreamEnded(stream, Fate.HUNG_UP, "it hung up")
     except ConnectionRefusedError:
@@ -273,7 +273,8 @@ async def _run_stream(
 async def _converse(
     address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: asyncio.Event
 ) -> None:
-    """Return if the node ends the stream with the status OK."""
+    """Return if the node ends the stream with the status OK; ConnectionRefusedError if nobody listens."""
+    is_answered = False
     channel = credentials.channel(address, CHANNEL_OPTIONS + _OWN_CONNECTION)
     try:
         call = NodeStub(channel).Session()
@@ -281,7 +282,12 @@ async def _converse(
         writer.add_done_callback(surface)
         try:
             while isinstance(frame := await call.read(), pb.Frame):
+                is_answered = True
                 driver.feed(FrameArrived(stream, frame))
+        except grpc.aio.AioRpcError as error:
+            if not is_answered and error.code() is grpc.StatusCode.UNAVAILABLE:
+                await _probe(address)
+            raise
         finally:
             writer.cancel()
             call.cancel()

@@ -44,12 +44,14 @@ class SessionDriver:
         self._perform = perform
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
+        self._due_at: float | None = None
         self._arm()
 
     def feed(self, what: Input) -> None:
         """Take one input at the current time, and perform what follows from it."""
         now = self._loop.time()
-        self._perform_all(self.session.tick(now))
+        if self._due_at is not None and now >= self._due_at:  # before that a tick does nothing
+            self._perform_all(self.session.tick(now))
         self._perform_all(self.session.receive(what, now))
         self._arm()
 
@@ -68,7 +70,8 @@ class SessionDriver:
             self._perform(output)
 
     def _arm(self) -> None:
-        self._alarm.arm(self.session.next_deadline())
+        self._due_at = self.session.next_deadline()
+        self._alarm.arm(self._due_at)
 
     def _on_alarm(self) -> None:
         self._perform_all(self.session.tick(self._loop.time()))

@@ -142,12 +142,12 @@ class SessionEnd:
 
     def next_deadline(self) -> float | None:
         """When tick must be called at the latest; None only before the first Hello of a listener, and when lost."""
+        if self.state in _UP:  # nothing is dialed then
+            silent_at = self._heard_at + self._timing.silence_s
+            # Once the beat is due the writer knows, and is held up by the stream.
+            return silent_at if self._beat_due else min(silent_at, self._beat_at)
         due = [at for at in (self._dial_at, self._dial_ends_at) if at is not None]
-        if self.state in _UP:
-            due.append(self._heard_at + self._timing.silence_s)
-            if not self._beat_due:  # else the writer knows, and is held up by the stream
-                due.append(self._beat_at)
-        elif self.state in _DOWN:
+        if self.state in _DOWN:
             due.append(self._heard_at + self._timing.grace_s)
         return min(due, default=None)
 

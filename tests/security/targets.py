@@ -34,8 +34,9 @@ from node.validate import (
 )
 from proto import baton_pb2 as pb
 from router.api_keys import KeyFileError, read_keys
+from router.chat_types import ChatBody
 from router.events import FromNode
-from router.openai_types import ApiError, ChatBody, CompletionBody, parse_body, prompts_of
+from router.openai_types import ApiError, CompletionBody, parse_body, prompts_of
 from runtime.http_protocol import BoundedHttp, HttpBounds
 from runtime.listing import Listing, entry_problem
 from runtime.registry_record import decode_gone, decode_record

@@ -18,6 +18,7 @@ import grpc
 import httpx
 import pytest
 
+from bench.fleet import wait_until
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
@@ -119,6 +120,7 @@ def test_status_and_doctor_show_key_and_certificates_and_are_turned_away_without
 @pytest.mark.covers("X02", "X03")
 def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Cluster, ours: Path, others: Path) -> None:
     before = cluster.metrics()
+    assert not any(refused_grpc(cluster))
     with cluster.client() as client:
         assert client.post("/v1/completions", json=completion(1, 4)).status_code == 401
         assert client.get("/ready").status_code == 200
@@ -147,6 +149,8 @@ def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Clus
     assert after["turned_away_total{tls}"] >= before.get("turned_away_total{tls}", 0) + 3
     for node in cluster.nodes:
         assert cluster.metrics(node)["refused_http_total{tls}"] >= 3
+    strangers = [len(GARBAGE), *[len(GARBAGE) + 4] * len(cluster.nodes)]
+    wait_until("each is counted, and no member", lambda: refused_grpc(cluster) == strangers)
     with cluster.client() as client:
         assert len(ask(client, completion(1, 4))) == 4
 
@@ -201,6 +205,11 @@ def test_an_operator_with_a_certificate_drains_a_node_and_one_without_is_told(cl
     done = subprocess.run([*command, "--tls-dir", str(ours)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"baton drain: {name} has drained\n")
+
+
+def refused_grpc(cluster: Cluster) -> list[float]:
+    """By the registry, and by each node."""
+    return [metrics["refused_grpc_total"] for metrics in (cluster.metrics(), *map(cluster.metrics, cluster.nodes))]
 
 
 def is_there(cluster: Cluster, node: dict[str, Any]) -> bool:

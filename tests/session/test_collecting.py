@@ -1,0 +1,52 @@
+"""Full walks of the garbage collector come where a process is at rest, and never by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from random import Random
+
+from runtime.collecting import LONGEST_S, REST_S, FullWalks, collect_at_rest
+
+
+def test_walks_keep_their_distance_and_none_is_put_off_for_ever(fresh_seed: int) -> None:
+    rng, now, last = Random(fresh_seed), 100.0, 100.0
+    walks, num_at_rest, num_busy = FullWalks(now), 0, 0
+    for _ in range(3000):
+        now += rng.expovariate(1.0)
+        is_at_rest = rng.random() < 0.1 if now % 2000 < 1000 else False
+        is_due = walks.is_due(now, is_at_rest)
+        assert is_due == (now - last >= (REST_S if is_at_rest else LONGEST_S))
+        if is_due:
+            num_at_rest, num_busy, last = num_at_rest + is_at_rest, num_busy + (not is_at_rest), now
+    assert num_at_rest > 20 and num_busy > 2
+
+
+def test_a_process_walks_when_it_is_at_rest_and_leaves_the_collector_as_it_was() -> None:
+    before, full = gc.get_threshold(), list[str]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            full.append(phase)
+
+    async def run() -> None:
+        rests = False
+        task = asyncio.create_task(collect_at_rest(lambda: rests, 0.001, 0.0))
+        await asyncio.sleep(0)
+        assert gc.get_freeze_count() > 0 and gc.get_threshold()[2] > 1 << 20
+        gc.callbacks.append(note)
+        try:
+            kept = [[number] for number in range(200_000)]  # Python's own rule would walk for these
+            await asyncio.sleep(0.01)
+            assert not full and len(kept) == 200_000
+            rests = True
+            async with asyncio.timeout(20):
+                while not full:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(0.001)
+        finally:
+            gc.callbacks.remove(note)
+            task.cancel()
+            await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
