@@ -25,7 +25,7 @@ from bench.frame import can_plot
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from bench.suite_entries import ENTRIES, Entry
-from bench.suite_table import outcome_of, page, with_table
+from bench.suite_table import only_asked, outcome_of, page, with_table
 from runtime.config import knob, load
 from runtime.process import fatal
 
@@ -69,11 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     outcomes = [outcome_of(entry, folder / f"{entry.name}.json", ran.get(entry.name)) for entry in ENTRIES]
     command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
-    text = page(outcomes, command, utc_date(), machine())
-    (config.results / "suite.md").write_text(text, encoding="utf-8")
+    date, where = utc_date(), machine()
+    (config.results / "suite.md").write_text(page(outcomes, command, date, where), encoding="utf-8")
     console.print(f"written: {config.results / 'suite.md'}")
     if config.readme is not None and config.readme.is_file():
-        config.readme.write_text(with_table(config.readme.read_text(encoding="utf-8"), text), encoding="utf-8")
+        table = page(only_asked(outcomes), command, date, where)
+        config.readme.write_text(with_table(config.readme.read_text(encoding="utf-8"), table), encoding="utf-8")
         console.print(f"written: {config.readme}")
     return int(any(code for code in ran.values()))
 

@@ -39,6 +39,7 @@ class Cluster:
 
     url: str
     nodes: dict[str, str]  # role -> host:port of its HTTP server
+    pids: dict[str, int]  # role -> process; the router's, too
 
     def samples(self, role: str) -> Samples:
         """The node's metrics as they are now."""
@@ -82,7 +83,9 @@ def started_cluster(model: Path, roles: Mapping[str, Settings]) -> Iterator[Clus
             try:
                 _wait_until_ready(launcher)
                 content: dict[str, Any] = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
-                yield Cluster(content["router"]["url"], {node["role"]: node["http"] for node in content["nodes"]})
+                router, nodes = content["router"], content["nodes"]
+                pids = {"router": router["pid"], **{node["role"]: node["pid"] for node in nodes}}
+                yield Cluster(router["url"], {node["role"]: node["http"] for node in nodes}, pids)
             finally:
                 launcher.kill()  # its processes end with it, at once, and what they said is read already
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cluster import ClusterProblem
-from bench.completions import Asked, Record
+from bench.completions import Asked, Asking, Record
 from bench.distribution import percentile
 from bench.fleet import Fleet, pin
 from bench.frame import SUFFIXES, Bench, check_files, check_model, whole_numbers
@@ -121,6 +121,7 @@ class _Run:
         self._servers = {side: Server.parse(url) for side, url in urls.items()}
         self._vocab_size = json.loads((config.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         self._random = random.Random(config.seed)
+        self._asking = Asking(config.model.absolute().name, "token_ids")
 
     def cell(self, length: int, load_: int, progress: StepProgress) -> Cell:
         """All rounds of one length at one load."""
@@ -152,9 +153,8 @@ class _Run:
 
     def _asked(self, index: int, length: int) -> Asked:
         prompt = [self._random.randrange(self._vocab_size) for _ in range(length)]
-        fields: dict[str, Any] = {"model": self._config.model.absolute().name, "prompt": prompt, "temperature": 0.0}
-        fields |= {"max_tokens": self._config.output_tokens, "ignore_eos": True, "stream": True}
-        return Asked(index, json.dumps(fields).encode(), length, self._config.output_tokens)
+        body = self._asking.body(json.dumps(prompt), self._config.output_tokens)
+        return Asked(index, body, length, self._config.output_tokens)
 
 
 def figures_of(records: Sequence[Record]) -> dict[str, float]:

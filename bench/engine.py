@@ -3,7 +3,7 @@
     case = decode rows x context, or a chunk      limit = max(bytes / R, operations / F)      ratio = step / limit
 
 R and F (limits.py) are measured beside each step, with the same threads; a ratio is the median over rounds. The step is the
-node's: from plan to token ids, sampler included. Not here: scheduling, the network (bench.serve has all of it).
+node's: from plan to token ids, sampler included. Not here: scheduling, the network (`baton bench` has all of it).
 """
 
 from __future__ import annotations

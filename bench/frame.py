@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 INTERRUPTED: Final = 130
-_WIDTH: Final = 160  # of a table that goes to a file
+PIPE_WIDTH: Final = 160  # of a table that goes to a file
 
 C = TypeVar("C", bound="DataclassInstance")
 R = TypeVar("R")
@@ -85,7 +85,7 @@ class Bench(Generic[C, R]):
         """
         console = Console(highlight=False, markup=False, soft_wrap=True)
         if not console.is_terminal:
-            console.width = _WIDTH
+            console.width = PIPE_WIDTH
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # or a cluster would outlive the benchmark
         try:
             result = self.measure(config, console)

@@ -11,7 +11,6 @@ median over rounds of the rounds' own ratios. A peer that is not there is named 
 from __future__ import annotations
 
 import asyncio
-import random
 import shlex
 import signal
 import statistics
@@ -43,6 +42,7 @@ from bench.peers_servers import (
     vllm,
 )
 from bench.progress import StepProgress
+from bench.workload import Piece, Prompts, Space, alphabet, num_digits
 from runtime.config import knob, load
 from runtime.process import fatal, write_atomically
 
@@ -203,12 +203,13 @@ def _rate(peer: Peer, case: Case, output_tokens: int, seed: str) -> float:
 
 async def _ask(url: str, case: Case, output_tokens: int, seed: str) -> list[Record]:
     """All clients at once, each with a prompt of its own that the seed draws. Raises PeerProblem unless all are answered."""
-    rng = random.Random(seed)
-    asking = Asking(await _model_of(url), "token_ids", _VOCABULARY, True, True, 0.0)
-    asked = [
-        Asked(index, asking.body(rng, case.tokens, output_tokens), case.tokens, output_tokens)
-        for index in range(case.clients)
-    ]
+    asking = Asking(await _model_of(url), "token_ids")
+    letters = alphabet("token_ids", _VOCABULARY)
+    prompts = Prompts(seed, "token_ids", letters, num_digits(case.clients, len(letters)))
+    asked = []
+    for index in range(case.clients):
+        prompt = prompts.json([Piece(Space.OWN, index, case.tokens)])
+        asked.append(Asked(index, asking.body(prompt, output_tokens), case.tokens, output_tokens))
     records = await run_closed_loop(Sender(Server.parse(url), True, _REQUEST_LIMIT_S), asked, case.clients)
     for record in records:
         if not record.is_ok or not record.chunk_at_s:

@@ -30,9 +30,10 @@ from bench.fleet import Fleet
 from bench.frame import SUFFIXES, Bench, check_files
 from bench.http_exchange import Server
 from bench.load import Sender, run_open_loop
-from bench.prefix_load import TRACE_BLOCK, Ask, Chats, chat_asks, fresh_tokens, trace_asks
+from bench.prefix_load import Ask, Chats, chat_asks, fresh_tokens, trace_asks
 from bench.prefix_plot import plot
 from bench.progress import StepProgress
+from bench.trace import TRACE_BLOCK
 from runtime.config import knob, load
 
 PROG: Final = "python -m bench.prefix"

@@ -9,10 +9,9 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-TRACE_BLOCK: Final = 512  # prompt tokens that one of the trace's hash ids stands for
-_FIRST_TOKEN: Final = 3  # below it are special tokens
+from bench.trace import TRACE_BLOCK, Scaling, read_trace, scaled
+from bench.workload import FIRST_TOKEN, Prompts, alphabet, replay, width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +58,14 @@ def trace_asks(lines: Iterable[str], scale: int, speed: float, max_prompt: int, 
     Lengths are divided by `scale`, times by `speed`, longer prompts cut to `max_prompt`. Equal hash ids become equal
     tokens. ValueError: a line is not of that format.
     """
-    asks: list[Ask] = []
-    piece = TRACE_BLOCK // scale
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            length, ids = entry["input_length"], entry["hash_ids"]
-            at_s, output = entry["timestamp"] / 1000, entry["output_length"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {len(asks) + 1} of the trace: {error!r}") from None
-        prompt: list[int] = []
-        for hash_id in ids:
-            if len(prompt) >= max_prompt:
-                break
-            prompt += _drawn(random.Random(hash_id), piece, vocab_size)
-        num_tokens = max(min(length // scale, max_prompt, len(prompt)), 1)
-        asks.append(Ask(at_s / speed, tuple(prompt[:num_tokens]), max(output // scale, 1)))
-    return asks
+    block = TRACE_BLOCK // scale
+    entries = scaled(read_trace(lines), Scaling(block, 1 / scale, speed, max_prompt))
+    letters = alphabet("token_ids", vocab_size)
+    prompts = Prompts("trace", "token_ids", letters, width_of(entries, len(letters)))
+    return [
+        Ask(each.at_s, tuple(json.loads(prompts.json(each.pieces))), each.output_tokens)
+        for each in replay(entries, block)
+    ]
 
 
 def fresh_tokens(asks: Sequence[Ask], block_size: int) -> int:
@@ -94,4 +84,4 @@ def fresh_tokens(asks: Sequence[Ask], block_size: int) -> int:
 
 
 def _drawn(rng: random.Random, number: int, vocab_size: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(number))
+    return tuple(rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(number))

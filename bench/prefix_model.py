@@ -20,8 +20,9 @@ from rich.table import Table
 
 from bench.distribution import summarize
 from bench.frame import Bench
-from bench.prefix_load import TRACE_BLOCK, Ask, Chats, chat_asks, fresh_tokens, trace_asks
+from bench.prefix_load import Ask, Chats, chat_asks, fresh_tokens, trace_asks
 from bench.progress import StepProgress
+from bench.trace import TRACE_BLOCK
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from node.cache_feed import CacheFeed

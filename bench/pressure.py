@@ -7,7 +7,7 @@ Closed loop: as many requests under way as there are slots. Every request may sa
 ends it: a reserve policy lives in the difference. 100 % of the pool is slots x mean blocks of a sequence at its end, taken from the
 first run, which has an ample pool. Ample runs under `full` stand between the others, and every figure with a clock in it is a
 ratio to its neighbours among them, so that a machine that others use too favours nobody. Tokens must equal those of the first run,
-whatever was preempted: exit code 1 where they do not. Not here: arrivals that outrun the cluster (bench.serve has a rate).
+whatever was preempted: exit code 1 where they do not. Not here: arrivals that outrun the cluster (`baton bench` has a rate).
 """
 
 from __future__ import annotations

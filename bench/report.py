@@ -13,9 +13,11 @@ from rich.table import Table
 
 from bench.completions import Record
 from bench.distribution import Summary, histogram, summarize
+from bench.goodput import Goodput, Slo, goodput_of
 
 _BAR_WIDTH: Final = 40
 _NUM_BINS: Final = 12
+NO_LIMITS: Final = Slo()
 LAG_WARNING_S: Final = 0.05  # at p99: above it arrivals were not what was asked for
 
 
@@ -26,9 +28,14 @@ class Report:
     duration_s: float  # first arrival to last end
     num_requests: int
     num_ok: int
+    num_uncounted: int  # answered, but without a count of tokens: they have no TPOT
     num_wrong_length: int  # answered, but with another number of tokens than asked for
-    errors: dict[str, int]  # by status
-    requests_per_s: float
+    errors: dict[str, int]  # by status and code
+    goodput: Goodput
+    arrivals_per_s: (
+        float | None
+    )  # of the requests sent, from the first one's instant to the last one's; None: all at once
+    requests_per_s: float  # answered
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     ttft_s: Summary | None
@@ -38,9 +45,14 @@ class Report:
     connect_s: Summary | None
     arrival_lag_s: Summary | None  # of all requests
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the generator could not keep up."""
+        return self.arrival_lag_s is not None and self.arrival_lag_s.p99 > LAG_WARNING_S
 
-def report_of(records: Sequence[Record]) -> Report:
-    """Reduce what became of each request."""
+
+def report_of(records: Sequence[Record], slo: Slo = NO_LIMITS) -> Report:
+    """Reduce what became of each request; without limits goodput counts what was answered."""
     good = [record for record in records if record.is_ok]
     first_s = min((record.arrival_s for record in records), default=0.0)
     last_s = max((record.arrival_s + record.lag_s + record.end_s for record in records), default=0.0)
@@ -50,8 +62,11 @@ def report_of(records: Sequence[Record]) -> Report:
         duration_s=duration_s,
         num_requests=len(records),
         num_ok=len(good),
-        num_wrong_length=sum(record.output_tokens != record.output_tokens_asked for record in good),
-        errors=dict(Counter(record.status for record in records if not record.is_ok)),
+        num_uncounted=sum(record.output_tokens is None for record in good),
+        num_wrong_length=sum(record.output_tokens not in (None, record.output_tokens_asked) for record in good),
+        errors=dict(Counter(record.kind for record in records if not record.is_ok)),
+        goodput=goodput_of(records, slo, duration_s),
+        arrivals_per_s=_arrivals_per_s(records),
         requests_per_s=len(good) * per_s,
         output_tokens_per_s=sum(record.output_tokens or 0 for record in good) * per_s,
         prompt_tokens_per_s=sum(record.prompt_tokens or 0 for record in good) * per_s,
@@ -64,8 +79,14 @@ def report_of(records: Sequence[Record]) -> Report:
     )
 
 
+def _arrivals_per_s(records: Sequence[Record]) -> float | None:
+    instants = [record.arrival_s for record in records]
+    seconds = max(instants) - min(instants) if instants else 0.0
+    return (len(instants) - 1) / seconds if seconds > 0 else None
+
+
 def to_json(report: Report, records: Sequence[Record], facts: dict[str, Any]) -> dict[str, Any]:
-    """The result file: `facts` (command, machine, date, settings), the figures, and every request's own."""
+    """`facts`, the figures, and every request's own."""
     requests = [asdict(record) | {"ttft_s": record.ttft_s, "tpot_s": record.tpot_s} for record in records]
     return {**facts, **asdict(report), "requests": requests}
 
@@ -97,13 +118,16 @@ def show(console: Console, report: Report, records: Sequence[Record]) -> None:
     _show_histogram(console, "TTFT", [each for record in records if (each := record.ttft_s) is not None])
     _show_histogram(console, "TPOT", [each for record in records if (each := record.tpot_s) is not None])
     for status, number in sorted(report.errors.items()):
-        example = next(record.error for record in records if record.status == status)
+        example = next(record.error for record in records if record.kind == status)
         say(f"error {status}: {number} requests, one of them: {example}")
+    if report.num_uncounted:
+        say(f"warning: {report.num_uncounted} answers tell no number of tokens: TPOT and tokens/s are without them")
     if report.num_wrong_length:
         say(f"warning: {report.num_wrong_length} answers have another number of tokens than was asked for")
-    if report.arrival_lag_s is not None and report.arrival_lag_s.p99 > LAG_WARNING_S:
+    if report.arrival_lag_s is not None and report.is_late:
         say(
-            f"warning: this generator was late (p99 {1000 * report.arrival_lag_s.p99:.0f} ms): it needs a faster machine"
+            f"warning: this generator was late (p99 {1000 * report.arrival_lag_s.p99:.0f} ms): arrivals were not what was "
+            "asked for, and the times are too good; it needs a faster machine, or one of its own"
         )
 
 

@@ -73,16 +73,25 @@ def _costs_of(side: _Facts, floor: _Facts) -> list[str]:
 def _delays_of(side: _Facts, direct: _Facts) -> list[str]:
     """What the client and whoever speaks are late by themselves is in `direct` as in all others."""
     names = ("delay_p50_s", "delay_p99_s")
-    shown = [*(side[name] for name in names), side["delay_p99_s"] - direct["delay_p99_s"]]
-    shown += [side[f"first_{name}"] for name in names]
-    shares = [f"{side['load']:.0%}", f"{side['wait']:.0%}, client {side['client_wait']:.0%}"]
+    p99, floor = side["delay_p99_s"], direct["delay_p99_s"]
+    beyond = None if p99 is None or floor is None else p99 - floor
     return [
         side["side"],
         str(side["branches"] or ""),
         str(side["streams"]),
-        *shares,
-        *(f"{1000 * each:.2f}" for each in shown),
+        _share(side["load"]),
+        f"{_share(side['wait'])}, client {_share(side['client_wait'])}",
+        *(_ms(each) for each in (*(side[name] for name in names), beyond, *(side[f"first_{name}"] for name in names))),
     ]
+
+
+def _share(share: float | None) -> str:
+    """A dash where no window was whole enough to say."""
+    return "–" if share is None else f"{share:.0%}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.2f}"
 
 
 def markdown(facts: _Facts) -> str:

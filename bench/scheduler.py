@@ -4,7 +4,7 @@
 
 A quiet step is one in which nobody comes or goes: decode rows alone, none of them its sequence's last. The reference is measured
 beside each round of steps; a ratio is the median over rounds. Times are those of the thread. Not here: what a step computes
-(bench.engine), arrivals over time (bench.serve).
+(bench.engine), arrivals over time (`baton bench`).
 """
 
 from __future__ import annotations

@@ -82,9 +82,14 @@ def _router(result: Result) -> Iterable[Line]:
 
 def _scheduler(result: Result) -> Iterable[Line]:
     for case in result["cases"]:
-        share = case["best_step_s"] / result["target_s"]
-        what = f"scheduler, bookkeeping of a step, {case['num_slots']} slots; of {1e6 * result['target_s']:.0f} µs"
-        yield Line(what, share, f"{1e6 * case['best_step_s']:.0f} µs", 1.0 if case["num_slots"] <= 256 else None)
+        target_s, slots = result["target_s"], case["num_slots"]
+        what = f"scheduler, bookkeeping of a step, {slots} slots; of {1e6 * target_s:.0f} µs"
+        quiet_s, step_s = case["best_quiet_s"], case["best_step_s"]
+        target = 1.0 if slots <= 256 else None
+        if quiet_s is not None:
+            yield Line(f"{what}; nobody comes or goes", quiet_s / target_s, f"{1e6 * quiet_s:.0f} µs", target)
+        ended = f"{case['ended_per_1000_steps'] / 1000:.1f} sequences end in each"
+        yield Line(f"{what}; {ended}", step_s / target_s, f"{1e6 * step_s:.0f} µs", target)
 
 
 def _engine(result: Result) -> Iterable[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +50,12 @@ def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str
     if older:
         lines += ["", f"Some lines are of earlier runs: {', '.join(older)}."]
     return "\n".join(lines) + "\n"
+
+
+def only_asked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Of each benchmark the lines that a target is named for: what a README has room for."""
+    shown = [replace(each, lines=[line for line in each.lines if line.target is not None]) for each in outcomes]
+    return [each for each in shown if each.lines or each.problem]
 
 
 def with_table(text: str, table: str) -> str:
