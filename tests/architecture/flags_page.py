@@ -1,0 +1,85 @@
+"""docs/flags.md: every flag of every command, from the configs that the commands fill. `make docs` writes it anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from bench.plan_measure import MeasureConfig
+from bench.planner import PlanConfig
+from bench.serve_config import BenchConfig
+from deploy.certs import CertsConfig
+from deploy.chat import ChatConfig
+from deploy.doctor import DoctorConfig
+from deploy.drain import DrainConfig
+from deploy.role import RoleConfig
+from deploy.status import StatusConfig
+from deploy.up_config import UpConfig
+from node.config import NodeConfig
+from router.config import RouterConfig
+from runtime.config import Knob, knobs_of
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+_HEAD: Final = """\
+# Every flag
+
+Written by `make docs` from the code, which `baton COMMAND --help` shows, too; a test fails where this page is stale.
+
+Each flag is also an environment variable and a key of a TOML file: `--block-size`, `BATON_BLOCK_SIZE`, `block_size`. A flag
+wins over the variable, the variable over the file, the file over the default. A file (`--config FILE`) has keys at its top for
+every process that reads it, and tables `[router]`, `[prefill]`, `[decode]`, `[mixed]`, `[up]` for one kind. A wrong value is one
+line that names it and its bound, and exit code 2. `none` is a value where the table says so.
+"""
+_COMMANDS: Final = (
+    ("baton up", UpConfig),
+    ("baton router", RouterConfig),
+    ("baton prefill, baton decode, baton mixed", NodeConfig),
+    ("baton status", StatusConfig),
+    ("baton doctor", DoctorConfig),
+    ("baton chat", ChatConfig),
+    ("baton bench", BenchConfig),
+    ("baton drain", DrainConfig),
+    ("baton role", RoleConfig),
+    ("baton certs make", CertsConfig),
+    ("baton plan", PlanConfig),
+    ("baton plan measure", MeasureConfig),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    return _HEAD + "".join(f"\n## {command}\n\n{''.join(_table(config))}" for command, config in _COMMANDS)
+
+
+def _table(config: type) -> Iterator[str]:
+    yield "| flag | values | default | what it says |\n|---|---|---|---|\n"
+    for knob in knobs_of(config):
+        default = knob.shown_default().removeprefix("default ")
+        yield f"| `{knob.flag}` | {_cell(_values(knob))} | {_cell(default)} | {_cell(knob.help)} |\n"
+
+
+def _values(knob: Knob) -> str:
+    low, high = knob.low, knob.high
+    if low is not None and high is not None:
+        bounds = f", {low:,} to {high:,}"
+    else:
+        bounds = (f", at least {low:,}" if low is not None else "") + (
+            f", at most {high:,}" if high is not None else ""
+        )
+    return f"`{knob.metavar}`{bounds}" + (" or `none`" if knob.is_optional else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
