@@ -1,7 +1,7 @@
 # What a user touches. Needs make, a Python >= 3.11 with venv, and pip's access to a package index; everything else goes into .venv.
 #   make up PORT=9000 DECODE=2      every capital word below can be set like this
 
-MODEL   ?= models/llama-tiny
+MODEL   ?= deploy/demo_model
 PREFILL ?= 1
 DECODE  ?= 1
 MIXED   ?= 0
@@ -16,6 +16,7 @@ SOAK_S  ?= 1800
 FUZZ_S  ?= 60
 TARGET  ?=
 CHAOS_FLAGS ?=
+CLIENTS_FLAGS ?=
 BENCH_FLAGS ?=
 
 BIN := .venv/bin
@@ -23,16 +24,17 @@ STAMP := .venv/.installed
 KERNELS := kernels/cpu/built/.built
 REDIS := .venv/.redis
 HELM := .venv/.helm
+BROWSER := .venv/.browser
 TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
-.PHONY: help setup up test bench lint format proto tree docs sim soak fuzz mutants compose-test coverage-table clean
+.PHONY: help setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) ## fill .venv with the pinned versions, compile the kernels, find a redis-server and Helm; a second call does nothing
+setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## fill .venv with the pinned versions, compile the kernels, find a redis-server, Helm and a browser; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -76,16 +78,27 @@ $(HELM): constraints.txt | $(STAMP)
 	else echo "make setup: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
 	@touch $@
 
+# For the tests of the dashboard. Tried once, and never a reason to fail, as above.
+$(BROWSER): | $(STAMP)
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "make setup: no chromium with its driver, and only root can install them, where there is apt: the tests of the dashboard will say so"; \
+	elif echo "make setup: chromium, for tests, from the distribution"; \
+	  export DEBIAN_FRONTEND=noninteractive; install="timeout 600 apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core"; \
+	  $$install >$@.log 2>&1 || { timeout 120 apt-get update && $$install; } >>$@.log 2>&1; then :; \
+	else echo "make setup: chromium cannot be installed ($@.log says why): the tests of the dashboard will say so"; fi
+	@touch $@
+
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
 	$(BIN)/python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
-up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on a small model, here; Ctrl-C ends them
+up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on the demo model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
-test: lint $(KERNELS) $(REDIS) $(HELM) ## lint, types, then every test
+test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
@@ -106,10 +119,15 @@ proto: $(STAMP) ## generate the modules of proto/baton.proto anew
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
 	@$(BIN)/python -m tests.architecture.readme_tree
 
-docs: $(STAMP) ## write the tables of docs/metrics.md and docs/protocol.md and the schema of the chart's values anew, from what the code says
+docs: $(STAMP) ## write what the docs say of flags, metrics and protocols, the drawings, and the schema of the chart's values anew, from the code
 	@$(BIN)/python -m tests.router.metrics_table
 	@$(BIN)/python -m tests.architecture.protocol_page
+	@$(BIN)/python -m tests.architecture.flags_page
+	@$(BIN)/python -m tests.sim.drawing
 	@$(BIN)/python -m tests.deploy.chart_schema
+
+pictures: $(STAMP) $(KERNELS) $(BROWSER) ## take the pictures of docs/pictures anew: the dashboard of a cluster here, in a headless browser
+	@$(BIN)/python -m tests.dashboard.pictures $(if $(filter $(TINY),$(MODEL)),,--model $(MODEL))
 
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
 	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
@@ -130,7 +148,10 @@ mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of 
 compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of deploy/compose.yaml; needs a Docker engine, and root for a partition
 	@$(BIN)/python -m pytest tests/compose $(TEST_FLAGS)
 
-coverage-table: $(STAMP) $(KERNELS) $(REDIS) $(HELM) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
+clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## other people's clients (openai, langchain, litellm, lm-eval, vllm, guidellm) against a cluster; ONLY=name,name for some; installs gigabytes
+	@$(BIN)/python -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
+
+coverage-table: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included

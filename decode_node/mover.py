@@ -30,6 +30,7 @@ from engine.sequence import blocks_for
 from node import events as ev
 from node.handing_over import GIVEN_UP, Due, Handover, Handovers
 from node.handover_messages import Offer, ms_left
+from node.sampling import grammar_of
 from node.steps import STEPS_AHEAD
 from node.timers import Timers
 from proto import baton_pb2 as pb
@@ -359,6 +360,7 @@ class Mover:
             block_keys=tuple(block_keys(self._key_seed, known[:-1], self._block_size)),
             deadline=branch.deadline,
             wait_s=0.0,  # two full nodes must not wait for each other
+            grammar=grammar_of(branch.sampling),
         )
 
 

@@ -31,12 +31,18 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], run_dir: Path, environment: Mapping[str, str]
+        cls,
+        name: str,
+        command: Sequence[str],
+        run_dir: Path,
+        environment: Mapping[str, str],
+        *,
+        keeps_log: bool = False,
     ) -> ChildProcess:
-        """Run `python -m <command>` with a log and a ready file in `run_dir`."""
+        """Run `python -m <command>` with a log and a ready file in `run_dir`; `keeps_log`: behind what the log has already."""
         log_path, ready_path = run_dir / f"{name}.log", run_dir / f".{name}.ready.json"
         ready_path.unlink(missing_ok=True)
-        with log_path.open("wb") as log:
+        with log_path.open("ab" if keeps_log else "wb") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # the current directory is the user's: a folder called `node` there is not ours
@@ -82,6 +88,11 @@ class ChildProcess:
         # An exception group is drawn with a frame, which says nothing.
         lines = [line.strip(" |+-") for line in text.splitlines()]
         return next((line for line in reversed(lines) if line), "nothing")
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self._process.returncode is None:
+            self._process.kill()
 
     async def stop(self, timeout_s: float) -> None:
         """Ask it to stop now, not to drain; after `timeout_s` seconds do not ask."""

@@ -25,8 +25,12 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("role",): ("deploy.role",),
     ("status",): ("deploy.status",),
     ("doctor",): ("deploy.doctor",),
+    ("chat",): ("deploy.chat",),
+    ("bench",): ("bench.serve",),
     ("certs", "make"): ("deploy.certs",),
     ("model", "make"): ("engine.make_model",),
+    ("plan", "measure"): ("bench.plan_measure",),
+    ("plan",): ("bench.planner",),
 }
 
 HELP: Final = """\
@@ -41,9 +45,14 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   role         have a node serve in another role, without a restart: baton role decode-0 prefill --router 127.0.0.1:8001
   status       nodes, blocks and requests of a running cluster, live: baton status http://127.0.0.1:8000
   doctor       what is wrong with this machine, or with a cluster: baton doctor http://127.0.0.1:8000
+  chat         talk to a model on any server of OpenAI's API: baton chat, or baton chat "What is a baton?"
+  bench        load on any server of OpenAI's API, and what its clients see: baton bench http://127.0.0.1:8000 --rate 4
   certs make   certificates for --tls-dir, signed by an authority of your own: baton certs make certs --hosts node-a,node-b
   model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
                (or qwen2-tiny, qwen3-tiny, mistral-tiny, smollm2-135m)
+  plan         how many nodes serve a trace within its objective, by simulation:
+               baton plan --trace FILE --rates rates.json --slo-ttft-ms 2000 --slo-tpot-ms 50
+  plan measure rates of a model on this machine, or of a running cluster: baton plan measure --model DIR --output rates.json
 
 Every flag is also a variable (--block-size: BATON_BLOCK_SIZE) and a key of a TOML file (block_size, with --config FILE);
 a flag wins over the variable, the variable over the file. A wrong value is one line and exit code 2.

@@ -3,7 +3,8 @@
     routers --(ready files: registry addresses)--> nodes --(ready files)--> /ready --> cluster.json, a curl line
 
 Everything that was started ends with this process: on a signal each child is asked, then killed; if this process itself is
-killed, the kernel kills the children (deploy/child_process.py). Restarts nothing. Not here: anything that serves.
+killed, the kernel kills the children (deploy/child_process.py). Restarts nothing, but for a node that the dashboard's button
+killed (deploy/control.py). Not here: anything that serves.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ import httpx
 from rich.console import Console
 
 from deploy.child_process import ChildProcess
+from deploy.control import Control
 from deploy.up_config import UpConfig
 from runtime.config import child_environment, load, tables_in
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_run(config))
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     """Cancel and wait; its own exception, if it had one, is whoever's who asked for its result."""
     task.cancel()
     await asyncio.wait({task})
@@ -77,6 +80,21 @@ async def _run(config: UpConfig) -> int:
     return await _Launcher(config, Console(soft_wrap=True, highlight=False, markup=False)).run()
 
 
+@dataclass(slots=True)
+class _Node:
+    """A node's process, and what it takes to start another."""
+
+    command: Sequence[str]
+    threads: int
+    child: ChildProcess
+    is_new: bool = False  # it was started in place of one that was killed, and does not serve yet
+
+
+def _told_of(ready: Mapping[str, Any]) -> dict[str, Any]:
+    """What cluster.json has of a node."""
+    return {key: ready[key] for key in ("node_id", "role", "pid", "http", "grpc")}
+
+
 class _Launcher:
     """One cluster from start to stop."""
 
@@ -84,7 +102,15 @@ class _Launcher:
         self._config = config
         self._console = console
         self._children: list[ChildProcess] = []
-        self._ends: dict[asyncio.Task[None], ChildProcess] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._cluster: dict[str, Any] = {}  # cluster.json, once it is written
+        self._control = Control(self.replace) if config.has_kill_button else None
+        self._control_address = ""
+        self._replacements: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._num_running = 0
+        self._waits_for_ends: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Queue[ChildProcess] = asyncio.Queue()
         self._first_end: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         self._started_at = time.monotonic()
 
@@ -107,6 +133,7 @@ class _Launcher:
             sys.stderr.write(f"baton up: not ready after {waited_s:g} s; see the logs in {self._config.run_dir}\n")
             return 1
         finally:
+            self._is_stopping = True
             await _cancel(start)
             if stopped.done():
                 self._console.print("baton up: stopping")
@@ -116,6 +143,8 @@ class _Launcher:
         """Everything up to the curl lines."""
         config = self._config
         names = ["router", *(f"router-{index}" for index in range(1, config.routers))]
+        if self._control is not None:
+            self._control_address = await self._control.open()
         with self._console.status("baton up: starting the router") as status:
             async with asyncio.timeout(config.start_timeout_s):
                 children = [
@@ -128,12 +157,8 @@ class _Launcher:
                 status.update("baton up: waiting for /ready")
                 await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
         told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
-        cluster = {
-            "router": told[0],
-            "routers": told,
-            "nodes": [{key: node[key] for key in ("node_id", "role", "pid", "http", "grpc")} for node in nodes],
-        }
-        write_atomically(config.run_dir / "cluster.json", cluster)
+        self._cluster = {"router": told[0], "routers": told, "nodes": [_told_of(node) for node in nodes]}
+        write_atomically(config.run_dir / "cluster.json", self._cluster)
         self._say_how_to_use([router["url"] for router in routers], routers[0]["model"])
 
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
@@ -143,9 +168,46 @@ class _Launcher:
         threads = config.threads_by_role(len(os.sched_getaffinity(0)))
         children = []
         for role, name in names:
-            command = self._node_command(role, name, registry)
-            children.append(await self._start_child(name, [*command, "--threads", str(threads[role])], threads[role]))
+            command = [*self._node_command(role, name, registry), "--threads", str(threads[role])]
+            child = await self._start_child(name, command, threads[role])
+            self._nodes[name] = _Node(command, threads[role], child)
+            children.append(child)
         return await asyncio.gather(*(self._ready(child) for child in children))
+
+    async def replace(self, name: str) -> str | None:
+        """Kill a node with SIGKILL and start a new one of its name; why not, if it was not."""
+        node = self._nodes.get(name)
+        if node is None:
+            return f"There is no node {name[:100]!r} here."
+        if self._is_stopping or not self._cluster or node.is_new:
+            return "The cluster is stopping." if self._is_stopping else f"{name} is still starting."
+        node.is_new = True
+        killed = node.child
+        killed.kill()
+        await killed.ended()
+        if not self._is_stopping:
+            self._children.remove(killed)
+            node.child = await self._start_child(name, node.command, node.threads, keeps_log=True)
+            task = asyncio.create_task(self._welcome(node))
+            self._replacements.add(task)
+            task.add_done_callback(self._replacements.discard)
+        return None
+
+    async def _welcome(self, node: _Node) -> None:
+        """Have cluster.json name the new process once it serves."""
+        ended = asyncio.create_task(node.child.ended())
+        ready = asyncio.create_task(self._ready(node.child))
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                told = _told_of(ready.result())
+                nodes = [told if each["node_id"] == told["node_id"] else each for each in self._cluster["nodes"]]
+                self._cluster = self._cluster | {"nodes": nodes}
+                write_atomically(self._config.run_dir / "cluster.json", self._cluster)
+        finally:
+            node.is_new = False
+            await _cancel(ready)
+            await _cancel(ended)
 
     async def _ready(self, child: ChildProcess) -> dict[str, Any]:
         content = await child.ready()
@@ -179,6 +241,10 @@ class _Launcher:
 
     async def _stop(self) -> None:
         """End every child: the routers first, or their clients would hear of lost nodes instead of a shutdown."""
+        if self._control is not None:
+            await self._control.close()
+        for task in list(self._replacements):
+            await _cancel(task)
         timeout_s, num_routers = self._config.stop_timeout_s, self._config.routers
         stops = [asyncio.create_task(child.stop(timeout_s)) for child in self._children[:num_routers]]
         if stops:
@@ -187,36 +253,49 @@ class _Launcher:
 
     async def _watch(self, stopped: asyncio.Future[signal.Signals]) -> int:
         """Report each child that ends, until a signal comes or none is left."""
-        while self._ends and not stopped.done():
-            waits: set[asyncio.Future[Any]] = {stopped, *self._ends}
+        while self._num_running or not self._ended.empty():
+            ended = asyncio.create_task(self._ended.get())
+            waits: set[asyncio.Future[Any]] = {stopped, ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for end in [end for end in self._ends if end.done()]:
-                sys.stderr.write(f"baton up: {self._ends.pop(end).how_it_ended()}\n")
-        if stopped.done():
-            return 0
+            if not ended.done():
+                ended.cancel()
+                return 0
+            sys.stderr.write(f"baton up: {ended.result().how_it_ended()}\n")
+            if stopped.done():
+                return 0
         sys.stderr.write("baton up: no process is left\n")
         return 1
 
-    async def _start_child(self, name: str, command: Sequence[str], threads: int) -> ChildProcess:
+    async def _start_child(
+        self, name: str, command: Sequence[str], threads: int, *, keeps_log: bool = False
+    ) -> ChildProcess:
         # By variable: a password in a command line is everybody's to see.
         environment = child_environment(threads) | {"BATON_REGISTRY": self._config.registry}
         environment["BATON_REGISTRY_NAMESPACE"] = self._config.registry_namespace or ""
         environment["BATON_KV_POOL"] = self._config.kv_pool or ""
-        child = await ChildProcess.start(name, command, self._config.run_dir, environment)
+        if command[0] == "router":
+            environment["BATON_LAUNCHER"] = self._control_address
+        child = await ChildProcess.start(name, command, self._config.run_dir, environment, keeps_log=keeps_log)
         self._children.append(child)
+        self._num_running += 1
         task = asyncio.create_task(child.ended())
         task.add_done_callback(lambda _: self._note_end(child))
-        self._ends[task] = child
+        self._waits_for_ends.add(task)
+        task.add_done_callback(self._waits_for_ends.discard)
         return child
 
     def _note_end(self, child: ChildProcess) -> None:
+        self._num_running -= 1
+        self._ended.put_nowait(child)
         if not self._first_end.done():
             self._first_end.set_result(child)
 
     def _router_command(self, index: int) -> list[str]:
         config = self._config
         port = config.port and config.port + index
-        command = ["router", "--model", str(config.model), "--host", config.host, "--port", str(port)]
+        command = ["router", "--model", str(config.model_dir), "--host", config.host, "--port", str(port)]
+        if config.model_name is not None:
+            command += ["--served-model-name", config.model_name]
         if config.workers > 1:
             command += ["--workers", str(config.workers)]
         if config.local_prefill_max_tokens is not None:
@@ -230,7 +309,7 @@ class _Launcher:
 
     def _node_command(self, role: str, name: str, registry: str) -> list[str]:
         config = self._config
-        command = ["deploy.node_process", role, "--model", str(config.model), "--node-id", name]
+        command = ["deploy.node_process", role, "--model", str(config.model_dir), "--node-id", name]
         command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
         if config.registry == EMBEDDED:
             command += ["--router", registry]
@@ -251,20 +330,29 @@ class _Launcher:
 
     def _say_how_to_use(self, urls: list[str], model_id: str) -> None:
         config, say = self._config, self._console.print
-        body = {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
+        endpoint, body = _example(model_id, config.is_demo)
         took_s = time.monotonic() - self._started_at
         nodes = " + ".join(f"{number} {role}" for role, number in config.nodes.items())
         say(f"baton up: ready in {took_s:.1f} s, {nodes}, logs in {config.run_dir}")
+        say(f"baton up: dashboard {urls[0]}/")
         if not is_loopback(config.host) and config.api_keys is None:
             say(f"baton up: warning: {config.host} can be reached from other machines, and nobody is asked for a key")
         flags = "" if config.tls_dir is None else f" --cacert {shlex.quote(str(config.tls_dir / 'ca.crt'))}"
         flags += "" if config.api_keys is None else ' -H "Authorization: Bearer $KEY"'
         for each in (body, body | {"stream": True}):
             said = shlex.quote(json.dumps(each))
-            say(f"  curl -N{flags} {urls[0]}/v1/completions -H 'Content-Type: application/json' -d {said}")
+            say(f"  curl -N{flags} {urls[0]}{endpoint} -H 'Content-Type: application/json' -d {said}")
         if len(urls) > 1:
             say(f"baton up: the other routers: {' '.join(urls[1:])}")
         say("baton up: Ctrl-C stops everything")
+
+
+def _example(model_id: str, is_demo: bool) -> tuple[str, dict[str, Any]]:
+    """An endpoint, and what to send there: to the demo model a question that it can answer."""
+    if not is_demo:
+        return "/v1/completions", {"model": model_id, "prompt": "Once upon a time", "max_tokens": 32}
+    asked = [{"role": "user", "content": "What does a prefill node do?"}]
+    return "/v1/chat/completions", {"model": model_id, "messages": asked, "max_tokens": 64}
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any, Final, Self
 
 import httpx
 
+from runtime.config import as_flags
+
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
 BARE_FLAGS: Final = ("--once", "--json")  # as people write them: without `on`
@@ -24,15 +26,7 @@ class NoAnswer(Exception):
 
 def with_url(words: Sequence[str]) -> list[str]:
     """A command's words as flags: the first one may be the URL, and what is on or off may stand alone."""
-    flags = list(words)
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, "--url")
-    spelled: list[str] = []
-    for index, word in enumerate(flags):
-        spelled.append(word)
-        if word in BARE_FLAGS and flags[index + 1 : index + 2] not in (["on"], ["off"]):
-            spelled.append("on")
-    return spelled
+    return as_flags(words, "--url", BARE_FLAGS)
 
 
 class Pages:

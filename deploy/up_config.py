@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from runtime.config import knob
 from runtime.kv_pool_address import read_kv_pool_address
+from runtime.process import is_loopback
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
+
+DEMO_MODEL: Final = Path(__file__).resolve().parent / "demo_model"  # ships with Baton (docs/demo_model.md)
+DEMO_NAME: Final = "baton-demo"
 
 
 def _of_nodes(help: str, low: float | None = 1, **details: Any) -> Any:
@@ -20,7 +24,14 @@ def _of_nodes(help: str, low: float | None = 1, **details: Any) -> Any:
 class UpConfig:
     """One cluster on this machine."""
 
-    model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
+    model: Path | None = knob(
+        None, help="model directory in Hugging Face layout; none: the demo model, which ships with Baton", metavar="DIR"
+    )
+    served_model_name: str | None = knob(
+        None,
+        f"handed on to every router: name that clients ask for; none: the directory's name, {DEMO_NAME} for the demo model",
+        metavar="NAME",
+    )
     prefill: int = knob(
         1,
         "number of prefill nodes; 0 with mixed ones, or where decode nodes compute prompts (--local-prefill)",
@@ -47,6 +58,11 @@ class UpConfig:
         metavar="DIR",
     )
     api_keys: Path | None = knob(None, "handed on to every router: file of the keys that clients show", metavar="FILE")
+    kill_button: Literal["auto", "on", "off"] = knob(
+        "auto",
+        "whether the dashboard has a button that kills a node and starts a new one; auto: where only this machine reaches the "
+        "routers, and nobody is asked for a key",
+    )
     run_dir: Path = knob(Path("run"), "where cluster.json and a log file per process are written", metavar="DIR")
     parent_pid: int = knob(0, "die, and all processes with it, when the process with this id dies; 0: never", low=0)
     start_timeout_s: float = knob(120.0, "seconds until /ready before giving up: a large model loads slowly", low=1)
@@ -99,6 +115,21 @@ class UpConfig:
     )
 
     @property
+    def model_dir(self) -> Path:
+        """The directory that is served."""
+        return DEMO_MODEL if self.model is None else self.model
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the demo model is served, of which it is known what it can answer."""
+        return self.model_dir.resolve() == DEMO_MODEL
+
+    @property
+    def model_name(self) -> str | None:
+        """What routers are told to call the model, if anything."""
+        return self.served_model_name or (DEMO_NAME if self.is_demo else None)
+
+    @property
     def nodes(self) -> dict[str, int]:
         """How many nodes of each role there are to be; only roles that have any."""
         numbers = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
@@ -114,6 +145,13 @@ class UpConfig:
         ranks = {role: self.tp_of(role) or 1 for role in self.nodes}
         num_ranks = sum(ranks[role] * number for role, number in self.nodes.items())
         return {role: self.threads or max(num_cores // num_ranks, 1) * ranks[role] for role in ranks}
+
+    @property
+    def has_kill_button(self) -> bool:
+        """Whether routers are told how to have a node killed."""
+        if self.kill_button == "auto":
+            return is_loopback(self.host) and self.api_keys is None
+        return self.kill_button == "on"
 
     @property
     def may_prefill(self) -> bool:
@@ -135,9 +173,11 @@ class UpConfig:
             raise ValueError(
                 "--prefill 0: nobody would prefill, with --local-prefill off; at least 1 is needed, or --mixed 1"
             )
-        if not self.model.is_dir():
+        if not self.model_dir.is_dir():
             raise ValueError(
-                f"--model {self.model}: is not a directory; make one with: baton model make --out {self.model}"
+                f"--model {self.model_dir}: is not a directory; make one with: baton model make --out {self.model_dir}"
             )
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"--model {self.model}: has no config.json, so it is not a Hugging Face model directory")
+        if not (self.model_dir / "config.json").is_file():
+            raise ValueError(
+                f"--model {self.model_dir}: has no config.json, so it is not a Hugging Face model directory"
+            )

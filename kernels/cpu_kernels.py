@@ -251,6 +251,7 @@ class CpuKernels(TorchBlockCopies):
         self._library = library
         self._memory = WeightMemory()
         self._is_int8 = is_int8
+        self._contest = _Contest(1)
         self.name: Final = f"cpu-{variant}{INT8_SUFFIX if is_int8 else ''}"
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
@@ -315,12 +316,33 @@ class CpuKernels(TorchBlockCopies):
         """Leave few: the others' noise cannot make up for their logits."""
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
-        greatest, greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
-        ids, counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
-        arrays = (temperatures, streams, greatest, greatest_ids, ids, counts)
-        contest = CContest(*(array.ctypes.data for array in arrays), num_rows, vocab_size, MAX_CONTENDERS)
+        if num_rows > self._contest.max_rows:
+            self._contest = _Contest(1 << (num_rows - 1).bit_length())
+        contest = self._contest
+        contest.temperatures[:num_rows], contest.streams[:num_rows] = temperatures, streams
+        contest.c.num_rows, contest.c.vocab_size = num_rows, vocab_size
         self._library.call.baton_contend(
-            reference(contest), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
+            reference(contest.c), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
         )
-        found = [row[:count] if count <= MAX_CONTENDERS else None for row, count in zip(ids, counts, strict=True)]
-        return Contenders(greatest, greatest_ids, found)
+        return contest.found(num_rows)
+
+
+class _Contest:
+    """What `contenders` asks for and is told, for so many rows at most: laid out once, and used again."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.max_rows: Final = num_rows
+        self.temperatures, self.streams = np.empty(num_rows, np.float32), np.empty(num_rows, np.uint64)
+        self._greatest, self._greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+        self._ids, self._counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
+        arrays = (
+            *(self.temperatures, self.streams, self._greatest, self._greatest_ids),
+            *(self._ids, self._counts),
+        )
+        self.c: Final = CContest(*(array.ctypes.data for array in arrays), num_rows, 0, MAX_CONTENDERS)
+
+    def found(self, num_rows: int) -> Contenders:
+        """As of the last call, for so many rows; stays what it is."""
+        counts = self._counts[:num_rows].tolist()
+        ids = [row[:n].copy() if n <= MAX_CONTENDERS else None for row, n in zip(self._ids, counts, strict=False)]
+        return Contenders(self._greatest[:num_rows].copy(), self._greatest_ids[:num_rows].copy(), ids)

@@ -254,6 +254,8 @@ class PrefillCore:
                 own = BranchToken(item.token_id, item.logprobs)
                 task.first_tokens = dict(zip(task.work.keys, (own, *item.branch_tokens), strict=True))
                 self._say_first_tokens(task, batches, now)
+            else:
+                task.times.chunk_computed(now)
             advanced.append(task)
         self._out += batches.to_actions()
         for task in advanced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from node.handover_messages import Offer, ms_left
-from node.sampling import to_logprobs_message
+from node.sampling import grammar_of, to_logprobs_message
 from prefill_node.task import PrefillTask, Work
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -21,6 +21,7 @@ def offer_of(work: Work, wait_s: float) -> Offer:
         block_keys=work.block_keys,
         deadline=work.deadline,
         wait_s=wait_s,
+        grammar=grammar_of(work.sampling),
     )
 
 

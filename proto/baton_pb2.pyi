@@ -107,6 +107,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """this and the following are not retryable"""
     CANCELLED: _ErrorCode.ValueType  # 11
     DEADLINE: _ErrorCode.ValueType  # 12
+    INVALID: _ErrorCode.ValueType  # 13
+    """nobody can do what the client asks for; the message says why, in the client's words"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -125,6 +127,8 @@ INCOMPATIBLE: ErrorCode.ValueType  # 10
 """this and the following are not retryable"""
 CANCELLED: ErrorCode.ValueType  # 11
 DEADLINE: ErrorCode.ValueType  # 12
+INVALID: ErrorCode.ValueType  # 13
+"""nobody can do what the client asks for; the message says why, in the client's words"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
@@ -373,6 +377,9 @@ class ToWorker(_message.Message):
     TELL_PAGE_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     TOOK_FIELD_NUMBER: _builtins.int
+    REFUSED_GRPC_FIELD_NUMBER: _builtins.int
+    refused_grpc: _builtins.int
+    """connections to the parent's registry: one worker counts for all"""
     @_builtins.property
     def settings(self) -> Global___WorkerSettings:
         """the first one"""
@@ -407,12 +414,13 @@ class ToWorker(_message.Message):
         tell_page: Global___WorkerPage | None = ...,
         pages: Global___WorkerPages | None = ...,
         took: Global___ClientTook | None = ...,
+        refused_grpc: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "refused_grpc", b"refused_grpc", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "listed", b"listed", "missed", b"missed", "pages", b"pages", "refused_grpc", b"refused_grpc", "settings", b"settings", "tell_page", b"tell_page", "took", b"took", "unlisted", b"unlisted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_page", "pages", "took"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["settings", "listed", "missed", "unlisted", "tell_page", "pages", "took", "refused_grpc"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -754,6 +762,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     max_tokens: _builtins.int
@@ -778,6 +787,10 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """absent: any text; else completions are texts of it, up to a stop token"""
+
     def __init__(
         self,
         *,
@@ -794,16 +807,74 @@ class Sampling(_message.Message):
         logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
         num_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "grammar", b"grammar", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """The texts that a completion may be. What may follow is a function of this, the stop tokens and the completion's tokens alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Grammar._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Grammar._Kind.ValueType  # 0
+        JSON_SCHEMA: Grammar._Kind.ValueType  # 1
+        """JSON that fits the schema"""
+        REGEX: Grammar._Kind.ValueType  # 2
+        """of ECMAScript; the whole text matches"""
+        EBNF: Grammar._Kind.ValueType  # 3
+        """GBNF, as llama.cpp and xgrammar have it; its rule `root`"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: Grammar.Kind.ValueType  # 0
+    JSON_SCHEMA: Grammar.Kind.ValueType  # 1
+    """JSON that fits the schema"""
+    REGEX: Grammar.Kind.ValueType  # 2
+    """of ECMAScript; the whole text matches"""
+    EBNF: Grammar.Kind.ValueType  # 3
+    """GBNF, as llama.cpp and xgrammar have it; its rule `root`"""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    IS_COMPACT_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    kind: Global___Grammar.Kind.ValueType
+    text: _builtins.str
+    is_compact: _builtins.bool
+    """JSON without white space but one blank behind each comma and colon"""
+    @_builtins.property
+    def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the model's own stop tokens: what may follow a whole text, and nothing else then"""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___Grammar.Kind.ValueType = ...,
+        text: _builtins.str = ...,
+        is_compact: _builtins.bool = ...,
+        end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "is_compact", b"is_compact", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class LogitBias(_message.Message):
@@ -1247,6 +1318,7 @@ class Timing(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
+    CHUNK_END_US_FIELD_NUMBER: _builtins.int
     RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
     ADMIT_US_FIELD_NUMBER: _builtins.int
     FIRST_STEP_US_FIELD_NUMBER: _builtins.int
@@ -1262,19 +1334,24 @@ class Timing(_message.Message):
     """from then, or from the first token where nothing is handed over, to its next token"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
+    @_builtins.property
+    def chunk_end_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of it: when each chunk but the last had been computed, from then on; the first 64 of them"""
+
     def __init__(
         self,
         *,
         key: Global___AttemptKey | None = ...,
         queue_us: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
+        chunk_end_us: _abc.Iterable[_builtins.int] | None = ...,
         reserve_wait_us: _builtins.int = ...,
         admit_us: _builtins.int = ...,
         first_step_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "chunk_end_us", b"chunk_end_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1528,6 +1605,7 @@ class ReserveRequest(_message.Message):
     MORE_CHOICES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     to_incarnation: _builtins.int
     num_tokens: _builtins.int
     """prompt + generated: their KV will be written; of a sequence that moves, and decodes on meanwhile, the most"""
@@ -1556,6 +1634,10 @@ class ReserveRequest(_message.Message):
     def more_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the attempt's other branches: a slot, a last block and room to grow for each"""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """that Commit will name: it is compiled before the answer, not in the middle of a step"""
+
     def __init__(
         self,
         *,
@@ -1571,10 +1653,11 @@ class ReserveRequest(_message.Message):
         more_choices: _abc.Iterable[_builtins.int] | None = ...,
         wait_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "grammar", b"grammar", "key", b"key", "router", b"router", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "fingerprint", b"fingerprint", "grammar", b"grammar", "key", b"key", "max_total_tokens", b"max_total_tokens", "more_choices", b"more_choices", "ms_left", b"ms_left", "num_tokens", b"num_tokens", "router", b"router", "sender", b"sender", "to_incarnation", b"to_incarnation", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

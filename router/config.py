@@ -5,6 +5,7 @@ Not here: what follows from the model directory (text.py); limits that the nodes
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,11 @@ class RouterConfig:
         help="model directory in Hugging Face layout: tokenizer, chat template, stop tokens", metavar="DIR"
     )
     served_model_name: str | None = knob(None, "name that clients ask for; none: the directory's name", metavar="NAME")
+
+    tool_parser: Literal["auto", "hermes", "llama", "mistral"] = knob(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template says",
+    )
 
     host: str = knob("127.0.0.1", "address to listen on; loopback because without --api-keys nobody is asked for one")
     port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
@@ -62,6 +68,13 @@ class RouterConfig:
         None, "JSON file to write once the router listens: url, registry, pid", metavar="FILE"
     )
     parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
+
+    launcher: str | None = knob(
+        None,
+        "where the launcher that has started this router can be asked to kill a node (the dashboard's button); `baton up` sets "
+        "the variable, since what stands behind the slash is secret",
+        metavar="HOST:PORT/TOKEN",
+    )
 
     max_queue: int = knob(
         1024, "requests (each choice of n is one) that wait for room; one more is answered 429", low=1, high=1 << 20
@@ -184,6 +197,8 @@ class RouterConfig:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"
             )
+        if self.launcher is not None and not re.fullmatch(r"[^/\s]+:\d{1,5}/[\w-]+", self.launcher):
+            raise ValueError("--launcher: is not HOST:PORT/TOKEN")
         if problem := endpoint_problem(self.otlp_endpoint):
             raise ValueError(problem)
         if self.served_model_name is not None and not self.served_model_name.strip():

@@ -8,7 +8,7 @@ session, each once; there is no order between sessions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from proto import baton_pb2 as pb
 
@@ -20,6 +20,16 @@ class NodeRef(NamedTuple):
 
     name: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The texts that a completion may be (structured.py)."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+    is_compact: bool = False  # JSON: no white space but one blank behind each comma and colon
+    end_token_ids: tuple[int, ...] = ()  # what may follow a whole text; nodes want at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     num_logprobs: int | None = None  # None: none; else each token's own, and of so many most likely ones
     wants_prompt_logprobs: bool = False
+    grammar: Grammar | None = None  # None: any text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Who is let in: a layer in front of the API that asks for a key, and the account on which a request then goes.
 
 Without keys everybody is let in, without limits. With them only OPEN_PATHS are open: probes and scrapers carry no keys, and what
-these pages say (alive, ready, counts) holds nothing that anybody wrote. `--metrics-need-key on` closes `/metrics` too. A deep look
+these pages say (alive, ready, counts) holds nothing that anybody wrote, and the dashboard's own files, which hold nothing of the
+cluster. `--metrics-need-key on` closes `/metrics` too. A deep look
 (`/ready?…`) costs work and needs a key. Whatever is added later needs a key unless it is listed here.
 
 Not here: keys (api_keys.py), limits (rate_limit.py), requests (api.py).
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api_keys import ApiKeys, Client
 from router.metrics import RouterMetrics
 from router.openai_types import ApiError
+from router.page_files import INDEX, PREFIX
 from router.rate_limit import Over, RateLimits, Taken, What
 from router.refusals import id_header, refusal
 
@@ -117,6 +119,8 @@ class Gate:
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"]
+        if path == INDEX or path.startswith(PREFIX):
+            return True
         return path in self._open_paths and not (path == "/ready" and scope.get("query_string"))
 
     def _refuse(self, reason: str, request: HTTPConnection) -> ASGIApp:

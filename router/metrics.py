@@ -129,6 +129,8 @@ class RouterMetrics:
             "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)"
         )
         self._turned_away = _Labelled(counter("turned_away", text, "reason"))
+        text = "connections to the registry's port that were refused: no call came over them, for want of a certificate or of TLS"
+        self._refused_grpc = counter("refused_grpc", text)
         self._client_requests = counter("client_requests", "requests of those who have keys", "client")
         text = "tokens of those who have keys, by kind: prompt, completion"
         self._client_tokens = counter("client_tokens", text, "client", "kind")
@@ -179,6 +181,10 @@ class RouterMetrics:
     def turned_away(self, reason: str) -> None:
         """Somebody was refused before any node heard of it."""
         self._turned_away[reason].inc()
+
+    def refused_grpc(self, number: int = 1) -> None:
+        """Connections to the registry were refused."""
+        self._refused_grpc.inc(number)
 
     def client_asked(self, client: str) -> None:
         """A request on somebody's account."""

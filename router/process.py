@@ -14,7 +14,6 @@ drain timeout. SIGINT, or the end of that time, ends every request with an error
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -25,26 +24,28 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
-import grpc.aio
 import uvloop
 from starlette.types import ASGIApp
 
 from proto import baton_pb2_grpc as pb_grpc
 from router.api import Api, ApiSettings
 from router.api_keys import KeyFileError
+from router.chat_template import ModelDirectoryError
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.entrance import RouterCoreConfig
 from router.gate import Gate
 from router.key_file import KeyFile
+from router.launcher_link import LauncherLink
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
 from router.spans import RequestSpans
-from router.text import ModelDirectoryError, ModelText
+from router.text import ModelText
 from router.worker_pages import own_page
 from runtime.advertise import with_port
+from runtime.collecting import collect_at_rest
 from runtime.credentials import Credentials, CredentialsError
+from runtime.grpc_server import GrpcServer
 from runtime.http_protocol import HttpBounds
 from runtime.http_server import BACKLOG, HttpServer
 from runtime.logs import log_event, set_up_logging
@@ -119,17 +120,20 @@ async def _serve(
             config.max_prompt_tokens,
             config.max_n,
             None if worker is None else (worker.index, worker.page_of_all),
+            config.tool_parser,
+            None if config.launcher is None else LauncherLink(config.launcher),
         )
         app = _behind_keys(config, Api(shell, text, settings).app(), shell, worker, started)
         http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
         started.push_async_callback(_stop_serving, http, serving, shell)
-        gc.freeze()  # what is here now stays: no collection is to walk over it while clients wait
+        collecting = asyncio.create_task(collect_at_rest(lambda: http.num_under_way == 0))
+        started.callback(collecting.cancel)
         if worker is not None:
             worker.say_up()
         url = f"{credentials.scheme}://{address_here(config, listener.getsockname()[1])}"
         _announce(config, url, registry, name)
-        failures: list[asyncio.Future[Any]] = [serving, bug]
+        failures: list[asyncio.Future[Any]] = [serving, collecting, bug]
         await asyncio.wait([stopped, *failures], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and stopped.result() is signal.SIGTERM:
             drain = asyncio.create_task(_drain(shell, http, config.drain_timeout_s))
@@ -162,23 +166,32 @@ async def _find_nodes(
 ) -> str:
     """Have the shell told of nodes; where they announce themselves. Raises CannotListen."""
     if worker is not None:
-        await worker.open(shell, partial(own_page, shell), started)
+        await worker.open(shell, shell.metrics.refused_grpc, partial(own_page, shell), started)
     if config.registry != EMBEDDED:
         return await _read_registry(config, shell, credentials, started)
-    return worker.registry if worker is not None else await embed_registry(config, shell, credentials, started)
+    if worker is not None:
+        return worker.registry
+    return await embed_registry(config, shell, credentials, shell.metrics.refused_grpc, started)
 
 
 async def embed_registry(
-    config: RouterConfig, handler: RegistryHandler, credentials: Credentials, started: AsyncExitStack
+    config: RouterConfig,
+    handler: RegistryHandler,
+    credentials: Credentials,
+    on_refused: Callable[[], None],
+    started: AsyncExitStack,
 ) -> str:
-    """Let nodes announce themselves here; the address where they do. Raises CannotListen."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), maximum_concurrent_rpcs=_MAX_CONCURRENT_CALLS)
-    port = _bind_registry(server, config, credentials)
+    """Let nodes announce themselves here; the address where they do. Raises CannotListen.
+
+    `on_refused` is called for each connection of somebody who may not.
+    """
+    grpc = GrpcServer(credentials, on_refused, (("grpc.so_reuseport", 0),), _MAX_CONCURRENT_CALLS)
+    port = _bind_registry(grpc, config)
     registry = RegistryServer(handler)
     started.callback(registry.close)
-    pb_grpc.add_RegistryServicer_to_server(registry, server)
-    await server.start()
-    started.push_async_callback(server.stop, 0)
+    pb_grpc.add_RegistryServicer_to_server(registry, grpc.server)
+    await grpc.server.start()
+    started.push_async_callback(grpc.stop, 0)
     return address_here(config, port)
 
 
@@ -281,13 +294,13 @@ def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
         raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
 
 
-def _bind_registry(server: grpc.aio.Server, config: RouterConfig, credentials: Credentials) -> int:
+def _bind_registry(grpc: GrpcServer, config: RouterConfig) -> int:
     """The port taken."""
     # First without gRPC, whose own error would be a second line, and less clear.
     listen(config, "--registry-port", config.registry_port).close()
     address = address_of(config, config.registry_port)
     try:
-        return credentials.bind(server, address)
+        return grpc.bind(address)
     except RuntimeError as error:
         raise CannotListen(f"--registry-port: cannot listen on {address}: {error}") from error
 

@@ -66,6 +66,7 @@ STATUS: Final[Mapping[int, int]] = {
     pb.CHECKSUM: 502,
     pb.INCOMPATIBLE: 502,
     pb.DEADLINE: 504,
+    pb.INVALID: 400,
 }
 
 

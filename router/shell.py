@@ -81,6 +81,7 @@ class RouterShell:
         self._dialer = SessionDialer(me, self, timing, credentials)
         self.is_draining = False
         self._answers: dict[str, Answer] = {}  # by request id
+        self.ended_tokens = 0  # completion tokens of requests that have ended
         self._events: deque[Event] = deque()
         self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
@@ -150,6 +151,10 @@ class RouterShell:
         """The core's nodes, each with the state of its circuit."""
         return self._core.nodes()
 
+    def live_tokens(self) -> dict[str, int]:
+        """Completion tokens so far, of each request that lives."""
+        return {request_id: answer.num_tokens for request_id, answer in self._answers.items()}
+
     def now(self) -> float:
         """The clock that timelines and durations go by: finer than the loop's, by which the core goes."""
         return time.monotonic()
@@ -209,10 +214,13 @@ class RouterShell:
     def _run(self) -> None:
         """Tick, then feed what waits; tick before each event, so that nothing beats its own deadline."""
         self._is_woken = False
-        self._perform_all(self._core.tick(now := self._loop.time()), now)
-        while self._events:
-            self._perform_all(self._core.receive(self._events.popleft(), now), now)
-            self._perform_all(self._core.tick(now := self._loop.time()), now)
+        while True:
+            now = self._loop.time()
+            self._perform_all(self._core.tick(now), now)
+            if self._events:
+                self._perform_all(self._core.receive(self._events.popleft(), now), now)
+            if not self._events:
+                break  # what is due by now rings the alarm
         self._alarm.arm(self._core.next_deadline())
 
     def _perform_all(self, actions: list[Action], now: float) -> None:
@@ -293,6 +301,7 @@ class RouterShell:
             outcome, end = "aborted", ClientGone()
         if end is not None:
             answer.fail(end)
+        self.ended_tokens += answer.num_tokens
         seconds = (now := self.now()) - answer.arrival.at
         record = self.timelines.ended(request_id, outcome, answer.num_tokens, now)
         if record is not None:

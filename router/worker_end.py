@@ -47,13 +47,20 @@ class WorkerEnd:
         self._link: WorkerLink[pb.ToWorker, pb.FromWorker] | None = None
         self._handler: RegistryHandler | None = None
         self._own_page: Callable[[str], str] = str
+        self._refused_grpc: Callable[[int], None] = lambda number: None
         self._hear: Callable[[Taken], None] = _nobody
         self._questions: dict[int, asyncio.Future[dict[int, str]]] = {}
         self._num_questions = 0
 
-    async def open(self, handler: RegistryHandler, own_page: Callable[[str], str], started: AsyncExitStack) -> None:
+    async def open(
+        self,
+        handler: RegistryHandler,
+        refused_grpc: Callable[[int], None],
+        own_page: Callable[[str], str],
+        started: AsyncExitStack,
+    ) -> None:
         """Listen to the parent from now on. `own_page`: this worker's part of a page, by its name."""
-        self._handler, self._own_page = handler, own_page
+        self._handler, self._refused_grpc, self._own_page = handler, refused_grpc, own_page
         self._link = await WorkerLink[pb.ToWorker, pb.FromWorker].opened(pb.ToWorker.FromString, self._end)
         task = asyncio.create_task(self._read(), name="link to the parent")
         task.add_done_callback(surface)
@@ -109,6 +116,8 @@ class WorkerEnd:
                 case "took":
                     took = message.took
                     self._hear(Taken(took.name, "tokens" if took.tokens else "requests", took.amount, took.limit))
+                case "refused_grpc":
+                    self._refused_grpc(message.refused_grpc)
                 case _:
                     self._hear_of_node(message)
 

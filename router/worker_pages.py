@@ -4,6 +4,7 @@
     state            sums, and of each node the worst that any worker says of it; `workers` has each one's part
     requests/LIMIT   the newest of all
     timeline/NAME    that of the worker which has it
+    dashboard        state, newest requests and counts in one (dashboard_state.py)
 
 Not here: how the question reaches the others (worker_end.py, workers.py).
 """
@@ -11,9 +12,10 @@ Not here: how the question reaches the others (worker_end.py, workers.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from router.dashboard_state import part
 from router.shell import RouterShell
 from router.sight import Sight
 
@@ -21,6 +23,7 @@ METRICS: Final = "metrics"
 STATE: Final = "state"
 REQUESTS: Final = "requests/"
 TIMELINE: Final = "timeline/"
+DASHBOARD: Final = "dashboard"
 _OF_A_WORKER: Final = ("router", "pid", "ready", "missing", "degraded", "is_draining", "queued", "live_requests")
 _WELL: Final = {"session": "up", "circuit": "closed"}  # of a node
 
@@ -37,12 +40,20 @@ def own_page(shell: RouterShell, page: str) -> str:
     if page.startswith(TIMELINE):
         found = sight.timeline(page.removeprefix(TIMELINE))
         return "" if found is None else json.dumps(found)
+    if page == DASHBOARD:
+        live, now = shell.live_tokens(), shell.now()
+        return json.dumps(part(sight.state(), shell.timelines.newest(), live, shell.ended_tokens, now))
     raise ValueError(page)
 
 
 def whole_state(texts: Mapping[int, str], asked: int) -> dict[str, Any]:
     """Of all workers, as the one that was asked would say it."""
-    states: dict[int, dict[str, Any]] = {worker: json.loads(text) for worker, text in sorted(texts.items())}
+    return joined_state({worker: json.loads(text) for worker, text in texts.items()}, asked)
+
+
+def joined_state(told: Mapping[int, dict[str, Any]], asked: int) -> dict[str, Any]:
+    """The same of states that have been read."""
+    states = dict(sorted(told.items()))
     whole = states[asked]
     whole["workers"] = [{"worker": worker} | {key: states[worker][key] for key in _OF_A_WORKER} for worker in states]
     whole["ready"] = all(state["ready"] for state in states.values())
@@ -62,8 +73,12 @@ def whole_state(texts: Mapping[int, str], asked: int) -> dict[str, Any]:
 
 def whole_requests(texts: Mapping[int, str], limit: int) -> dict[str, Any]:
     """The newest of all workers, the newest first."""
-    told = [each for text in texts.values() for each in json.loads(text)["data"]]
-    return {"object": "list", "data": sorted(told, key=lambda each: float(each["age_s"]))[:limit]}
+    return {"object": "list", "data": joined_requests([json.loads(text)["data"] for text in texts.values()])[:limit]}
+
+
+def joined_requests(told: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Lists of several workers as one, the newest first."""
+    return sorted((each for one in told for each in one), key=lambda each: float(each["age_s"]))
 
 
 def found_timeline(texts: Mapping[int, str]) -> dict[str, Any] | None:

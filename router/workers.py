@@ -97,6 +97,11 @@ class NodeRelay:
         """All that somebody new must hear."""
         return [pb.ToWorker(listed=entry) for entry in self._entries.values()]
 
+    def refused_grpc(self) -> None:
+        """Have a worker count it, whichever: the parent has no page of its own. Without one nobody does."""
+        for link in list(self.links.values())[:1]:
+            link.send(pb.ToWorker(refused_grpc=1))
+
     def _tell(self, message: pb.ToWorker) -> None:
         for link in self.links.values():
             link.send(message)
@@ -131,7 +136,7 @@ class _Parent:
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
             if self._config.registry == EMBEDDED:
-                self._registry = await embed_registry(self._config, self._relay, self._credentials, started)
+                self._registry = await self._embed_registry(started)
             self._perform(self._pool.begin(self._loop.time()))
             waits: list[asyncio.Future[Any]] = [self._over, bug]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +146,9 @@ class _Parent:
                 await bug  # the workers end with this process
         log_event(_LOG, logging.INFO, "router_stopped")
         return self._over.result()
+
+    async def _embed_registry(self, started: AsyncExitStack) -> str:
+        return await embed_registry(self._config, self._relay, self._credentials, self._relay.refused_grpc, started)
 
     # ---------------------------------------------------------------- the pool
 

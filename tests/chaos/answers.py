@@ -30,7 +30,7 @@ def drawn_request(rng: random.Random, max_tokens: int = MAX_TOKENS) -> dict[str,
         body[name] = rng.randint(1, max_tokens)
         body["min_tokens"] = min(body["min_tokens"], body[name])
     if rng.random() < 0.7:
-        body |= {"ignore_eos": True, "stop": None, "stop_token_ids": []}
+        body |= {"ignore_eos": True, "stop": None, "stop_token_ids": [], "structured_outputs": None}
     return body
 
 

@@ -37,7 +37,7 @@ def long_requests(seed: int, number: int = NUM_REQUESTS, prompt_tokens: int = 0)
             "n": rng.randint(1, 2),
             "best_of": None,
         }
-        body |= {"ignore_eos": True, "stop": None, "stop_token_ids": []}
+        body |= {"ignore_eos": True, "stop": None, "stop_token_ids": [], "structured_outputs": None}
         if "messages" in body:
             del body["best_of"]
         if prompt_tokens and "messages" in body:

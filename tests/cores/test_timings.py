@@ -48,6 +48,9 @@ def test_a_handoffs_parts_are_told_once_each_by_who_spent_them() -> None:
     assert computed.queue_us == 0, "nobody was before it: planned in the turn of its Dispatch"
     took_s = pair.at(pair.prefill, ev.StepDone, -1) - pair.at(pair.prefill, ev.FromRouter)
     assert computed.prefill_us == took_s * 1e6 > 0
+    began_at, chunks = pair.at(pair.prefill, ev.FromRouter), list(computed.chunk_end_us)
+    steps = [at for node, event, at in pair.taken if node is pair.prefill and isinstance(event, ev.StepDone)]
+    assert chunks == [(at - began_at) * 1e6 for at in steps[:-1]] and chunks, "each chunk but the last, as it was read"
     (received,) = timings(pair.decode.sent)
     admit_s = pair.at(pair.decode, RevokeDone) - pair.at(pair.decode, NotifyArrived)
     assert received.admit_us == admit_s * 1e6 > 0

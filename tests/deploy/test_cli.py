@@ -31,6 +31,8 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
         "drain ",
         "status ",
         "doctor ",
+        "chat ",
+        "bench ",
         "model make ",
         "baton up --model DIR",
         "exit code 2",
@@ -50,8 +52,8 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
     [
         (
             [],
-            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, role, status, doctor, certs make, "
-            "model make; "
+            "baton: a command is missing, one of up, router, prefill, decode, mixed, drain, role, status, doctor, chat, "
+            "bench, certs make, model make, plan measure, plan; "
             "see baton --help",
         ),
         (["prefil"], "baton: prefil: unknown command; did you mean prefill?"),
@@ -59,9 +61,9 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
         (
             ["xyz"],
             "baton: xyz: unknown command; must be one of up, router, prefill, decode, mixed, drain, role, status, doctor, "
-            "certs make, model make",
+            "chat, bench, certs make, model make, plan measure, plan",
         ),
-        (["up"], "baton up: --model is missing (or BATON_MODEL, or model in a --config file)"),
+        (["router"], "baton router: --model is missing (or BATON_MODEL, or model in a --config file)"),
         (
             ["up", "--model", "."],
             "baton up: --model .: has no config.json, so it is not a Hugging Face model directory",
@@ -99,7 +101,7 @@ def test_folders_named_like_our_rooms_where_the_user_stands_are_not_imported(tmp
     for room in ("deploy", "router", "runtime"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").write_text("raise SystemExit('the wrong room')")
-    result = run([BATON, "up"], cwd=tmp_path)
+    result = run([BATON, "router"], cwd=tmp_path)
     assert result.returncode == 2
     assert "--model is missing" in result.stderr
 
