@@ -94,7 +94,7 @@ class Side:
     name: str
     answers: Mapping[str, Sequence[str]]  # by exam
     faults: int
-    retries: int
+    retries: Mapping[str, int]  # by the code of the PD Error before
 
     def share_right(self, exam: str, turns: Sequence[Turn]) -> float:
         """Of an exam's questions."""
@@ -137,13 +137,13 @@ def _complaints(exams: Mapping[str, Sequence[Turn]], sides: Sequence[Side]) -> I
             num_other = sum(ours != its for ours, its in zip(side.answers[exam], alone.answers[exam], strict=True))
             if num_other:
                 yield f"{exam}: {num_other} of {len(turns)} answers through the {side.name} are not those of one process"
-    if sides[-1].retries == 0:
+    if not sides[-1].retries:
         yield "no stream had a second attempt: nothing that died was in use"
 
 
 def _figures(side: Side, exams: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     right = {exam: side.share_right(exam, turns) for exam, turns in exams.items()}
-    return {"name": side.name, "right": right, "faults": side.faults, "retries": side.retries}
+    return {"name": side.name, "right": right, "faults": side.faults, "retries": dict(side.retries)}
 
 
 # ---------------------------------------------------------------- one side
@@ -158,7 +158,7 @@ def _measure(config: AccuracyConfig, side: str, exams: Mapping[str, Sequence[Tur
         fleet = stack.enter_context(Fleet.started(config.model.absolute(), folder, flags))
         with _faults(fleet, config.fault_pause) if is_hurt else nullcontext([0]) as faults:
             answers = asyncio.run(_ask_all(fleet.url, config, exams, console, side))
-        return Side(side, answers, faults[0], int(fleet.metric("retries_total")))
+        return Side(side, answers, faults[0], fleet.metric_by_code("retries_total"))
 
 
 async def _ask_all(
@@ -232,7 +232,9 @@ def _show(console: Console, exams: Mapping[str, Sequence[Turn]], sides: Sequence
     for exam, turns in exams.items():
         table.add_row(exam, *(f"{side.share_right(exam, turns):.1%}" for side in sides))
     table.add_row("nodes hurt", *(str(side.faults) for side in sides))
-    table.add_row("second attempts", *(str(side.retries) for side in sides))
+    codes = sorted({code for side in sides for code in side.retries})
+    for code in codes:
+        table.add_row(f"second attempts, {code}", *(str(side.retries.get(code, 0)) for side in sides))
     console.print(table)
 
 

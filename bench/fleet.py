@@ -202,6 +202,12 @@ class Fleet:
         text = self.http.get(f"{self.url_of(router or self.routers[0])}/metrics").text
         return _sum(text, f"baton_router_{name}", label)
 
+    def metric_by_code(self, name: str) -> dict[str, int]:
+        """A metric of the first router that counts by PD Error code; codes that it counted."""
+        text = self.http.get(f"{self.url}/metrics").text
+        found = [(labels, value) for each, labels, value in _SAMPLE.findall(text) if each == f"baton_router_{name}"]
+        return {labels.split('"')[1]: int(float(value)) for labels, value in found if float(value) > 0}
+
     def node_metric(self, node: str, name: str, label: str = "") -> float:
         """Likewise of a node."""
         return _sum(self.http.get(f"http://{self._ready[node]['http']}/metrics").text, f"baton_node_{name}", label)

@@ -14,7 +14,7 @@ _WORDS: Final = (
     *"apple river stone cloud paper winter summer music garden bread window horse ship candle forest letter".split(),
 )
 _MOST_WORDS, _MOST_NUMBERS = 12, 8
-_LARGEST_TERM, _LARGEST_FACTOR = 99, 12
+_LARGEST_TERM, _LARGEST_FACTOR = 20, 10
 
 
 def copying(rng: Random, part: Part) -> tuple[str, str]:
@@ -36,7 +36,7 @@ def sorting(rng: Random, part: Part) -> tuple[str, str]:
 
 
 def arithmetic(rng: Random, part: Part) -> tuple[str, str]:
-    """A sum or a difference of numbers below a hundred, or a product of numbers up to twelve."""
+    """A sum or a difference of numbers up to twenty, or a product of numbers up to ten."""
     while True:
         sign = rng.choice("+-*")
         most = _LARGEST_FACTOR if sign == "*" else _LARGEST_TERM

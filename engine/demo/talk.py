@@ -92,7 +92,7 @@ def conversation(rng: Random, num_characters: int, codes_share: float = 1 / 2) -
 
 def _turn(rng: Random, codes: Codes, has_many_codes: bool, most_codes: int) -> Turn:
     kinds = (Kind.RECALL, Kind.QUESTION, Kind.COPY, Kind.SORT, Kind.ARITHMETIC, Kind.STORY)
-    kind = rng.choices(kinds, weights=(12 if has_many_codes else 2, 5, 2, 2, 2, 1))[0]
+    kind = rng.choices(kinds, weights=(12 if has_many_codes else 2, 5, 2, 2, 3, 1))[0]
     if kind is Kind.QUESTION:
         return question(rng, Part.LEARNED)
     if kind is Kind.STORY:
