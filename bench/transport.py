@@ -198,9 +198,11 @@ class Process:
 @contextmanager
 def started(setup: Setup, mooncake: Path | None = None) -> Iterator[Process]:
     """A process for the time of the context: an end of ours, or with `mooncake` the sending one of Mooncake's two."""
-    ours = [sys.executable, "-m", "bench.transport_node"]
-    command = ours if mooncake is None else [str(mooncake.absolute()), "-m", "bench.transport_mooncake"]
-    folder = None if mooncake is None else _ROOT  # where that Python finds the module
+    command = [sys.executable, "-m", "bench.transport_node"]
+    folder = None
+    if mooncake is not None:
+        command = ["env", "MC_LOG_LEVEL=ERROR", str(mooncake.absolute()), "-m", "bench.transport_mooncake"]
+        folder = _ROOT  # where that Python finds the module
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         try:
             yield Process(process, setup)

@@ -52,7 +52,6 @@ class _End:
         self.offsets = [block * block_bytes + begin for block, begin in begins]
         self.lengths = [min(_PIECE_BYTES, block_bytes - begin) for _, begin in begins]
         self._ends = np.add(self.offsets, self.lengths)[:, None] - np.arange(_STAMP_BYTES, 0, -1)
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         self.engine = importlib.import_module("mooncake.engine").TransferEngine()
         if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
             raise _Failed("Mooncake's engine does not start")

@@ -81,7 +81,7 @@ class _Link(SenderLink):
     @property
     def can_send_next(self) -> bool:
         """Whether the queue's head may go out now."""
-        return self.is_open and bool(self.queue) and bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+        return self.is_open and bool(self.queue) and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def close(self) -> None:
         self.socket.disable_monitor()
