@@ -5,6 +5,7 @@ A thread that polls sockets sleeps in the poll, so the queue has a file descript
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -42,10 +43,10 @@ class Mailbox(Generic[_T]):
 
     def drain(self) -> list[_T]:
         """Take all that is queued."""
-        with self._lock:  # an item put from here on leaves a wake-up behind, at worst one too many
-            if self._is_woken:
-                self._is_woken = False
+        if self._is_woken:
+            with contextlib.suppress(BlockingIOError):  # about to be sent: it wakes the poll once more
                 self._wake_reader.recv(1)
+                self._is_woken = False  # who puts from here on sends one; what was put before is taken below
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:
