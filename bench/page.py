@@ -82,7 +82,8 @@ def _transport(result: Result) -> Iterator[str]:
     yield ""
     yield (
         "`libzmq` is the library with nothing copied by us and nothing put in place, `NIXL` one request for all blocks between "
-        "the same processes; `+checksum` is how nodes run unless told otherwise."
+        "the same processes, `Mooncake` its transfer engine over TCP between two processes of its own; `+checksum` is how nodes "
+        "run unless told otherwise."
     )
 
 

@@ -4,6 +4,7 @@
                    ──raw TCP, the same bytes────────────────────► the same memory            what zmq is measured against
                    ──libzmq, nothing copied by us───────────────► nowhere                    what zmq cannot exceed
                    ──NIXL alone, all blocks in one request──────► the same memory            what nixl is measured against
+    Mooncake's transfer engine alone, over TCP, between two processes of its own environment (transport_mooncake.py)
                                       receiver process: np.copyto, block by block            what shm is measured against
 
 All ways take turns within a round, in an order that changes from round to round, and ratios are taken within a round: only they
@@ -31,7 +32,17 @@ from rich.console import Console
 from bench.machine import machine, utc_date
 from bench.progress import RunProgress
 from bench.transport_node import TRANSPORTS, Setup
-from bench.transport_report import NIXL_ALONE, REFERENCES, CaseReport, Sample, report_of, show, size, to_json
+from bench.transport_report import (
+    MOONCAKE_ALONE,
+    NIXL_ALONE,
+    REFERENCES,
+    CaseReport,
+    Sample,
+    report_of,
+    show,
+    size,
+    to_json,
+)
 from connector.nixl_agent import is_installed
 from runtime.config import knob, load
 from runtime.process import write_atomically
@@ -39,6 +50,7 @@ from runtime.process import write_atomically
 PROG: Final = "python -m bench.transport"
 _MAX_BYTES: Final = 1 << 36
 _WIDTH: Final = 100  # of a table that goes to a file
+_ROOT: Final = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,9 @@ class TransportBenchConfig:
     warmup: int = knob(3, "rounds before them, not counted; what arrives is checked in these", low=1, high=1000)
     transport: Literal["all", "zmq", "shm", "nixl"] = knob("all", "which to measure; all: nixl if it is installed")
     checksum: Literal["both", "on", "off"] = knob("both", "measure them with checksums, without, or both")
+    mooncake: Path | None = knob(
+        None, "Python of an environment with mooncake-transfer-engine: measure that, alone, beside ours", metavar="FILE"
+    )
     output: Path | None = knob(None, "JSON file for the figures of the run and of each transfer", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -65,6 +80,8 @@ class TransportBenchConfig:
                 raise ValueError(f"--{name.replace('_', '-')} {error}") from None
         if max(sizes(self.block_kib, 1 << 10)) > min(sizes(self.transfer_mib, 1 << 20)):
             raise ValueError("--block-kib: a transfer holds one block at least")
+        if self.mooncake is not None and not os.access(self.mooncake, os.X_OK):
+            raise ValueError(f"--mooncake {self.mooncake}: no program that can be run")
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise ValueError(f"--output {self.output}: its folder does not exist")
 
@@ -80,7 +97,8 @@ class TransportBenchConfig:
     def references(self) -> tuple[str, ...]:
         """What the machine and the libraries alone can do."""
         has_nixl = any(name.startswith("nixl") for name in self.transports)
-        return (*REFERENCES, NIXL_ALONE) if has_nixl else REFERENCES
+        alone = ((NIXL_ALONE, has_nixl), (MOONCAKE_ALONE, self.mooncake is not None))
+        return (*REFERENCES, *(name for name, is_there in alone if is_there))
 
 
 class BenchProblem(Exception):
@@ -137,7 +155,7 @@ def measure(
     config: TransportBenchConfig, block_bytes: int, transfer_bytes: int, progress: RunProgress
 ) -> Iterator[Sample]:
     """The transfers of one case, between two fresh processes. Raises BenchProblem."""
-    with Pair(block_bytes, transfer_bytes // block_bytes, config.transports) as pair:
+    with Pair(block_bytes, transfer_bytes // block_bytes, config.transports, config.mooncake) as pair:
         ways = (*config.references, *config.transports)
         for round_index in range(-config.warmup, config.rounds):
             first = round_index % len(ways)
@@ -178,10 +196,14 @@ class Process:
 
 
 @contextmanager
-def started(setup: Setup) -> Iterator[Process]:
-    """A process for the time of the context."""
+def started(setup: Setup, mooncake: Path | None = None) -> Iterator[Process]:
+    """A process for the time of the context: an end of ours, or with `mooncake` the sending one of Mooncake's two."""
     command = [sys.executable, "-m", "bench.transport_node"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    folder = None
+    if mooncake is not None:
+        command = ["env", "MC_LOG_LEVEL=ERROR", str(mooncake.absolute()), "-m", "bench.transport_mooncake"]
+        folder = _ROOT  # where that Python finds the module
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         try:
             yield Process(process, setup)
         finally:
@@ -191,10 +213,12 @@ def started(setup: Setup) -> Iterator[Process]:
 class Pair:
     """Sender and receiver with open links between them; used as a context."""
 
-    def __init__(self, block_bytes: int, num_blocks: int, transports: tuple[str, ...]) -> None:
-        self._setups = {
-            role: Setup(role, block_bytes, num_blocks, transports, os.getpid()) for role in ("receiver", "sender")
-        }
+    def __init__(
+        self, block_bytes: int, num_blocks: int, transports: tuple[str, ...], mooncake: Path | None = None
+    ) -> None:
+        roles = ("receiver", "sender", MOONCAKE_ALONE)
+        self._setups = {role: Setup(role, block_bytes, num_blocks, transports, os.getpid()) for role in roles}
+        self._mooncake = mooncake
         self._label = f"{size(block_bytes)} blocks"
         self._num_leases = 0
         self._stack = ExitStack()
@@ -205,6 +229,8 @@ class Pair:
             self.sender = undo.enter_context(started(self._setups["sender"]))
             self.sender.ask("open", **self.receiver.hello)
             self._digest = self.sender.ask("digest")["digest"]
+            if self._mooncake is not None:
+                self.mooncake = undo.enter_context(started(self._setups[MOONCAKE_ALONE], self._mooncake))
             self._stack = undo.pop_all()
         return self
 
@@ -216,6 +242,9 @@ class Pair:
         if way == "memcpy":
             seconds: float = self.receiver.ask("memcpy")["seconds"]
             return seconds, seconds
+        if way == MOONCAKE_ALONE:
+            took = self.mooncake.ask("send")
+            return took["seconds"], took["cpu_s"]
         self._num_leases += 1
         lease = {"way": way, "lease_id": self._num_leases}
         is_leased = way not in (*REFERENCES, NIXL_ALONE)
@@ -234,9 +263,13 @@ class Pair:
 
     def check(self, way: str) -> None:
         """Transfer, and compare what arrived with what was sent; raises BenchProblem where it differs."""
-        self.receiver.ask("clear")
-        self.transfer(way)
-        if way not in ("memcpy", "libzmq") and self.receiver.ask("digest")["digest"] != self._digest:
+        if way == MOONCAKE_ALONE:
+            is_same: bool = self.mooncake.ask("check")["is_same"]
+        else:
+            self.receiver.ask("clear")
+            self.transfer(way)
+            is_same = way in ("memcpy", "libzmq") or self.receiver.ask("digest")["digest"] == self._digest
+        if not is_same:
             raise BenchProblem(f"{way}, {self._label}: other bytes arrived than were sent")
 
     def _cpu_s(self) -> float:

@@ -15,6 +15,7 @@ from bench.distribution import percentile
 BASELINE: Final = {
     "libzmq": "tcp",
     "NIXL": "memcpy",
+    "Mooncake": "tcp",
     "zmq": "tcp",
     "zmq+checksum": "tcp",
     "shm": "memcpy",
@@ -25,6 +26,7 @@ BASELINE: Final = {
 TARGET: Final = {"zmq": 0.8, "shm": 0.8}
 REFERENCES: Final = ("tcp", "memcpy", "libzmq")  # what the machine, and what libzmq without us, can do
 NIXL_ALONE: Final = "NIXL"  # a reference, too, where it is installed
+MOONCAKE_ALONE: Final = "Mooncake"  # and this one, where its environment is named
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ class Mailbox(Generic[_T]):
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
         self._is_closed = False
-        self._lock = (
-            threading.Lock()
-        )  # held for no longer than a send that cannot block: nobody writes to a closed descriptor
+        self._is_woken = False  # a wake-up is on its way: what is put meanwhile needs none
+        # Held for no longer than a send that cannot block: nobody writes to a closed descriptor.
+        self._lock = threading.Lock()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -37,17 +37,16 @@ class Mailbox(Generic[_T]):
             if self._is_closed:
                 return
             self._items.append(item)
-            with contextlib.suppress(
-                BlockingIOError
-            ):  # full of wake-ups that nobody has read: one is on its way already
-                self._wake_writer.send(b"\0")
+            if not self._is_woken:
+                self._is_woken = True
+                self._wake_writer.send(b"\0")  # the only one: there is room
 
     def drain(self) -> list[_T]:
         """Take all that is queued."""
-        # Wake-ups first: an item put from here on leaves a wake-up behind, at worst one too many.
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_reader.recv(4096):
-                pass
+        if self._is_woken:
+            with contextlib.suppress(BlockingIOError):  # about to be sent: it wakes the poll once more
+                self._wake_reader.recv(1)
+                self._is_woken = False  # who puts from here on sends one; what was put before is taken below
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class ShmSender(SenderThread[_Link, Never]):
         return _Link(link_id, channel, time.monotonic() + patience_s)
 
     def _serve_link(self, link: _Link, events: int) -> None:
-        """Give a link its turn: what arrived, what is unsent, then one message."""
+        """Give a link its turn: what arrived, what is unsent, then as many messages as may be in flight."""
         try:
             if events & selectors.EVENT_READ:
                 for kind, body in link.channel.receive():
@@ -109,13 +109,12 @@ class ShmSender(SenderThread[_Link, Never]):
                 raise ChannelBroken("no handshake in time")
             if events & selectors.EVENT_WRITE:
                 link.channel.flush()
-                if link.can_send_next:
-                    self._send_next(link)
+            while link.can_send_next:  # the socket mostly takes them: asking it first would cost a poll for each
+                self._send_next(link)
         except ChannelBroken as broken:
             self._drop(link, str(broken) if link.is_open else f"not let in: {broken}")
             return
-        wants_to_send = link.channel.has_unsent or link.can_send_next
-        wanted = selectors.EVENT_READ | selectors.EVENT_WRITE if wants_to_send else selectors.EVENT_READ
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.channel.has_unsent else 0)
         self._selector.modify(link.channel, wanted, link.link_id)
 
     def _take(self, link: _Link, kind: FrameKind, body: bytes) -> None:

@@ -3,10 +3,11 @@
     opening ──handshake──► open ──► gone        LinkClosed exactly once, then nothing of the link is left
        └── refused, wrong secret, OPEN_S over ──►┘
 
-A link's messages wait in its own queue as descriptions; bytes are given away when the link can take a message, one message per
-link and round. They go from where they lie, if that is in one piece: then a source block is taken, and a closed link quiet, when
-libzmq has let go of it. So a link that is stuck costs the others nothing, and the source blocks of queued writes are the only
-memory that it holds. libzmq's own reconnecting is off: a link that fails is gone, and the handoff decides what that means.
+A link's messages wait in its own queue as descriptions; bytes are given away when the link can take a message, a few messages at
+most before the next link's turn (zmq_options.QUEUED_MESSAGES). They go from where they lie, if that is in one piece: then a source
+block is taken, and a closed link quiet, when libzmq has let go of it. So a link that is stuck costs the others nothing, and the
+source blocks of queued writes are the only memory that it holds. libzmq's own reconnecting is off: a link that fails is gone, and
+the handoff decides what that means.
 
 Not here: what arrives at this node (zmq_receiver.py).
 """
@@ -76,6 +77,11 @@ class _Link(SenderLink):
         self.loans: dict[int, _Loan] = {}
         self.num_lent = 0
         self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_END_REASONS))
+
+    @property
+    def can_send_next(self) -> bool:
+        """Whether the queue's head may go out now."""
+        return self.is_open and bool(self.queue) and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -160,14 +166,14 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
             socket.setsockopt(zmq.ROUTING_ID, routing_id)
 
     def _serve_link(self, link: _Link, ready: Mapping[object, int]) -> None:
-        """Give a link its turn: what arrived, then how it is, then one message."""
+        """Give a link its turn: what arrived, then how it is, then the messages that libzmq takes."""
         events = ready.get(link.socket, 0)
         end_reason = self._read_answers(link) if events & zmq.POLLIN else None
         if link.monitor in ready:
             end_reason = self._read_monitor(link) or end_reason
         if not link.is_open and time.monotonic() >= link.must_open_by:
             end_reason = end_reason or "no handshake in time"
-        if end_reason is None and events & zmq.POLLOUT:
+        while end_reason is None and link.can_send_next:
             end_reason = self._send_next(link)
         if end_reason is not None:
             self._drop(link, end_reason)
@@ -199,8 +205,6 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
 
     def _send_next(self, link: _Link) -> str | None:
         """Hand one message to libzmq, which can take it; returns why the link is at its end, if it is."""
-        if not link.queue:
-            return None
         message = link.queue.popleft()
         try:
             if isinstance(message, bytes):

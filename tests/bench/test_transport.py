@@ -87,6 +87,19 @@ def test_what_is_measured_can_be_chosen(transport: Any, checksum: Any, ways: tup
     assert TransportBenchConfig(transport=transport, checksum=checksum).transports == ways
 
 
+def test_mooncake_is_measured_where_a_python_that_has_it_is_named() -> None:
+    assert "Mooncake" not in TransportBenchConfig().references
+    assert TransportBenchConfig(mooncake=Path(sys.executable)).references[-1] == "Mooncake"
+    with pytest.raises(ValueError, match="--mooncake /nowhere/python: no program that can be run"):
+        TransportBenchConfig(mooncake=Path("/nowhere/python"))
+    setup = Setup("Mooncake", 4096, 4, (), os.getpid())
+    with (
+        pytest.raises(BenchProblem, match=r"the Mooncake: (No module named 'mooncake'|no network namespace)"),
+        started(setup, Path(sys.executable)),
+    ):
+        raise AssertionError("an environment without Mooncake has measured it")
+
+
 def test_ratios_are_taken_within_a_round() -> None:
     seconds = {"tcp": [1.0, 8.0, 3.0], "zmq": [2.0, 8.0, 4.0], "memcpy": [1.0, 1.0, 1.0]}
     samples = [Sample(way, i, value, 0.5) for way, values in seconds.items() for i, value in enumerate(values)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import socket
 import threading
 
 import numpy as np
@@ -103,6 +105,18 @@ def test_a_mailbox_wakes_its_poller_keeps_order_and_sleeps_when_empty() -> None:
     mailbox.close()
     mailbox.put(1)
     assert mailbox.fileno() == -1
+
+
+def test_of_what_is_put_between_two_drains_only_the_first_wakes_the_poller() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    with socket.socket(fileno=os.dup(mailbox.fileno())) as peeking:
+        for first in (0, 10):  # the second time around as the first
+            for item in (first, first + 1, first + 2):
+                mailbox.put(item)
+            assert peeking.recv(16, socket.MSG_PEEK) == b"\0"
+            assert mailbox.drain() == [first, first + 1, first + 2]
+            assert select.select([mailbox], [], [], 0)[0] == []
+    mailbox.close()
 
 
 def test_a_mailbox_that_nobody_reads_never_blocks_the_one_who_puts() -> None:
