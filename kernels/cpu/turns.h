@@ -21,17 +21,18 @@
 
 namespace baton {
 
+// What is known of all phases and threads of a step. Numbers of earlier steps are as good as zero: nobody clears them.
 class Turns {
   public:
     // For a step of so many phases at most. No thread is at work. Raises std::bad_alloc.
     void make(int num_phases, int num_threads) {
-        shares = num_threads;
         const size_t count = (size_t(num_phases) + 1) * (num_threads + 1);
-        if (count > capacity_) lines_.reset(new Line[count]), capacity_ = count;
-        for (size_t i = 0; i < count; i++) {
-            lines_[i].word.store(0, std::memory_order_relaxed);
-            lines_[i].sleepers.store(0, std::memory_order_relaxed);
+        if (count > capacity_) lines_.reset(new Line[count]), capacity_ = count, step_ = LAST_STEP;
+        if (num_threads != shares || step_ == LAST_STEP) {
+            for (size_t i = 0; i < capacity_; i++) lines_[i].word.store(0), lines_[i].sleepers.store(0);
+            shares = num_threads, step_ = 0;
         }
+        step_++;
     }
     size_t bytes() const { return capacity_ * sizeof(Line); }
 
@@ -39,21 +40,28 @@ class Turns {
     std::atomic<uint64_t> &held(int share) { return lines_[share].word; }
     // Items of a phase, counted from 1, that are done.
     std::atomic<uint64_t> &done(int phase) { return lines_[size_t(phase) * (shares + 1)].word; }
-    // How many pieces of a share were taken: from its front, and 2^32 times from its back.
+    // How many pieces of a share were taken: from its front, and ONE_OF_BACK times from its back.
     std::atomic<uint64_t> &taken(int phase, int share) { return lines_[size_t(phase) * (shares + 1) + 1 + share].word; }
-
-    // Behind `done`: those who have let go of their cores until the phase is over.
+    // Beside `done`: those who have let go of their cores until the phase is over.
     std::atomic<uint32_t> &sleepers(int phase) { return lines_[size_t(phase) * (shares + 1)].sleepers; }
 
+    // A word of `done` or `taken` as of this step, and the number in it.
+    uint64_t fresh(uint64_t word) const { return word >> COUNT_BITS == step_ ? word : step_ << COUNT_BITS; }
+    uint64_t number(uint64_t word) const { return fresh(word) & ((uint64_t(1) << COUNT_BITS) - 1); }
+
+    static constexpr uint64_t ONE_OF_BACK = 1 << 22;
     int shares = 0;
 
   private:
+    static constexpr int COUNT_BITS = 44;
+    static constexpr uint64_t LAST_STEP = (1 << 20) - 1;
     struct alignas(64) Line {
         std::atomic<uint64_t> word;
         std::atomic<uint32_t> sleepers;
     };
     std::unique_ptr<Line[]> lines_;
     size_t capacity_ = 0;
+    uint64_t step_ = LAST_STEP;
 };
 
 // A thread's hold on a piece that others may take over until it is kept.
@@ -89,7 +97,7 @@ class Worker {
             for (int64_t number; (number = taken_of(shape, other, true)) >= 0;) perform(shape, other, number, piece);
         }
         const auto &done = turns_.done(phase_);
-        for (const uint64_t since = __rdtsc(); int64_t(done.load(std::memory_order_acquire)) < items;) {
+        for (const uint64_t since = __rdtsc(); int64_t(turns_.number(done.load())) < items;) {
             _mm_pause();
             const uint64_t waited = __rdtsc() - since;
             if (is_open && waited > 2 * piece_cycles_ + LEAST_PATIENCE && take_over(shape, piece)) continue;
@@ -113,9 +121,10 @@ class Worker {
         auto &taken = turns_.taken(phase_, share);
         uint64_t before = taken.load();
         for (;;) {
-            const int64_t front = uint32_t(before), back = before >> 32;
+            const uint64_t now = turns_.fresh(before), number = turns_.number(now);
+            const int64_t front = number % Turns::ONE_OF_BACK, back = number / Turns::ONE_OF_BACK;
             if (front + back >= pieces) return -1;
-            if (taken.compare_exchange_weak(before, before + (from_back ? uint64_t(1) << 32 : 1)))
+            if (taken.compare_exchange_weak(before, now + (from_back ? Turns::ONE_OF_BACK : 1)))
                 return from_back ? pieces - 1 - back : front;
         }
     }
@@ -131,8 +140,11 @@ class Worker {
         piece(first, last, hold);
         piece_cycles_ = __rdtsc() - since;
         if (!hold.keep()) return;
-        const int64_t done = turns_.done(phase_).fetch_add(last - first) + last - first;
-        if (done == shape.items && turns_.sleepers(phase_).load()) futex(FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr);
+        auto &done = turns_.done(phase_);
+        uint64_t before = done.load(), now;
+        do now = turns_.fresh(before) + uint64_t(last - first);
+        while (!done.compare_exchange_weak(before, now));
+        if (int64_t(turns_.number(now)) == shape.items && turns_.sleepers(phase_).load()) futex(FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr);
     }
 
     // Do a piece of this phase that another thread holds; false: there is none.
@@ -153,8 +165,10 @@ class Worker {
     void sleep(const Shape &shape) {
         static constexpr timespec A_WHILE = {0, 1000000};
         turns_.sleepers(phase_).fetch_add(1);
-        const uint64_t done = turns_.done(phase_).load();
-        if (int64_t(done) < shape.items) futex(FUTEX_WAIT_PRIVATE, uint32_t(done), &A_WHILE);
+        uint64_t done = turns_.done(phase_).load();
+        if (turns_.fresh(done) == done) {  // else look again: half a word does not tell this step's number from another's
+            if (int64_t(turns_.number(done)) < shape.items) futex(FUTEX_WAIT_PRIVATE, uint32_t(done), &A_WHILE);
+        } else turns_.done(phase_).compare_exchange_strong(done, turns_.fresh(done));
         turns_.sleepers(phase_).fetch_sub(1);
     }
     void futex(int operation, uint32_t number, const timespec *at_most) {
