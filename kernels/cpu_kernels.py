@@ -254,6 +254,11 @@ class CpuKernels(TorchBlockCopies):
         self._contest = _Contest(1)
         self.name: Final = f"cpu-{variant}{INT8_SUFFIX if is_int8 else ''}"
 
+    @property
+    def num_taken_over(self) -> int:
+        """Pieces of work, of this process so far, that were done by another thread than had begun them (kernels/cpu/turns.h)."""
+        return int(self._library.call.baton_num_taken_over())
+
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
         """By construction."""
         return dtype in DTYPE_CODES

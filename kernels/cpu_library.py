@@ -7,14 +7,14 @@ Field by field what kernels/cpu/library.cpp and the headers it includes declare;
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 4
+INTERFACE: Final = 5
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 8
@@ -128,6 +128,7 @@ class CContest(Structure):
 _FUNCTIONS: Final = MappingProxyType(
     {
         "baton_interface": (c_int, ()),
+        "baton_num_taken_over": (c_uint64, ()),
         "baton_workspace_new": (c_void_p, ()),
         "baton_workspace_delete": (None, (c_void_p,)),
         "baton_workspace_bytes": (c_size_t, (c_void_p,)),

@@ -1,5 +1,5 @@
-// All decoder layers of one step, and what comes before and behind them, in one call: threads meet at a barrier between the
-// parts of a layer, nobody goes back to Python.
+// All decoder layers of one step, and what comes before and behind them, in one call: threads go through the phases
+// of each layer together (turns.h), nobody goes back to Python.
 #pragma once
 
 #include <omp.h>
@@ -46,15 +46,16 @@ struct Ends {
 };
 
 constexpr int NUM_PHASES = 8;  // norm, qkv, rotate and write, attend, attention out, gate and up, down, head
+constexpr int LAYER_PHASES = 7 + ATTENTION_PHASES, END_PHASES = 3;  // that threads go through together, at most
 constexpr int MAX_OWN_NORMS = 4;  // rows up to here each thread norms for itself: cheaper than meeting
 
-// Store a step's keys and values of one layer for heads share .. of all rows, rotating queries in place and keys on their way.
+// Store a step's keys and values of one layer for heads first .. last of all rows' heads, rotating queries in place and keys on
+// their way.
 template <class T>
 void rotate_and_write(const Layer &layer, int index, float eps, const Cache &cache, const Batch &batch, const Rotation &rotation,
-                      T *qkv, int share, int shares) {
+                      T *qkv, int64_t first, int64_t last) {
     const int D = cache.head_dim, heads = cache.num_heads + 2 * cache.num_kv_heads;
-    const int64_t all_heads = int64_t(batch.num_rows) * heads;
-    for (int64_t i = all_heads * share / shares; i < all_heads * (share + 1) / shares; i++) {
+    for (int64_t i = first; i < last; i++) {
         const int row = int(i / heads), head = int(i % heads);
         T *x = qkv + i * D;
         const float *cos = rotation.cos + rotation.of(row) * (D / 2), *sin = rotation.sin + rotation.of(row) * (D / 2);
@@ -113,52 +114,53 @@ class Workspace {
         T *gated = take<T>(memory, size_t(rows) * gated_width);
         if (ends) hidden = take<T>(memory, size_t(rows) * width);
         T *all_normed = reinterpret_cast<T *>(memory);
+        turns.make(stack.num_layers * LAYER_PHASES + END_PHASES, num_threads);
 #pragma omp parallel num_threads(num_threads)
         {
-            const int share = omp_get_thread_num(), shares = omp_get_num_threads();
+            const int share = omp_get_thread_num();
             Clock clock(share ? nullptr : seconds);
+            Worker worker(turns, share);
             T *normed = norms_alone ? all_normed + share * normed_size : all_normed;
+            auto in_rows = [&](int count, auto &&each) {
+                worker.phase(count, ceil_div(count, num_threads), false, [&](int64_t first, int64_t last, Hold &) {
+                    for (int row = int(first); row < last; row++) each(row);
+                });
+            };
             // `count` rows, all or those of `chosen`, to the front of normed.
             auto norm_rows = [&](const void *weight, int count, const int64_t *chosen) {
-                const int first = norms_alone ? 0 : int64_t(count) * share / shares;
-                const int last = norms_alone ? count : int64_t(count) * (share + 1) / shares;
-                for (int row = first; row < last; row++)
+                auto norm_of = [&](int row) {
                     norm_row(hidden + size_t(chosen ? chosen[row] : row) * width, static_cast<const T *>(weight), width,
                              stack.norm_eps, normed + size_t(row) * width);
-                if (!norms_alone) meet();
+                };
+                if (!norms_alone) in_rows(count, norm_of);
+                else
+                    for (int row = 0; row < count; row++) norm_of(row);
                 clock.phase(0);
             };
             auto norm = [&](const void *weight) { norm_rows(weight, rows, nullptr); };
             auto linear_of = [&](const Linear &linear, const T *x, int count, const Output<T> &output, int phase) {
-                linear_share(linear, x, linear.in, count, output, share, shares);
-                meet();
+                linear_phase(worker, linear, x, count, output);
                 clock.phase(phase);
             };
             auto linear = [&](const Linear &linear, const T *x, T *to, const T *residual, int phase) {
                 linear_of(linear, x, rows, Output<T>{to, residual, linear.out}, phase);
             };
-            if (ends) {
-                for (int row = int64_t(rows) * share / shares; row < int64_t(rows) * (share + 1) / shares; row++) {
+            if (ends)
+                in_rows(rows, [&](int row) {
                     const T *from = static_cast<const T *>(ends->embedding) + size_t(ends->token_ids[row]) * width;
                     std::copy(from, from + width, hidden + size_t(row) * width);
-                }
-                meet();
-            }
+                });
             for (int i = 0; i < stack.num_layers; i++) {
                 const Layer &layer = stack.layers[i];
                 norm(layer.attention_norm);
                 linear(layer.qkv, normed, qkv, nullptr, 1);
-                rotate_and_write(layer, i, stack.norm_eps, cache, batch, rotation, qkv, share, shares);
-                if (share == 0) plan.next_drawn = 0;
-                meet();
+                const int all_heads = rows * (cache.num_heads + 2 * cache.num_kv_heads);
+                worker.phase(all_heads, ceil_div(all_heads, num_threads), false, [&](int64_t first, int64_t last, Hold &) {
+                    rotate_and_write(layer, i, stack.norm_eps, cache, batch, rotation, qkv, first, last);
+                });
                 clock.phase(2);
                 const Attend<T> attend{qkv, attended, qkv_width, heads_width, i, layer.window};
-                attend_share(attend, cache, batch, plan, share, shares);
-                meet();
-                if (!plan.shared.empty()) {
-                    attend_merge(attend, cache, batch, plan, share, shares);
-                    meet();
-                }
+                attend_phases(worker, attend, cache, batch, plan, share, num_threads);
                 clock.phase(3);
                 linear(layer.attention_out, attended, hidden, hidden, 4);
                 norm(layer.mlp_norm);
@@ -173,13 +175,11 @@ class Workspace {
         }
     }
 
-    size_t bytes() const { return plan.bytes() + activations_.size(); }
+    size_t bytes() const { return plan.bytes() + turns.bytes() + activations_.size(); }
     StepPlan plan;
+    Turns turns;
 
   private:
-    static void meet() {
-#pragma omp barrier
-    }
     Buffer activations_;
 };
 

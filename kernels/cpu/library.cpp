@@ -8,11 +8,18 @@ namespace {
 
 // dtype everywhere: 0 fp32, 1 bf16, 2 fp16.
 
-// Threads, each with its share; one alone stays on the caller's.
-template <class F> void in_threads(int num_threads, F &&f) {
-    if (num_threads == 1) return f(0, 1);
+// Threads, each with its way through so many phases; one alone stays on the caller's.
+template <class F> void in_threads(int num_phases, int num_threads, F &&f) {
+    static thread_local Turns turns;
+    Turns &own = turns;
+    own.make(num_phases, num_threads);
+    auto work = [&](int share) {
+        Worker worker(own, share);
+        f(worker, share);
+    };
+    if (num_threads == 1) return work(0);
 #pragma omp parallel num_threads(num_threads)
-    f(omp_get_thread_num(), omp_get_num_threads());
+    work(omp_get_thread_num());
 }
 
 template <class F> void in_dtype(int dtype, F &&f) {
@@ -26,7 +33,10 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 4; }
+int baton_interface() { return 5; }
+
+// Pieces of work that a thread has done because the one that had begun them had lost its core.
+uint64_t baton_num_taken_over() { return num_taken_over.load(); }
 
 Workspace *baton_workspace_new() { return new Workspace; }
 
@@ -48,9 +58,9 @@ void baton_pack(const Linear *linear, const void *weight, void *packed, int dtyp
 void baton_linear(const Linear *linear, const void *x, int num_rows, void *to, int num_threads, int dtype) {
     in_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-        in_threads(num_threads, [&](int share, int shares) {
+        in_threads(1, num_threads, [&](Worker &worker, int) {
             const Output<T> output{static_cast<T *>(to), nullptr, linear->out};
-            linear_share(*linear, static_cast<const T *>(x), linear->in, num_rows, output, share, shares);
+            linear_phase(worker, *linear, static_cast<const T *>(x), num_rows, output);
         });
     });
 }
@@ -94,15 +104,12 @@ void baton_gate(const void *gate_up, int num_rows, int width, void *to, int dtyp
 void baton_attend(Workspace *workspace, const Cache *cache, const Batch *batch, const void *queries, void *to, int layer,
                   int window, int num_threads, int dtype) {
     workspace->plan.make(*batch, *cache, num_threads);
-    workspace->plan.next_drawn = 0;
     in_dtype(dtype, [&](auto t) {
         using T = decltype(t);
         const int width = cache->num_heads * cache->head_dim;
         const Attend<T> attend{static_cast<const T *>(queries), static_cast<T *>(to), width, width, layer, window};
-        in_threads(num_threads, [&](int share, int shares) {
-            attend_share(attend, *cache, *batch, workspace->plan, share, shares);
-#pragma omp barrier
-            attend_merge(attend, *cache, *batch, workspace->plan, share, shares);
+        in_threads(ATTENTION_PHASES, num_threads, [&](Worker &worker, int thread) {
+            attend_phases(worker, attend, *cache, *batch, workspace->plan, thread, num_threads);
         });
     });
 }
@@ -129,7 +136,7 @@ int baton_forward(Workspace *workspace, const Stack *stack, const Cache *cache, 
 void baton_contend(const Contest *contest, const void *logits, int num_threads, int dtype) {
     in_dtype(dtype, [&](auto t) {
         using T = decltype(t);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && contest->num_rows > 1)
         for (int row = 0; row < contest->num_rows; row++)
             contend(static_cast<const T *>(logits) + size_t(row) * contest->vocab_size, *contest, row);
     });

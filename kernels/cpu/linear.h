@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "product.h"
+#include "turns.h"
 #include "workspace.h"
 
 namespace baton {
@@ -38,6 +39,7 @@ template <class T> struct Pass {
     const T *const *x;
     int num_rows, row, panel;  // the first row and panel
     Ahead ahead;
+    Hold &hold;
 };
 
 template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &pass, const C *columns) {
@@ -52,6 +54,7 @@ template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &
             for (int m = 0; m < M; m++) change(sums[m][v], number);
         }
     };
+    if (!pass.hold.keep()) return;
     if (linear.scales) for_columns(linear.scales, [](Floats &sum, Floats scale) { sum = sum * scale; });
     if (linear.bias) for_columns(linear.bias, [](Floats &sum, Floats bias) { sum = sum + bias; });
     for (int m = 0; m < M; m++) {
@@ -103,41 +106,56 @@ template <class T> const T *widened_panels(const Int8 *columns, size_t numbers) 
     return to;
 }
 
-// One thread's share: whole panels, so that each weight is read by one thread. The shape of the passes was measured.
-template <class T, class C>
-void linear_share_of(const Linear &linear, const T *x, int x_stride, int num_rows, const Output<T> &output, int share, int shares) {
-    const int panels = num_panels(linear), steps = steps_of<T>(linear.in);
-    const int first = int64_t(panels) * share / shares, last = int64_t(panels) * (share + 1) / shares;
+// How a linear's panels are cut into pieces. The shape of the passes was measured.
+struct Cut {
+    int panels;      // of a piece
+    int passes;      // over each piece, so many rows at a time
+    bool is_direct;  // columns are widened anew by each pass, or need not be
+};
+
+template <class T, class C> Cut cut_of(int num_rows) {
     const bool is_direct = std::is_same_v<T, C> || num_rows <= MAX_ROWS;
     const int rows_of_pair = is_direct ? max_rows<C>(2) : MAX_ROWS_OF_PAIR;
     const bool pairs = num_rows <= rows_of_pair || (num_rows >= LARGE_BATCH && rows_of_pair > 1);
-    const int passes = ceil_div(num_rows, pairs ? rows_of_pair : MAX_ROWS), passes_ahead = std::min(passes, 4);
+    return {pairs ? 2 : 1, ceil_div(num_rows, pairs ? rows_of_pair : MAX_ROWS), is_direct};
+}
+
+// Panels first .. last, one or two.
+template <class T, class C>
+void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T> &output, const Cut &cut, int first, int last,
+                  Hold &hold) {
+    const int width = last - first, steps = steps_of<T>(linear.in), passes_ahead = std::min(cut.passes, 4);
     const size_t size = panel_size<T>(linear.in), bytes = size * sizeof(C);
-    for (int panel = first; panel < last;) {
-        const int width = pairs ? std::min(2, last - panel) : 1, next = panel + width;
-        const size_t bytes_next = std::min(pairs ? 2 : 1, last - next) * bytes;
-        const size_t bytes_a_step = (bytes_next / passes_ahead / steps + 63) / 64 * 64;
-        const C *columns = static_cast<const C *>(linear.weight) + panel * size;
-        const char *at = reinterpret_cast<const char *>(columns + width * size);
-        const T *wide = is_direct ? nullptr : widened_panels<T>(columns, width * size);
-        for (int number = 0; number < passes; number++) {
-            const int begin = int64_t(num_rows) * number / passes, end = int64_t(num_rows) * (number + 1) / passes;
-            const T *rows[MAX_ROWS];
-            for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * x_stride;
-            Pass<T> pass{linear, output, rows, end - begin, begin, panel, {}};
-            if (passes == 1) pass.ahead.distance = NEAR;
-            else if (bytes_next && number < passes_ahead) pass.ahead = {0, at + number * bytes_a_step * steps, bytes_a_step};
-            if (!is_direct) width == 2 ? linear_rows<T, 2>(pass, wide) : linear_rows<T, 1>(pass, wide);
-            else width == 2 ? linear_rows<T, 2>(pass, columns) : linear_rows<T, 1>(pass, columns);
-        }
-        panel = next;
+    const size_t bytes_next = std::min(cut.panels, num_panels(linear) - last) * bytes;
+    const size_t bytes_a_step = (bytes_next / passes_ahead / steps + 63) / 64 * 64;
+    const C *columns = static_cast<const C *>(linear.weight) + first * size;
+    const char *at = reinterpret_cast<const char *>(columns + width * size);
+    const T *wide = cut.is_direct ? nullptr : widened_panels<T>(columns, width * size);
+    for (int number = 0; number < cut.passes; number++) {
+        const int begin = int64_t(num_rows) * number / cut.passes, end = int64_t(num_rows) * (number + 1) / cut.passes;
+        const T *rows[MAX_ROWS];
+        for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * linear.in;
+        Pass<T> pass{linear, output, rows, end - begin, begin, first, {}, hold};
+        if (cut.passes == 1) pass.ahead.distance = NEAR;
+        else if (bytes_next && number < passes_ahead) pass.ahead = {0, at + number * bytes_a_step * steps, bytes_a_step};
+        if (!cut.is_direct) width == 2 ? linear_rows<T, 2>(pass, wide) : linear_rows<T, 1>(pass, wide);
+        else width == 2 ? linear_rows<T, 2>(pass, columns) : linear_rows<T, 1>(pass, columns);
     }
 }
 
+// A thread's part in rows times the weight, which all threads take: whole panels, so that each weight is read by one thread.
+template <class T, class C>
+void linear_phase_of(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
+    const Cut cut = cut_of<T, C>(num_rows);
+    worker.phase(num_panels(linear), cut.panels, cut.passes == 1, [&](int64_t first, int64_t last, Hold &hold) {
+        linear_piece<T, C>(linear, x, num_rows, output, cut, int(first), int(last), hold);
+    });
+}
+
 template <class T>
-void linear_share(const Linear &linear, const T *x, int x_stride, int num_rows, const Output<T> &output, int share, int shares) {
-    if (linear.scales) linear_share_of<T, Int8>(linear, x, x_stride, num_rows, output, share, shares);
-    else linear_share_of<T, T>(linear, x, x_stride, num_rows, output, share, shares);
+void linear_phase(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
+    if (linear.scales) linear_phase_of<T, Int8>(worker, linear, x, num_rows, output);
+    else linear_phase_of<T, T>(worker, linear, x, num_rows, output);
 }
 
 // Which row of weight [out, in] (gated: [2 * out, in], gate first) is this column of the panels; -1: it only fills up the last.

@@ -1,19 +1,20 @@
 // One step's attention as units of work, and the threads that take them.
 //
-// Spans of a few rows (decode) are cut into parts of all heads, in memory order: each thread takes a stretch of them, and what
-// the parts gave is merged when all are done. Longer spans are cut into rows and heads, which need no merging; threads draw
-// them as they come free. Who computes what changes no bit.
+// Spans of a few rows (decode) are cut into parts of all heads, in memory order: threads take stretches of them, and what
+// the parts gave is merged when all are done. Longer spans are cut into rows and heads, which need no merging. Who computes
+// what changes no bit.
 #pragma once
 
-#include <atomic>
-
 #include "attention.h"
+#include "turns.h"
 
 namespace baton {
 
 constexpr int MAX_SHARED_ROWS = 4;      // of a span that is cut into parts
 constexpr int CHUNK_QUERIES = 96;       // rows times group of a unit of a longer span
 constexpr int MIN_CHUNK_ROWS = 4;
+constexpr int STRETCHES = 4;            // of parts, for each thread: the longer, the less is read twice or too late
+constexpr int ATTENTION_PHASES = 3;
 
 class StepPlan {
   public:
@@ -56,7 +57,6 @@ class StepPlan {
     float *mixed_memory = nullptr;
     char *scratch_memory = nullptr;
     size_t scratch_bytes = 0;
-    std::atomic<int> next_drawn{0};
 
   private:
     Buffer mixed_buffer_, scratch_buffer_;
@@ -68,14 +68,13 @@ template <class T> Rows<T> rows_of(const Attend<T> &attend, const Cache &cache, 
             span.first_position + unit.first_row, unit.num_rows, head};
 }
 
-// A thread's share of everything but the merging. A barrier and attend_merge follow.
+// A stretch of the units of spans that are cut into parts, by one thread with scratch memory of its own.
 template <class T>
-void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batch, StepPlan &plan, int share, int shares) {
-    Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * share, cache, plan.num_queries);
-    const int padded = cache.padded();
-    const size_t first = plan.shared.size() * share / shares, last = plan.shared.size() * (share + 1) / shares;
+void attend_shared(const Attend<T> &attend, const Cache &cache, const Batch &batch, StepPlan &plan, int thread, int64_t first,
+                   int64_t last) {
+    Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * thread, cache, plan.num_queries);
     KvStream stream(cache, batch, plan.shared.data() + first, plan.shared.data() + last, attend.layer, attend.window, sizeof(T));
-    for (size_t i = first; i < last; i++) {
+    for (int64_t i = first; i < last; i++) {
         const Unit &unit = plan.shared[i];
         stream.reach(&unit);
         const Span &span = batch.spans[unit.span];
@@ -83,40 +82,55 @@ void attend_share(const Attend<T> &attend, const Cache &cache, const Batch &batc
         attend_part(rows, cache.num_kv_heads, unit.head, scratch, plan.mixed_memory + unit.mixed,
                     StepPlan::mixed_size(span, cache), &stream);
     }
-    for (;;) {
-        const int drawn = plan.next_drawn.fetch_add(1);
-        if (drawn >= int(plan.drawn.size())) break;
-        const Unit &unit = plan.drawn[drawn];
-        const Rows<T> rows = rows_of(attend, cache, batch, unit, unit.head);
-        const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
-        Mixed(row).clear(rows.num_queries(), padded);
-        for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
-            attend_part(rows, 1, number, scratch, scratch.part, 0, static_cast<KvStream *>(nullptr));
-            merge(row, part, rows.num_queries(), padded);
+}
+
+// A unit of a longer span.
+template <class T>
+void attend_drawn(const Attend<T> &attend, const Cache &cache, const Batch &batch, StepPlan &plan, int thread, const Unit &unit) {
+    Scratch<T> scratch(plan.scratch_memory + plan.scratch_bytes * thread, cache, plan.num_queries);
+    const int padded = cache.padded();
+    const Rows<T> rows = rows_of(attend, cache, batch, unit, unit.head);
+    const Mixed part(scratch.part, rows.num_queries(), padded), row(scratch.row, rows.num_queries(), padded);
+    Mixed(row).clear(rows.num_queries(), padded);
+    for (int number = rows.low(0) / PART; number * PART <= rows.last_position(); number++) {
+        attend_part(rows, 1, number, scratch, scratch.part, 0, static_cast<KvStream *>(nullptr));
+        merge(row, part, rows.num_queries(), padded);
+    }
+    finish(rows, row);
+}
+
+// Merge the parts of the span whose first this unit is.
+template <class T>
+void attend_merge(const Attend<T> &attend, const Cache &cache, const Batch &batch, const StepPlan &plan, const Unit &unit) {
+    if (unit.head != 0) return;
+    const int padded = cache.padded();
+    const Span &span = batch.spans[unit.span];
+    const size_t size = StepPlan::mixed_size(span, cache);
+    for (int head = 0; head < cache.num_kv_heads; head++) {
+        const Rows<T> rows = rows_of(attend, cache, batch, unit, head);
+        const Mixed row(plan.mixed_memory + unit.mixed + head * size, rows.num_queries(), padded);
+        for (int part = 1; part < StepPlan::num_parts(span); part++) {
+            const size_t at = unit.mixed + (size_t(part) * cache.num_kv_heads + head) * size;
+            merge(row, Mixed(plan.mixed_memory + at, rows.num_queries(), padded), rows.num_queries(), padded);
         }
         finish(rows, row);
     }
 }
 
-// Merge the parts of the shared spans; whoever has a span's first part merges it.
+// A thread's part in all of it, in three phases at most.
 template <class T>
-void attend_merge(const Attend<T> &attend, const Cache &cache, const Batch &batch, const StepPlan &plan, int share, int shares) {
-    const int padded = cache.padded();
-    for (size_t i = plan.shared.size() * share / shares; i < plan.shared.size() * (share + 1) / shares; i++) {
-        const Unit &unit = plan.shared[i];
-        if (unit.head != 0) continue;
-        const Span &span = batch.spans[unit.span];
-        const size_t size = StepPlan::mixed_size(span, cache);
-        for (int head = 0; head < cache.num_kv_heads; head++) {
-            const Rows<T> rows = rows_of(attend, cache, batch, unit, head);
-            const Mixed row(plan.mixed_memory + unit.mixed + head * size, rows.num_queries(), padded);
-            for (int part = 1; part < StepPlan::num_parts(span); part++) {
-                const size_t at = unit.mixed + (size_t(part) * cache.num_kv_heads + head) * size;
-                merge(row, Mixed(plan.mixed_memory + at, rows.num_queries(), padded), rows.num_queries(), padded);
-            }
-            finish(rows, row);
-        }
-    }
+void attend_phases(Worker &worker, const Attend<T> &attend, const Cache &cache, const Batch &batch, StepPlan &plan, int thread,
+                   int num_threads) {
+    const int64_t num_shared = plan.shared.size(), stretch = ceil_div(int(num_shared), num_threads * STRETCHES);
+    worker.phase(num_shared, stretch, false, [&](int64_t first, int64_t last, Hold &) {
+        attend_shared(attend, cache, batch, plan, thread, first, last);
+    });
+    worker.phase(plan.drawn.size(), 1, false, [&](int64_t first, int64_t, Hold &) {
+        attend_drawn(attend, cache, batch, plan, thread, plan.drawn[first]);
+    });
+    worker.phase(num_shared, ceil_div(int(num_shared), num_threads), false, [&](int64_t first, int64_t last, Hold &) {
+        for (int64_t i = first; i < last; i++) attend_merge(attend, cache, batch, plan, plan.shared[i]);
+    });
 }
 
 }  // namespace baton

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,6 +240,41 @@ def test_steps_like_earlier_ones_use_the_memory_that_is_there() -> None:
     for position in range(200, 290):
         assert run([(index, position, 1) for index in range(4)]) == largest
     assert run([(1, 0, 200)]) == largest
+
+
+def on_one_core(do: Callable[[], None]) -> None:
+    """On a thread whose OpenMP threads, made for it, all share a core: each loses it in the middle of things."""
+
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread
+        do()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("num_rows", [1, 90])  # pieces that others may take over; such that nobody may
+def test_threads_that_lose_their_core_change_no_bit_and_what_they_were_at_is_done_by_others(num_rows: int) -> None:
+    kernels, shape, dtype = COMPILED[0], SHAPES[0], torch.bfloat16
+    stack = kernels.stack(made_layers(kernels, shape, dtype), shape.num_heads, EPS)
+    own = Sequences(shape, dtype, 1, 16)
+    batch, positions = own.batch([(0, 0, num_rows)])
+    cos, sin = angles(positions, shape.head_dim)
+    torch.set_num_threads(1)
+    expected = stack(inputs(0, dtype)[:num_rows].clone(), cos, sin, own.kv, batch)
+
+    def run() -> None:
+        torch.set_num_threads(6)  # of this thread
+        deadline = time.monotonic() + 30
+        for _ in range(100):
+            assert torch.equal(stack(inputs(0, dtype)[:num_rows].clone(), cos, sin, own.kv, batch), expected)
+        while num_rows == 1 and kernels.num_taken_over < before + 20:
+            assert time.monotonic() < deadline, "no thread ever took a piece over"
+            assert torch.equal(stack(inputs(0, dtype)[:1].clone(), cos, sin, own.kv, batch), expected)
+
+    before = kernels.num_taken_over
+    on_one_core(run)
 
 
 VOCAB_SIZE = 70
