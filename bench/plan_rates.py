@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,11 @@ class Rates:
     def steps_within(self, shape: Shape, seconds: float, most: int) -> int:
         """How many steps of the same rows have ended after so long, `most` at most."""
         low, high = 0, most
+        if len(self.decode) == 1:  # near the root of run_s = seconds: two or three looks instead of a dozen
+            step_s, more_s = self.decode[0].seconds(shape), self.decode[0].position_s * shape.num_rows
+            half = step_s - more_s / 2
+            guess = int(2 * seconds / (half + sqrt(half * half + 2 * more_s * max(seconds, 0.0))))
+            low, high = (guess - 1 if 1 < guess <= most else 0), min(most, guess + 1)
         while low < high:
             middle = (low + high + 1) // 2
             if self.run_s(shape, middle) <= seconds:
