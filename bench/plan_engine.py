@@ -253,7 +253,7 @@ class ExactEngine:
 
     def ahead(self) -> None:
         """Nothing is known before it is planned."""
-        return None
+        return
 
     def skip(self, num_steps: int) -> None:
         """Nothing is skipped."""

@@ -346,13 +346,13 @@ class FastEngine:
 
     def num_uniform(self) -> int:
         """See Engine."""
-        if self._num_new or not self._goes_on() or not all([each.is_plain for each in self._unread]):
+        if self._num_new or not self._goes_on() or not all(each.is_plain for each in self._unread):
             return 0
         return self._num_with_room(self._filed.next_end() - self._num_plans)
 
     def ahead(self) -> tuple[int, Shape] | None:
         """See Engine."""
-        if self._is_short or not self._goes_on() or not all([each.is_silent for each in self._unread]):
+        if self._is_short or not self._goes_on() or not all(each.is_silent for each in self._unread):
             return None
         number = self._num_with_room(self._filed.next_end() - self._num_plans + 1)
         return (number, Shape(len(self._rows), self._num_positions)) if number else None

@@ -1,7 +1,8 @@
 """One simulated node on a virtual clock: an engine's steps, one that runs and one planned behind it, timed by rates. Pure.
 
 Steps that tell nobody anything are one stretch with one end, that of the first that does; the engine takes them when the stretch
-has ended, or when somebody comes in the middle of it (`sync`), and then only those that are over. Not here: who is sent where (plan_cluster.py).
+has ended, or when somebody comes in the middle of it (`sync`), and then only those that are over.
+Not here: who is sent where (plan_cluster.py).
 """
 
 from __future__ import annotations
