@@ -71,9 +71,15 @@ def parse_rate(text: str) -> float:
 
 def parse_rates(text: str) -> list[float]:
     """Finite rates with commas between; ValueError says in one sentence what is wrong."""
-    rates = [parse_rate(part.strip()) for part in text.split(",")]
-    if any(math.isinf(rate) for rate in rates):
-        raise ValueError(f"{text}: must be numbers of requests per second, with commas between")
+    rates = []
+    for number, part in enumerate(map(str.strip, text.split(",")), 1):
+        try:
+            rates.append(parse_rate(part))
+        except ValueError:
+            rates.append(math.inf)
+        if math.isinf(rates[-1]):
+            what = f"number {number}, {part}," if part else f"number {number} is empty and"
+            raise ValueError(f"{text}: {what} must be requests per second above 0; give numbers with commas between")
     return rates
 
 

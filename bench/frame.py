@@ -47,6 +47,8 @@ def check_files(output: Path | None, plot: Path | None = None) -> None:
     for flag, path in (("--output", output), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{flag} {path}: its folder does not exist")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{flag} {path}: is a folder; name a file in it")
     if plot is not None and plot.suffix not in SUFFIXES:
         raise ValueError(f"--plot {plot}: must end in {', '.join(SUFFIXES)}")
     if plot is not None and not can_plot():

@@ -117,6 +117,10 @@ class Engine(Protocol):
     def skip(self, num_steps: int) -> None:
         """As many complete() and plan(), of those that num_uniform() promised."""
 
+    def ahead(self) -> tuple[int, Shape] | None:
+        """How many further plans there will be until a step tells anything, that one's included, if all that are planned tell
+        nothing; and the shape of the first, each of the others a position on. None: that is not known."""
+
     @property
     def promises_growth(self) -> bool:
         """Whether adopt() wants promises."""
@@ -246,6 +250,10 @@ class ExactEngine:
     def num_uniform(self) -> int:
         """Nothing is skipped."""
         return 0
+
+    def ahead(self) -> None:
+        """Nothing is known before it is planned."""
+        return
 
     def skip(self, num_steps: int) -> None:
         """Nothing is skipped."""

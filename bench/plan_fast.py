@@ -195,8 +195,11 @@ class FastEngine:
             return None
         if num_rows or chunks:
             self._reserve.stepped()
-        is_plain = not (ends or chunks or marks or is_joined or self._is_short)
-        self._unread.append(Planned(self._num_plans, ends, chunks, marks, is_plain))
+        is_silent = not (ends or chunks or marks)
+        is_plain = is_silent and not (is_joined or self._is_short)
+        self._unread.append(Planned(self._num_plans, ends, chunks, marks, is_plain, is_silent))
+        if not sizes:
+            return Step(Shape(num_rows, num_positions), ())
         num_tokens, num_pairs = sum(number for number, _ in sizes), sum(pairs_of(*each) for each in sizes)
         return Step(Shape(num_rows, num_positions, num_tokens, num_pairs), tuple(starts))
 
@@ -343,14 +346,27 @@ class FastEngine:
 
     def num_uniform(self) -> int:
         """See Engine."""
-        is_settled = len(self._unread) == STEPS_AHEAD and all(each.is_plain for each in self._unread)
-        if not is_settled or self._num_new or self._num_preempting or self._prompt is not None or not self._rows:
+        if self._num_new or not self._goes_on() or not all(each.is_plain for each in self._unread):
             return 0
-        if self._waiting and self._num_slots > self._num_reserved:
-            return 0
-        number = self._filed.next_end() - self._num_plans
+        return self._num_with_room(self._filed.next_end() - self._num_plans)
+
+    def ahead(self) -> tuple[int, Shape] | None:
+        """See Engine."""
+        if self._is_short or not self._goes_on() or not all(each.is_silent for each in self._unread):
+            return None
+        number = self._num_with_room(self._filed.next_end() - self._num_plans + 1)
+        return (number, Shape(len(self._rows), self._num_positions)) if number else None
+
+    def _goes_on(self) -> bool:
+        """Whether the next plan is of these rows alone."""
+        if len(self._unread) < STEPS_AHEAD or not self._rows or self._num_preempting or self._prompt is not None:
+            return False
+        return not self._waiting or self._num_slots <= self._num_reserved
+
+    def _num_with_room(self, number: int) -> int:
+        """As many of so many next plans as find blocks for all their rows."""
         room, most = self.pool.num_available, -(-number // self._block_size)
-        if sum(not row.num_promised for row in self._rows) * most <= room:
+        if len(self._rows) * most <= room or sum(not row.num_promised for row in self._rows) * most <= room:
             return number
         low, high = 0, number
         while low < high:

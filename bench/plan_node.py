@@ -1,11 +1,13 @@
 """One simulated node on a virtual clock: an engine's steps, one that runs and one planned behind it, timed by rates. Pure.
 
-Where the engine says that its next plans are all alike, their steps are one stretch with one end; who comes in the middle of it
-finds the node as it is then (`sync`). Not here: who is sent where (plan_cluster.py).
+Steps that tell nobody anything are one stretch with one end, that of the first that does; the engine takes them when the stretch
+has ended, or when somebody comes in the middle of it (`sync`), and then only those that are over.
+Not here: who is sent where (plan_cluster.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -32,31 +34,50 @@ class SimNode:
         self._rates = rates
         self._steps: deque[Step] = deque()  # that are under way: the first one runs
         self._began_at = 0.0
-        self._stretch = 0  # steps until `wake_at`; 0: one, whose results are read then
+        self._stretch = 0  # steps before the one that ends at `wake_at`, of which nobody hears
         self._seen_at = 0.0
+        self._num_used = 0  # blocks, when it was left alone last
 
     def sync(self, now: float) -> None:
         """Bring the engine to now. `now` is not behind `wake_at`, and never goes back."""
+        self._catch_up(now)
         self._count(now)
-        if self._stretch:
-            shape = self._steps[0].shape
-            self._pass(self._rates.steps_within(shape, now - self._began_at, self._stretch))
-            self._stretch = 0
 
     def wake(self, now: float) -> list[Told]:
         """What ended at `wake_at`, which is now."""
+        self._catch_up(math.inf)
         self._count(now)
-        if self._stretch:
-            self._pass(self._stretch)
-            self._began_at, self._stretch = now, 0
-            return []
         self.num_tokens += self._steps.popleft().shape.num_tokens
         self._began_at = now
         self.num_steps += 1
         return self.engine.complete()
 
+    def _catch_up(self, until: float) -> None:
+        """Take those steps of the stretch that have ended by then."""
+        left, self._stretch = self._stretch, 0
+        while left:
+            shape = self._steps[0].shape
+            if (number := min(self.engine.num_uniform(), left)) > 1:
+                ended = number if until == math.inf else self._rates.steps_within(shape, until - self._began_at, number)
+                self._pass(ended)
+                left -= ended
+                if ended < number:
+                    return
+                continue
+            ends_at = self._began_at + self._rates.step_s(shape)
+            if ends_at > until:
+                return
+            if self.engine.complete() or ((step := self.engine.plan()) is not None and step.starts):
+                raise ValueError(f"a step of {self.ref.name} that was to tell nothing did")
+            self._steps.popleft()
+            if step is not None:
+                self._steps.append(step)
+            self._began_at = ends_at
+            self.num_steps += 1
+            left -= 1
+
     def _pass(self, num_steps: int) -> None:
-        """So many steps of a stretch are over."""
+        """So many steps, all alike, are over."""
         if num_steps:
             self._began_at += self._rates.run_s(self._steps[0].shape, num_steps)
             self.engine.skip(num_steps)
@@ -71,16 +92,18 @@ class SimNode:
             self._steps.append(step)
             for work in step.starts:
                 on_start(self, work)
+        self._num_used = self._used()
         if not self._steps:
             self.wake_at = None
             return
-        shape = self._steps[0].shape
-        number = 0 if self.door is not None and self.door.line else self.engine.num_uniform()
-        if number > 1:
-            self._stretch = number
-            self.wake_at = max(now, self._began_at + self._rates.run_s(shape, number))
+        ahead = None if self.door is not None and self.door.line else self.engine.ahead()
+        if ahead is None:
+            took_s = self._rates.step_s(self._steps[0].shape)
         else:
-            self.wake_at = max(now, self._began_at + self._rates.step_s(shape))
+            number, shape = ahead
+            self._stretch = len(self._steps) + number - 1
+            took_s = sum(self._rates.step_s(step.shape) for step in self._steps) + self._rates.run_s(shape, number)
+        self.wake_at = max(now, self._began_at + took_s)
 
     def _count(self, now: float) -> None:
         passed = now - self._seen_at
@@ -88,6 +111,9 @@ class SimNode:
             raise ValueError(f"the clock of {self.ref.name} goes back by {-passed} s")
         if self._steps:
             self.busy_s += passed
-        counts = self.engine.pool.counts()
-        self.used_block_s += passed * (counts.used + counts.leased)
+        self.used_block_s += passed * (self._num_used + self._used()) / 2
         self._seen_at = now
+
+    def _used(self) -> int:
+        counts = self.engine.pool.counts()
+        return counts.used + counts.leased

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,11 @@ def pairs_of(num_tokens: int, context: int) -> int:
     return num_tokens * context + num_tokens * (num_tokens + 1) // 2
 
 
+def _check_number(name: str, value: object, unit: str, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < high:
+        raise ValueError(f"{name} {value!r:.40}: must be {unit} from 0 to below {high:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """One sum."""
@@ -50,9 +56,8 @@ class Terms:
     pair_s: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [getattr(self, each.name) for each in fields(self)]
-        if not all(isinstance(each, int | float) and 0 <= each < 1e6 for each in numbers):
-            raise ValueError(f"terms {numbers}: must be seconds, none below 0")
+        for each in fields(self):
+            _check_number(each.name, getattr(self, each.name), "seconds", 1e6)
 
     def seconds(self, shape: Shape) -> float:
         """Of one step."""
@@ -63,6 +68,15 @@ class Terms:
         """Of so many steps of the same rows."""
         more = num_steps * (num_steps - 1) // 2 * shape.num_rows
         return num_steps * self.seconds(shape) + self.position_s * more
+
+
+_NUMBERS: Final = {
+    "token_bytes": "bytes",
+    "link_bytes_per_s": "bytes a second",
+    "link_latency_s": "seconds",
+    "route_s": "seconds",
+    "reply_s": "seconds",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +93,14 @@ class Rates:
     source: str = "given"  # where they come from, for people
 
     def __post_init__(self) -> None:
+        for name, unit in _NUMBERS.items():
+            _check_number(name, getattr(self, name), unit, 1e18)
         if not self.decode or not self.chunk:
             raise ValueError("rates: decode and chunk need at least one sum each")
         if min((*(each.seconds(Shape(1, 1)) for each in self.decode), self.link_bytes_per_s)) <= 0:
             raise ValueError("rates: a decode step and link_bytes_per_s must be above 0")
         if min(each.seconds(Shape(0, 0, 1, 1)) for each in self.chunk) <= 0:
             raise ValueError("rates: a chunk must take longer than 0")
-        if min(self.token_bytes, self.link_latency_s, self.route_s, self.reply_s) < 0:
-            raise ValueError("rates: token_bytes, link_latency_s, route_s, reply_s must not be below 0")
 
     def step_s(self, shape: Shape) -> float:
         """Of one step."""
@@ -117,6 +131,11 @@ class Rates:
     def steps_within(self, shape: Shape, seconds: float, most: int) -> int:
         """How many steps of the same rows have ended after so long, `most` at most."""
         low, high = 0, most
+        if len(self.decode) == 1:  # near the root of run_s = seconds: two or three looks instead of a dozen
+            step_s, more_s = self.decode[0].seconds(shape), self.decode[0].position_s * shape.num_rows
+            half = step_s - more_s / 2
+            guess = int(2 * seconds / (half + sqrt(half * half + 2 * more_s * max(seconds, 0.0))))
+            low, high = (guess - 1 if 1 < guess <= most else 0), min(most, guess + 1)
         while low < high:
             middle = (low + high + 1) // 2
             if self.run_s(shape, middle) <= seconds:
@@ -135,17 +154,36 @@ class Rates:
 
 
 def read_rates(path: Path) -> Rates:
-    """From a file of `baton plan measure`, or one written by hand. ValueError says in one sentence what is wrong; OSError."""
+    """From a file of `baton plan measure`, or one written by hand. ValueError says in one sentence what is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content = content.get("rates", content)
+        content = content.get("rates", content) if isinstance(content, dict) else content
+        if not isinstance(content, dict):
+            raise ValueError("must be a JSON object, as baton plan measure writes it")
+        if lacking := [each.name for each in fields(Rates) if each.default is MISSING and each.name not in content]:
+            raise ValueError(f"{lacking[0]} is missing")
         known = {each.name for each in fields(Rates)}
         if unknown := set(content) - known:
             raise ValueError(f"{min(unknown)} is none of {', '.join(sorted(known))}")
-        sums = {name: tuple(Terms(**each) for each in content[name]) for name in ("decode", "chunk")}
+        sums = {name: tuple(_terms(name, content[name])) for name in ("decode", "chunk")}
         return Rates(**{**content, **sums})
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: no rates: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--rates {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError(f"--rates {path}: is no JSON; baton plan measure writes such a file") from None
+    except ValueError as error:
+        raise ValueError(f"--rates {path}: {error}") from None
+
+
+def _terms(name: str, sums: object) -> list[Terms]:
+    known = [each.name for each in fields(Terms)]
+    if not isinstance(sums, list) or not all(isinstance(each, dict) for each in sums):
+        raise ValueError(f"{name} {sums!r:.40}: must be a list of objects with {', '.join(known)}")
+    if unknown := {term for each in sums for term in each} - set(known):
+        raise ValueError(f"{name}: {min(unknown)} is none of {', '.join(known)}")
+    if any("base_s" not in each for each in sums):
+        raise ValueError(f"{name}: base_s is missing")
+    return [Terms(**each) for each in sums]
 
 
 class Measured(NamedTuple):

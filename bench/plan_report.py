@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bench.plan_outcome import Counts, Outcome, Slo
 from bench.plan_rates import Rates
+from bench.plan_words import reasons
 
 _PERCENTS: Final = (50, 90, 99)
 _NONE: Final = (None, None, None)
@@ -57,10 +58,12 @@ def verdict(found: Found) -> list[str]:
     )
     if found.named is not None:
         said = "keep" if found.is_kept else "do not keep"
-        return [f"{found.named.counts} {said} {asked}: {found.named.attainment:.1%} have both."]
+        line = f"{found.named.counts} {said} {asked}: {found.named.attainment:.1%} have both."
+        return [line, *([] if found.is_kept else reasons(found.named, found.slo, found.rates))]
     if not found.is_kept:
         nearest = f"; nearest: {found.best.counts}, {_share(found.best)}" if found.best is not None else ""
-        return [f"no cluster of up to {found.max_nodes} nodes keeps {asked}{nearest}."]
+        line = f"no cluster of up to {found.max_nodes} nodes keeps {asked}{nearest}."
+        return [line, *([] if found.best is None else reasons(found.best, found.slo, found.rates))]
     if found.apart is None:
         assert found.mixed is not None
         return [

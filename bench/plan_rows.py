@@ -57,6 +57,7 @@ class Planned:
     chunks: list[tuple[Row, int]]  # with where each ends
     marks: list[Row]
     is_plain: bool  # rows alone, all of which were in a plan before and go on
+    is_silent: bool  # nobody hears of its results
 
 
 class Filed:

@@ -26,10 +26,10 @@ from bench.plan_outcome import Counts, Outcome, Setup, Slo
 from bench.plan_rates import Rates, of_hardware, read_rates
 from bench.plan_report import Found, plot, show, to_json
 from bench.plan_search import Search
-from bench.trace import read_trace
+from bench.trace import Entry, read_trace_file
 from engine.reserve import ReserveConfig, ReservePolicy
 from router.placement import CACHE_AWARE, POLICIES
-from runtime.config import knob, load
+from runtime.config import as_flags, knob, load
 
 PROG: Final = "baton plan"
 _AROUND: Final = 2  # nodes more and less of each role, in the picture
@@ -99,6 +99,14 @@ class PlanConfig:
             raise ValueError("give --rates FILE, or --bytes-per-s, --operations-per-s and --model")
         if self.bytes_per_s is not None and (self.operations_per_s is None or self.model is None):
             raise ValueError("--bytes-per-s: needs --operations-per-s and --model, too")
+        of_hardware_only = (("model", None), ("dtype", "auto"), ("operations_per_s", None), ("link_bytes_per_s", 10e9))
+        for name, nothing in of_hardware_only if self.rates is not None else ():
+            if getattr(self, name) != nothing:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: is of rates that are limits of hardware; --rates has its own"
+                )
+        if self.rates is None and (self.model is None) != (self.bytes_per_s is None):
+            raise ValueError("--model: needs --bytes-per-s and --operations-per-s, too")
         if (self.prefill is None) != (self.decode is None) or (self.mixed is not None and self.prefill is not None):
             raise ValueError("give --prefill and --decode together, or --mixed, or none of them")
         if 0 in (self.prefill, self.decode):
@@ -124,7 +132,8 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer; 0, 1 if no cluster keeps the objective, 2 for what the user can mend, 130 after Ctrl-C."""
-    config = load(PlanConfig, PROG, "Say how many prefill and decode nodes serve a trace within an objective.", argv)
+    words = as_flags(sys.argv[1:] if argv is None else argv, "--trace", ("--exact",))
+    config = load(PlanConfig, PROG, "Say how many prefill and decode nodes serve a trace within an objective.", words)
     return Bench(PROG, plan, show, to_json, plot, _complaints).run(config, argv)
 
 
@@ -135,8 +144,9 @@ def _complaints(found: Found) -> list[str]:
 def plan(config: PlanConfig, console: Console) -> Found:
     """Search, or try what is named. ValueError, OSError: what the user can mend."""
     rates = config.find_rates()
-    with config.trace.open(encoding="utf-8") as lines:
-        trace = read_trace(lines)
+    trace: list[Entry] = read_trace_file(config.trace)
+    if not trace:
+        raise ValueError(f"--trace {config.trace}: has no request")
     asked = Load(trace, config.requests or len(trace), config.length_scale, config.speed, config.max_model_len)
     blocks = config.num_blocks or config.max_num_seqs * -(-asked.longest // config.block_size)
     reserve = ReserveConfig(config.reserve_policy)
@@ -149,6 +159,8 @@ def plan(config: PlanConfig, console: Console) -> Found:
         return runs.found(named=runs.tried[named], max_nodes=config.max_nodes)
     search = runs.search(config.max_nodes)
     apart, mixed = search.smallest_pair(), search.smallest_mixed()
+    if apart is None and mixed is None and (nearest := runs.nearest()) is not None:
+        runs.whole(nearest)  # it was given up: how far it is off is not known yet
     if apart is not None:
         runs.whole(Counts(0, 0, apart.total))
         for counts in _around(apart) if config.plot is not None else ():
@@ -183,6 +195,11 @@ class _Runs:
         if counts not in self.tried or not self.tried[counts].is_whole:
             self.tried[counts] = self._run(counts, None)
 
+    def nearest(self) -> Counts | None:
+        """Of what was tried, the cluster that kept it for most requests; of equals the largest."""
+        best = max(self.tried.values(), key=lambda each: (each.num_kept, each.counts.total), default=None)
+        return None if best is None else best.counts
+
     def _run(self, counts: Counts, most_missed: int | None) -> Outcome:
         began = time.process_time()
         cluster = Cluster(self._setup, counts, self._load, self._slo, most_missed)
@@ -206,7 +223,7 @@ class _Runs:
             same=None if apart is None else tried[Counts(0, 0, apart.total)],
             named=named,
             tried=dict(tried),
-            best=max(tried.values(), key=lambda each: each.num_kept, default=None),
+            best=max(tried.values(), key=lambda each: (each.is_whole, each.num_kept), default=None),
             max_nodes=max_nodes,
             cpu_s=time.process_time() - self._began,
         )

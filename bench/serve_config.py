@@ -123,7 +123,8 @@ class BenchConfig:
         self._check_texts()
         self._check_load()
         if self.trace is not None and not self.trace.is_file():
-            raise ValueError(f"--trace {self.trace}: is no file")
+            what = "is a folder; name one of its files" if self.trace.is_dir() else "is no file"
+            raise ValueError(f"--trace {self.trace}: {what}")
         if self.ca is not None and not self.ca.is_file():
             raise ValueError(f"--ca {self.ca}: is no file")
         if self.api == "chat" and self.prompt_form == "token_ids":

@@ -12,7 +12,7 @@ from typing import Final
 from bench.arrivals import Lengths, arrivals_of
 from bench.completions import Asked, Asking
 from bench.serve_config import BenchConfig
-from bench.trace import TRACE_BLOCK, Entry, Scaling, clipped, mean_rate, read_trace, scaled
+from bench.trace import TRACE_BLOCK, Entry, Scaling, clipped, mean_rate, read_trace_file, scaled
 from bench.workload import (
     Piece,
     Prompts,
@@ -73,10 +73,7 @@ class Loads:
         path, config = self._config.trace, self._config
         if path is None:
             return None
-        try:
-            entries = read_trace(path.read_text(encoding="utf-8").splitlines())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--trace {path}: {error}") from None
+        entries = read_trace_file(path)
         output_factor = self._block / TRACE_BLOCK
         scaling = Scaling(self._block, output_factor, 1.0, config.max_prompt_tokens, config.max_output_tokens)
         entries = clipped(scaled(entries, scaling), config.max_requests, None)

@@ -1,4 +1,4 @@
-"""A recorded service's requests, in the format of Mooncake's traces (FAST'25), and how they are scaled to a smaller one. Pure.
+"""A recorded service's requests, in the format of Mooncake's traces (FAST'25), and how they are scaled to a smaller one.
 
 A line is a JSON object: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one per block of 512 prompt
 tokens; equal ids mean equal text, and everything before it equal, too). There is no text in it.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 TRACE_BLOCK: Final = 512  # prompt tokens that one of the trace's hash ids stands for
 _HIGHEST: Final = 1 << 53
+_FIELDS: Final = "timestamp, input_length, output_length, hash_ids"
+_KINDS: Final = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +47,51 @@ def read_trace(lines: Iterable[str]) -> list[Entry]:
             continue
         try:
             entries.append(_entry(json.loads(line)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {number} of the trace: {error!r}") from None
+        except json.JSONDecodeError as error:
+            problem = f"is no JSON, {error.msg} in column {error.colno}; each line must be one JSON object"
+            raise ValueError(f"line {number} {problem}") from None
+        except RecursionError:
+            raise ValueError(f"line {number} is nested too deeply; each line must be one JSON object") from None
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
     return sorted(entries, key=lambda entry: entry.at_s)
 
 
-def _entry(content: dict[str, Any]) -> Entry:
-    at_ms, prompt, output = content["timestamp"], content["input_length"], content["output_length"]
+def read_trace_file(path: Path) -> list[Entry]:
+    """The same of a file. ValueError names the flag --trace and the file: it cannot be read, or a line is none."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return read_trace(lines)
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"--trace {path}: is no text; it must be JSON lines in the format of Mooncake's traces"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"--trace {path}: cannot be read: {error.strerror}; it must be a file of JSON lines") from None
+    except ValueError as error:
+        raise ValueError(f"--trace {path}: {error}") from None
+
+
+def _entry(content: object) -> Entry:
+    if not isinstance(content, dict):
+        raise ValueError(f"is {_KINDS.get(type(content), 'null')}; each line must be one JSON object with {_FIELDS}")
+    if lacking := [name for name in _FIELDS.split(", ") if name not in content]:
+        raise ValueError(f"{lacking[0]} is missing; each line must have {_FIELDS}")
     hash_ids = content["hash_ids"]
-    if not all(isinstance(each, int) and 0 <= each < _HIGHEST for each in (prompt, output, *hash_ids)):
-        raise ValueError("lengths and hash ids must be whole numbers, 0 at least")
-    if not 0 <= float(at_ms) < _HIGHEST:
-        raise ValueError("a timestamp must be milliseconds, 0 at least")
-    return Entry(at_ms / 1000, prompt, output, tuple(hash_ids))
+    if not isinstance(hash_ids, list):
+        raise ValueError(f"hash_ids {hash_ids!r:.40}: must be a list of whole numbers from 0 to 2**53 - 1")
+    prompt, output = (_whole(name, content[name]) for name in ("input_length", "output_length"))
+    ids = tuple([_whole("hash_ids", each) for each in hash_ids])
+    at_ms = content["timestamp"]
+    if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < _HIGHEST:
+        raise ValueError(f"timestamp {at_ms!r:.40}: must be milliseconds from 0 to 2**53 - 1")
+    return Entry(at_ms / 1000, prompt, output, ids)
+
+
+def _whole(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < _HIGHEST:
+        raise ValueError(f"{name} {value!r:.40}: must be a whole number from 0 to 2**53 - 1")
+    return value
 
 
 def scaled(entries: Sequence[Entry], scaling: Scaling) -> list[Entry]:

@@ -125,7 +125,34 @@ def test_what_cannot_be_kept_is_said_with_exit_code_1(tmp_path: Path, capsys: py
     """No number of nodes computes a prompt sooner than one does."""
     objective = ["--slo-ttft-ms", "50", "--slo-tpot-ms", "100", "--max-nodes", "8"]
     assert planner.main([*_files(tmp_path), *objective]) == 1
-    assert "no cluster of up to 8 nodes keeps TTFT <= 50 ms" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no cluster of up to 8 nodes keeps TTFT <= 50 ms" in said
+    assert (
+        "TTFT: 95.0% of the answered requests have 104 ms or less, 2.08 times the limit of 50 ms; 100.0% miss it."
+        in said
+    )
+    assert "TPOT alone is kept: " in said
+    assert "% of the time only, so more of them hardly help: a larger --slo-ttft-ms" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--speed", "10"], "TTFT: prefill nodes have a step in "),
+        (["--slo-tpot-ms", "2"], "TPOT: a sequence alone takes 6 ms a step: a larger --slo-tpot-ms"),
+        (
+            ["--speed", "1000", "--max-queue", "1", "--requests", "300"],
+            "requests found the router's queue full: more nodes (--max-nodes)",
+        ),
+    ],
+)
+def test_a_named_cluster_that_misses_is_told_what_to_try(
+    flags: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too much load, a limit below any step, a queue that is full."""
+    objective = ["--slo-ttft-ms", "150", "--slo-tpot-ms", "100", "--prefill", "1", "--decode", "1"]
+    assert planner.main([*_files(tmp_path), *objective, *flags]) == 1
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -134,6 +161,10 @@ def test_what_cannot_be_kept_is_said_with_exit_code_1(tmp_path: Path, capsys: py
         (["--prefill", "1"], "give --prefill and --decode together, or --mixed, or none of them"),
         (["--placement-prefill", "best"], "--placement-prefill best: is none of cache_aware"),
         (["--num-blocks", "2"], "a request of 105 tokens fits no node of 2 blocks of 16"),
+        (["--output", "."], "--output .: is a folder; name a file in it"),
+        (["--trace", "."], "--trace .: cannot be read: Is a directory; it must be a file of JSON lines"),
+        (["--rates", "/nowhere"], "--rates /nowhere: cannot be read: No such file or directory"),
+        (["--operations-per-s", "1"], "--operations-per-s: is of rates that are limits of hardware"),
         (["--bytes-per-s", "1"], "give --rates FILE, or --bytes-per-s, --operations-per-s and --model"),
     ],
 )
@@ -153,9 +184,13 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     ("change", "line"),
     [
         ({"decode": []}, "need at least one sum each"),
-        ({"chunk": [{"base_s": -1}]}, "none below 0"),
+        ({"chunk": [{"base_s": -1}]}, "base_s -1: must be seconds from 0 to below"),
+        ({"chunk": {}}, "chunk {}: must be a list of objects with base_s, row_s"),
+        ({"decode": [{"rows": 1}]}, "decode: rows is none of base_s"),
+        ({"decode": [{}]}, "decode: base_s is missing"),
         ({"speed": 1}, "speed is none of"),
-        ({"token_bytes": None}, "no rates"),
+        ({"token_bytes": None}, "token_bytes None: must be bytes from 0"),
+        ({"link_latency_s": float("nan")}, "link_latency_s nan: must be seconds from 0"),
     ],
 )
 def test_rates_that_are_none_are_refused_by_name(change: dict[str, object], line: str, tmp_path: Path) -> None:
