@@ -7,6 +7,7 @@ largest is there at a time: 3.4 GB. Exit code 1 where a client got something els
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,6 +57,8 @@ def problems(client: Client, served: Served, keep: bool) -> list[str]:
             found = client.problems(programs, served)
     except CannotInstallError as error:
         found = [f"cannot be installed here: {error}"]
+    except subprocess.TimeoutExpired as error:
+        found = [f"it took longer than {error.timeout:.0f} s"]
     for problem in found:
         say(f"{client.name}: {problem}")
     say(f"{client.name}: {'FAILED' if found else 'ok'} ({time.monotonic() - begun:.0f} s)")
