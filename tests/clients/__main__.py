@@ -7,13 +7,16 @@ largest is there at a time: 3.4 GB. Exit code 1 where a client got something els
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from deploy.up_config import DEMO_MODEL, DEMO_NAME
 from tests.clients.catalog import CLIENTS, Client, Served
 from tests.clients.environments import CannotInstallError, environment
+from tests.clients.tool_template import with_tools
 from tests.e2e.cluster import started_cluster
 
 KNOWN = {client.name: client for client in CLIENTS}
@@ -32,10 +35,9 @@ def main() -> int:
     failed: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-clients-") as scratch:
         say("a cluster is started")
-        flags = ("--prefill", "1", "--decode", "1")
-        with started_cluster(options.model, Path(scratch), *flags) as cluster:
-            with cluster.client() as client:
-                model = client.get("/v1/models").json()["data"][0]["id"]
+        model = DEMO_NAME if options.model == DEMO_MODEL else options.model.name
+        flags = ("--prefill", "1", "--decode", "1", "--served-model-name", model)
+        with started_cluster(with_tools(options.model, Path(scratch) / "model"), Path(scratch), *flags) as cluster:
             for name in names:
                 own = Path(scratch) / name
                 own.mkdir()
@@ -55,6 +57,8 @@ def problems(client: Client, served: Served, keep: bool) -> list[str]:
             found = client.problems(programs, served)
     except CannotInstallError as error:
         found = [f"cannot be installed here: {error}"]
+    except subprocess.TimeoutExpired as error:
+        found = [f"it took longer than {error.timeout:.0f} s"]
     for problem in found:
         say(f"{client.name}: {problem}")
     say(f"{client.name}: {'FAILED' if found else 'ok'} ({time.monotonic() - begun:.0f} s)")

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from tests.clients.asks import ASKS, OPENAIS, Ask
+from tests.clients.asks import ASKS, CALLS, OPENAIS, RESPONSES, STRUCTURED
 from tests.clients.benchmarks import problems_of_guidellm, problems_of_vllm
 from tests.clients.environments import Needs
 from tests.clients.evaluation import problems_of_lm_eval
-from tests.clients.libraries import problems_of
+from tests.clients.libraries import Library, problems_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +34,55 @@ class Client:
     problems: Callable[[Path, Served], list[str]]  # given where its programs are
 
 
-def _library(name: str, asks: tuple[Ask, ...], facts: dict[str, object], programs: Path, served: Served) -> list[str]:
-    return problems_of(name, asks, facts, programs, served.url)
+def _library(library: Library, programs: Path, served: Served) -> list[str]:
+    return problems_of(library, programs, served.url)
 
 
 def _tool(check: Callable[[Path, str, str, Path, Path], list[str]], programs: Path, served: Served) -> list[str]:
     return check(programs, served.url, served.model, served.folder, served.scratch)
 
 
-_OPENAI_FACTS: Final[dict[str, object]] = {
-    "models": True,
-    "model": True,
-    "the helper's stream": True,
-    "eight at once": True,
-    "an unknown model": "NotFoundError 404",
-    "a bad parameter": "BadRequestError 400",
-    "no messages": "BadRequestError 400",
-    "its answer can be sent back": True,
-}
-_LITELLM_FACTS: Final[dict[str, object]] = {
-    "eight at once": True,
-    "an unknown model": "NotFoundError",
-    "a bad parameter": "BadRequestError",
-}
+_OPENAI: Final = Library(
+    "openai",
+    ASKS + STRUCTURED + CALLS + RESPONSES + OPENAIS,
+    {
+        "models": True,
+        "model": True,
+        "the helper's stream": True,
+        "the helper's stream of a call": True,
+        "the helper's stream of a response": True,
+        "eight at once": True,
+        "an unknown model": "NotFoundError 404",
+        "a bad parameter": "BadRequestError 400",
+        "no messages": "BadRequestError 400",
+        "a choice among no tools": "BadRequestError 400",
+        "a response that goes on from another": "BadRequestError 400",
+        "its answer can be sent back": True,
+        "a call and its result can be sent back": True,
+        "a response and its call's result can be sent back": True,
+    },
+    ("a chat, parsed", "a call, parsed", "a response, parsed", "a call of a response, parsed"),
+)
+_LANGCHAIN: Final = Library(
+    "langchain",
+    ASKS + STRUCTURED + CALLS + RESPONSES,
+    {"eight at once": True, "a call and its result can be sent back": True},
+    ("json_schema", "function_calling", "a pydantic class", "a response"),
+)
+_LITELLM: Final = Library(
+    "litellm",
+    ASKS + STRUCTURED + CALLS,
+    {
+        "eight at once": True,
+        "an unknown model": "NotFoundError",
+        "a bad parameter": "BadRequestError",
+        "a call and its result can be sent back": True,
+    },
+)
 CLIENTS: Final = (
-    Client("openai", Needs(("openai==3.54.0",)), partial(_library, "openai", ASKS + OPENAIS, _OPENAI_FACTS)),
-    Client(
-        "langchain", Needs(("langchain-openai==1.7.3",)), partial(_library, "langchain", ASKS, {"eight at once": True})
-    ),
-    Client("litellm", Needs(("litellm==1.106.2",)), partial(_library, "litellm", ASKS, _LITELLM_FACTS)),
+    Client("openai", Needs(("openai==3.54.0",)), partial(_library, _OPENAI)),
+    Client("langchain", Needs(("langchain-openai==1.7.3",)), partial(_library, _LANGCHAIN)),
+    Client("litellm", Needs(("litellm==1.106.2",)), partial(_library, _LITELLM)),
     Client("lm-eval", Needs(("lm-eval[api]==0.4.13", "transformers>=5,<6")), partial(_tool, problems_of_lm_eval)),
     Client(
         "vllm",  # its build for CPUs, of which `vllm bench serve` needs no engine, but all imports

@@ -15,7 +15,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv" / "clients"
 TORCH: Final = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-_INSTALL_BOUND_S: Final = 1800
+_INSTALL_BOUND_S: Final = 3600  # minutes are usual; a busy machine with a slow index takes many
 # Has importlib.metadata find a package by another name, too.
 _ALIAS: Final = """
 import importlib.metadata, pathlib, re, sys
@@ -50,7 +50,7 @@ def environment(name: str, needs: Needs, keep: bool) -> Iterator[Path]:
     if not mark.exists() or mark.read_text() != repr(needs):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        _run([sys.executable, "-m", "venv", str(folder)])
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
         _fill(folder / "bin", needs)
         mark.write_text(repr(needs))
     try:
@@ -61,7 +61,7 @@ def environment(name: str, needs: Needs, keep: bool) -> Iterator[Path]:
 
 
 def _fill(programs: Path, needs: Needs) -> None:
-    install = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    install = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "-q", "--no-compile"]
     bound = programs.parent / "constraints.txt"
     bound.write_text(f"{TORCH}\n" if needs.has_torch else "")
     if needs.has_torch:

@@ -1,4 +1,4 @@
-"""litellm, as its users call a server of OpenAI's API: completion, text_completion, streams, async, errors."""
+"""litellm, as its users call a server of OpenAI's API: completion, text_completion, tool calls, streams, async, errors."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ litellm.suppress_debug_info = True
 
 def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     is_chat = ask["path"] == "chat"
-    call: Any = litellm.completion if is_chat else litellm.text_completion
+    create: Any = litellm.completion if is_chat else litellm.text_completion
     provider = "openai" if is_chat else "text-completion-openai"
     where = {"model": f"{provider}/{model}", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
     if not ask["stream"]:
-        answer = call(**where, **ask["body"])
+        answer = create(**where, **ask["body"])
         choices = answer.choices
         return {
-            "texts": [choice.message.content if is_chat else choice.text for choice in choices],
+            "texts": [(choice.message.content or "") if is_chat else choice.text for choice in choices],
             "finish_reasons": [choice.finish_reason for choice in choices],
             "prompt_tokens": answer.usage.prompt_tokens,
             "completion_tokens": answer.usage.completion_tokens,
             "logprobs": None,
+            "calls": [call for choice in choices if is_chat for call in calls_of(choice.message)],
         }
     begun, at_s, text, reason, usage = time.monotonic(), [], "", None, None
-    for chunk in call(**where, **ask["body"], stream=True, stream_options={"include_usage": True}):
+    calls: dict[int, list[str]] = {}
+    for chunk in create(**where, **ask["body"], stream=True, stream_options={"include_usage": True}):
         usage = getattr(chunk, "usage", None) or usage
         for choice in chunk.choices:
             more = choice.delta.content if is_chat else choice.text
-            if more:
-                text += more
+            pieces = (choice.delta.tool_calls or ()) if is_chat else ()
+            for piece in pieces:
+                call = calls.setdefault(piece.index, ["", "", ""])
+                for place, part in enumerate((piece.id, piece.function.name, piece.function.arguments)):
+                    call[place] += part or ""
+            if more or pieces:
+                text += more or ""
                 at_s.append(time.monotonic() - begun)
             reason = choice.finish_reason or reason
     counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (-1, -1)
@@ -46,8 +53,22 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": counts[0],
         "completion_tokens": counts[1],
         "logprobs": None,
+        "calls": [[made, name, json.loads(arguments)] for made, name, arguments in calls.values()],
         "chunks_at_s": at_s,
     }
+
+
+def calls_of(message: Any) -> list[list[Any]]:
+    return [[call.id, call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls or ()]
+
+
+def goes_on(url: str, model: str, body: dict[str, Any]) -> bool:
+    """Whether a conversation goes on behind a call and its result."""
+    where = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
+    called = litellm.completion(**where, **body).choices[0].message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Rain."}
+    behind = body | {"messages": [*body["messages"], called.model_dump(), result], "tool_choice": "auto"}
+    return bool(litellm.completion(**where, **behind).choices[0].message.content)
 
 
 async def at_once(url: str, model: str, body: dict[str, Any]) -> bool:
@@ -68,12 +89,13 @@ def main() -> None:
     """Ask what stdin says."""
     url, model = sys.argv[1:]
     asks = json.load(sys.stdin)
-    body = asks[0]["body"]
+    body, bodies = asks[0]["body"], {ask["name"]: ask["body"] for ask in asks}
     answers = {ask["name"]: asked(url, model, ask) for ask in asks}
     facts = {
         "eight at once": asyncio.run(at_once(url, model, body)),
         "an unknown model": name_of_error(url, "nobody", body),
         "a bad parameter": name_of_error(url, model, body | {"temperature": 9}),
+        "a call and its result can be sent back": goes_on(url, model, bodies["a named call"]),
     }
     version = importlib.metadata.version("litellm")
     sys.stdout.write("\n" + json.dumps({"version": version, "answers": answers, "facts": facts}) + "\n")
