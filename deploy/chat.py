@@ -262,7 +262,7 @@ def _line_history(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _keys_kept() -> Iterator[None]:
-    """What is typed while an answer comes is there for the next line, a Ctrl-D too: a terminal that gathers lines would swallow that."""
+    """What is typed while an answer comes is there for the next line, a Ctrl-D too, which terminals that gather lines swallow."""
     before, kept = (termios.tcgetattr(sys.stdin) for _ in range(2))
     kept[3] &= ~termios.ICANON
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)

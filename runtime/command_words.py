@@ -22,7 +22,7 @@ def as_flags(
     """A command's words as flags only, wherever among its flags they stand.
 
     `free`: the flags that need no name, in the order of their words; one that is given by name is not waited for. `bare`: those
-    that may stand alone, for `on`. `fits`: whether a word can be a free flag's. A word that is nobody's is left for the parser to refuse.
+    that may stand alone, for `on`. `fits`: whether a word can be a free flag's. Other words the parser refuses.
     """
     left = [flag for flag in free if not any(word == flag or word.startswith(f"{flag}=") for word in words)]
     spelled: list[str] = []

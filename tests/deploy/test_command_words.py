@@ -28,5 +28,7 @@ BARE = ("--force",)
         ("d --timeout-s", "--node=d --timeout-s"),
     ],
 )
-def test_a_word_is_the_value_of_the_flag_before_it_or_of_the_next_one_that_needs_no_name(words: str, flags: str) -> None:
+def test_a_word_is_the_value_of_the_flag_before_it_or_of_the_next_one_that_needs_no_name(
+    words: str, flags: str
+) -> None:
     assert as_flags(words.split(), FREE, BARE) == flags.split()
