@@ -3,7 +3,7 @@
 import { byId, duration, el, setText } from "./dom.js";
 
 const WELL = ["stop", "length"];
-const CANARY = "doctor's canary"; // of `baton doctor` (router/canary.py)
+const CANARY = "canary"; // of `baton doctor` (router/canary.py)
 
 export class Requests {
   /** `onSelect` gets the id of a request. */
