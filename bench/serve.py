@@ -37,7 +37,8 @@ from bench.serve_load import Loads, RunLoad
 from bench.serve_result import Outcome, Run, show_outcome, write_outcome
 from bench.sweep import Search, Try
 from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
-from runtime.config import as_flags, load
+from runtime.command_words import as_flags
+from runtime.config import load
 from runtime.process import allow_descriptors, fatal
 
 PROG: Final = "baton bench"
@@ -52,7 +53,7 @@ class ServerProblem(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 1 if no request was answered, 2 for what the user can mend, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    config = load(BenchConfig, PROG, DESCRIPTION, as_flags(words, "--url", BARE_FLAGS))
+    config = load(BenchConfig, PROG, DESCRIPTION, as_flags(words, ("--url",), BARE_FLAGS))
     if config.seed is None:
         config = replace(config, seed=secrets.randbits(32))
     console = Console(highlight=False, markup=False, soft_wrap=True)

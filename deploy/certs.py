@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.process import fatal
 
@@ -74,9 +75,7 @@ def names_of_host(host: str) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Make them; 0, or one line and 2 for what the user can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--out")
-    config = load(CertsConfig, "baton certs make", DESCRIPTION, words)
+    config = load(CertsConfig, "baton certs make", DESCRIPTION, as_flags(words, ("--out",)))
     try:
         for line in _make(config):
             sys.stdout.write(f"baton certs make: {line}\n")

@@ -10,6 +10,7 @@ import json
 import os
 import readline
 import sys
+import termios
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from deploy.chat_server import ChatProblem, ChatServer, Refused
 from deploy.chat_talk import CUT_SHORT, HELP, Answer, Command, Say, Talk, Typing, Unknown, meaning_of, shown, wait_s
+from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.process import fatal
 
@@ -81,7 +83,7 @@ class ChatConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Chat, or answer; 0, 1 where there is no answer, 2 for what the user can mend, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    config = load(ChatConfig, PROG, DESCRIPTION, as_flags(words))
+    config = load(ChatConfig, PROG, DESCRIPTION, with_names(words))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -101,14 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def as_flags(words: Sequence[str]) -> list[str]:
-    """A command's words as flags: in front there may be a URL, then a question."""
-    left, flags = list(words), []
-    if left and left[0].startswith(("http://", "https://")):
-        flags += ["--url", left.pop(0)]
-    if left and not left[0].startswith("-"):
-        flags += [f"--question={left.pop(0)}"]
-    return flags + left
+def with_names(words: Sequence[str]) -> list[str]:
+    """A command's words as flags: among them there may be a URL, and a question."""
+    return as_flags(words, ("--url", "--question"), fits=lambda flag, word: flag != "--url" or _is_url(word))
+
+
+def _is_url(word: str) -> bool:
+    return word.startswith(("http://", "https://")) and not any(map(str.isspace, word))
 
 
 def _answer_once(config: ChatConfig, server: ChatServer) -> int:
@@ -165,7 +166,7 @@ class _Chat:
         """Until the user ends it."""
         self._dim(f"{self._talk.model} at {self._server.url}; /help lists the commands, Ctrl-D ends")
         typing = Typing()
-        with _line_history(self._config.history):
+        with _line_history(self._config.history), _keys_kept():
             while True:
                 try:
                     text = typing.take(input("... " if typing.is_open else "> "))
@@ -257,6 +258,18 @@ def _line_history(path: Path | None) -> Iterator[None]:
     finally:
         readline.set_history_length(_HISTORY_LINES)
         readline.write_history_file(path)
+
+
+@contextmanager
+def _keys_kept() -> Iterator[None]:
+    """What is typed while an answer comes is there for the next line, a Ctrl-D too, which terminals that gather lines swallow."""
+    before, kept = (termios.tcgetattr(sys.stdin) for _ in range(2))
+    kept[3] &= ~termios.ICANON
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import grpc.aio
 from deploy.finding import CALL_TIMEOUT_S, FailedError, FindingConfig, find_node, list_nodes, reason_of
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
+from runtime.command_words import as_flags
 from runtime.config import knob, load, silence_grpc
 from runtime.credentials import Credentials
 from runtime.process import fatal
@@ -52,9 +53,7 @@ class DrainConfig(FindingConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Drain a node; 0 once it has ended, 1 if it did otherwise, 2 for what the operator can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--node")
-    config = load(DrainConfig, "baton drain", DESCRIPTION, words)
+    config = load(DrainConfig, "baton drain", DESCRIPTION, as_flags(words, ("--node",)))
     silence_grpc()
     try:
         asyncio.run(_drain(config))

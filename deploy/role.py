@@ -16,6 +16,7 @@ from deploy.drain import watch
 from deploy.finding import FailedError, FindingConfig, find_node, list_nodes
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
+from runtime.command_words import as_flags
 from runtime.config import knob, load, silence_grpc
 from runtime.credentials import Credentials
 from runtime.process import fatal
@@ -74,13 +75,7 @@ def find_lack(node: pb.NodeEntry, entries: Sequence[pb.NodeEntry]) -> str | None
 def main(argv: Sequence[str] | None = None) -> int:
     """Change a node's role; 0 once it serves in it, 1 if it came to something else, 2 for what the operator can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for place, flag in ((0, "--node"), (2, "--role")):
-        if len(words) > place and not words[place].startswith("-"):
-            words.insert(place, flag)
-    for place in [place for place, word in enumerate(words) if word == "--force"]:
-        if place + 1 == len(words) or words[place + 1].startswith("-"):
-            words.insert(place + 1, "on")
-    config = load(RoleConfig, "baton role", DESCRIPTION, words)
+    config = load(RoleConfig, "baton role", DESCRIPTION, as_flags(words, ("--node", "--role"), ("--force",)))
     silence_grpc()
     try:
         asyncio.run(_change(config))

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from runtime.config import as_flags
+from runtime.command_words import as_flags
 
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
@@ -25,8 +25,8 @@ class NoAnswer(Exception):
 
 
 def with_url(words: Sequence[str]) -> list[str]:
-    """A command's words as flags: the first one may be the URL, and what is on or off may stand alone."""
-    return as_flags(words, "--url", BARE_FLAGS)
+    """A command's words as flags: one of them may be the URL, and what is on or off may stand alone."""
+    return as_flags(words, ("--url",), BARE_FLAGS)
 
 
 class Pages:

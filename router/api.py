@@ -39,7 +39,6 @@ from router.openai_types import (
     CompletionBody,
     bad_request,
     parse_body,
-    shown,
     unknown_model,
 )
 from router.refusals import REQUEST_ID, id_header, is_request_id, refusal
@@ -53,6 +52,7 @@ from router.tokenizing import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody
 from router.tool_calls import AUTOMATIC
 from router.worker_metrics import merged
 from router.worker_pages import METRICS, REQUESTS, STATE, TIMELINE, found_timeline, whole_requests, whole_state
+from router.wrong_values import shown
 from runtime.logs import printable
 
 _LOG: Final = logging.getLogger(__name__)

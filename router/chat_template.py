@@ -41,13 +41,22 @@ class ChatTemplate:
         self.tool_source = tool_source if takes_tools else None  # None: it never mentions them
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **more: object) -> str:
-        """The text; raises TemplateRefusal."""
+        """The text; raises TemplateRefusal, also where it would silently say nothing of calls and what they have brought."""
         template = self._with_tools if tools else self._plain
-        told = {"tools": tools} if tools else {}  # templates ask whether there are any, in many ways
+        told: dict[str, Any] = {"tools": tools} if tools else {}  # templates ask whether there are any, in many ways
         try:
-            return template.render(messages=messages, **told, **more)
+            text = template.render(messages=messages, **told, **more)
         except _FAULTS as fault:
             raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
+        for name, others in (
+            ("tool_calls", _without_calls(messages)),
+            ("messages of role tool", _without_results(messages)),
+        ):
+            if others != messages and _is(text, template, others, told | more):
+                raise TemplateRefusal(
+                    f"this model's chat template leaves {name} out, and the model would not hear of them"
+                )
+        return text
 
 
 def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -63,6 +72,22 @@ def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
         return ChatTemplate(str(source), str(named.get("tool_use") or source))
     except jinja2.TemplateError as error:
         raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
+
+
+def _without_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
+
+
+def _without_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [each for each in messages if each["role"] != "tool"]
+
+
+def _is(text: str, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> bool:
+    """Whether the template writes these messages as the very same text; no, if it cannot write them."""
+    try:
+        return template.render(messages=messages, **more) == text
+    except _FAULTS:
+        return False
 
 
 def _to_json(value: object, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
 
-from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request, shown
+from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request
+from router.wrong_values import NO_CHARACTER, shown
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 256 << 10  # of all definitions together, as JSON
@@ -171,7 +172,7 @@ def check_tools(functions: list[Function], field: str) -> None:
     try:
         size = len(told.encode())
     except UnicodeEncodeError as error:
-        raise bad_request("tools", "holds half a surrogate pair, which is no character") from error
+        raise bad_request("tools", NO_CHARACTER) from error
     if size > MAX_TOOL_BYTES:
         raise bad_request("tools", f"must have at most {MAX_TOOL_BYTES} bytes together, not {size}")
 

@@ -18,13 +18,14 @@ from starlette.responses import Response
 from router.dashboard_state import whole
 from router.kill_rules import MAX_BODY, find_objection
 from router.launcher_link import LauncherGone, LauncherLink
-from router.openai_types import ApiError, bad_request, shown
+from router.openai_types import ApiError, bad_request
 from router.page_files import INDEX, PREFIX, PageFiles
 from router.refusals import id_header, refusal
 from router.shell import RouterShell
 from router.streaming import json_answer
 from router.timeline_picture import picture
 from router.worker_pages import DASHBOARD, TIMELINE, found_timeline, joined_requests, joined_state, own_page
+from router.wrong_values import shown
 from runtime.logs import log_event, printable
 
 _LOG: Final = logging.getLogger(__name__)

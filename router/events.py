@@ -30,6 +30,7 @@ class Grammar:
     text: str
     is_compact: bool = False  # JSON: no white space but one blank behind each comma and colon
     end_token_ids: tuple[int, ...] = ()  # what may follow a whole text; nodes want at least one
+    field: str = ""  # where the client wrote it, for a node's refusal; not told to nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,13 @@ from router.chat_types import ChatBody
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
 from router.forced_calls import forced_grammar, is_forced
-from router.openai_types import ApiError, CompletionBody, bad_request, prompts_of, shown, unknown_model
+from router.openai_types import ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.structured import grammar_of
 from router.text import ModelText
 from router.tool_calls import AUTOMATIC, ToolUse, tool_use_of
+from router.wrong_values import NO_CHARACTER, shown
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
@@ -129,7 +130,7 @@ class Intake:
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
         except UnicodeError as error:
-            raise bad_request("messages", "holds half a surrogate pair, which is no character") from error
+            raise bad_request("messages", NO_CHARACTER) from error
 
     async def _completion_prompts(self, body: CompletionBody) -> list[_Prompt]:
         given = prompts_of(body.prompt)
@@ -161,7 +162,7 @@ class Intake:
         try:
             return await off_loop(len(text), self._text.encode_prompt, text)
         except UnicodeError as error:
-            raise bad_request(field, "holds half a surrogate pair, which is no character") from error
+            raise bad_request(field, NO_CHARACTER) from error
 
     async def _with_text(
         self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest, tools: ToolUse | None

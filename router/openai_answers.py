@@ -255,6 +255,10 @@ class AnswerWriter:
         """The event that ends a stream that failed."""
         return event(error.body())
 
+    def named(self, error: ApiError) -> ApiError:
+        """As it is."""
+        return error
+
     def stream_end(self) -> bytes:
         """The events that end a stream that went well."""
         if not self._options.includes_usage:

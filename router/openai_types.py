@@ -26,24 +26,30 @@ from pydantic import (
 )
 
 from router.limits import MAX_CHOICES_PER_PROMPT
+from router.wrong_values import SHOWN_LENGTH, shown, wrong_of
 from runtime.logs import printable
 
 MAX_SEED: Final = 2**63 - 1
 MAX_REQUEST_ID_LENGTH: Final = 256
 REQUEST_ID_PATTERN: Final = r"^[\x21-\x7e]+$"  # it is echoed in a header
 REQUEST_ID_RULE: Final = f"must be 1 to {MAX_REQUEST_ID_LENGTH} visible ASCII characters"
+SCHEMA_NAME_PATTERN: Final = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's
+_PATTERNS: Final = {
+    REQUEST_ID_PATTERN: REQUEST_ID_RULE,
+    SCHEMA_NAME_PATTERN: "must be 1 to 64 letters, digits, _ or -",
+}
+_LISTS: Final = {
+    "content": "a list of text parts",
+    "input": "a text or a list of items",
+    "messages": "a list of messages",
+    "output": "a list of text parts",
+    "stop": "a text or a list of texts",
+}
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LENGTH: Final = 1000  # characters
 MAX_STOP_TOKEN_IDS: Final = 256  # with the model's own ones well within what nodes take
 MAX_LOGIT_BIASES: Final = 1024
-_SHOWN_LENGTH: Final = 60  # characters of a wrong value that its error repeats
-
-# Pydantic puts a union's branches into locations.
-_BRANCHES: Final = (
-    *("str", "list[TextPart]", "list[InputPart]", "constrained-str"),
-    *("message-item", "function_call-item", "function_call_output-item"),
-)
 
 # Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -98,7 +104,7 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
 
 def unknown_model(asked: str, served: str) -> ApiError:
     """404, for a name that no model here has."""
-    message = f"model: this router serves {served}, not {printable(asked[:_SHOWN_LENGTH])}"
+    message = f"model: this router serves {printable(served)}, not {shown(asked)}"
     return ApiError(404, message, code="model_not_found", param="model")
 
 
@@ -255,19 +261,14 @@ def validated(body_type: type[Checked], values: Mapping[str, Any]) -> Checked:
     try:
         return body_type.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        # A value that fits no branch of a union has an error for each; the one that got furthest says most.
-        worst = max((each for each in found if each["loc"][0] == found[0]["loc"][0]), key=lambda each: len(each["loc"]))
-        location = worst["loc"]
-        if isinstance(values.get(str(location[0])), str):
-            location = location[:1]  # a text that stands for a list of one
-        raise _sentence(location, worst["type"], worst["msg"], worst["input"]) from error
+        wrong = wrong_of(values, error.errors(include_url=False), _PATTERNS, _LISTS)
+        raise bad_request(wrong.field, wrong.message, wrong.code) from error
 
 
 def _check_unserved(unserved: Mapping[str, tuple[object, ...]], name: str, value: object) -> None:
     """Let a value pass that asks for nothing; refuse any other, and names that the API does not have."""
     if name not in unserved:
-        raise bad_request(name[:_SHOWN_LENGTH], "unknown parameter", "unknown_parameter")
+        raise bad_request(name[:SHOWN_LENGTH], "unknown parameter", "unknown_parameter")
     for harmless in unserved[name]:
         if value == harmless and isinstance(value, bool) == isinstance(harmless, bool):
             return
@@ -298,50 +299,5 @@ def _check_token_list(field: str, token_ids: list[object]) -> None:
         raise bad_request(f"{field}.{position}", f"must be a token id, not {shown(token_ids[position])}")
 
 
-def _sentence(location: tuple[int | str, ...], kind: str, message: str, value: object) -> ApiError:
-    """One sentence that names field, value and bound."""
-    field = ".".join(str(part)[:_SHOWN_LENGTH] for part in location if str(part) not in _BRANCHES)
-    match kind:
-        case "missing":
-            return bad_request(field, "is required", "missing_parameter")
-        case "extra_forbidden":
-            return bad_request(field, "unknown parameter", "unknown_parameter")
-        case "too_short" | "string_too_short":
-            return bad_request(field, "must not be empty")
-        case "string_unicode":
-            return bad_request(field, "holds half a surrogate pair, which is no character")
-        case "string_pattern_mismatch":  # there is one pattern
-            return bad_request(field, f"{REQUEST_ID_RULE}, not {shown(value)}")
-        case "too_long" if isinstance(value, dict):
-            return bad_request(field, f"must have at most {MAX_LOGIT_BIASES} items, not {len(value)}")
-        case "too_long":
-            message = message.split(" after validation")[0]
-        case "model_type":
-            return bad_request(field, f"must be an object, not {shown(value)}")
-        case "list_type" if field == "stop":
-            message = "must be a text or a list of texts"
-        case "union_tag_invalid" | "union_tag_not_found" if isinstance(value, dict):
-            return bad_request(f"{field}.type", f"not supported by this version (got {shown(value.get('type'))})")
-        case "union_tag_invalid" | "union_tag_not_found":
-            return bad_request(field, f"must be an object, not {shown(value)}")
-        case "string_type" | "list_type" if location[-1] in _BRANCHES and location[0] in ("messages", "input"):
-            message = "must be a text or a list of text parts"
-    for subject in ("Input should", "String should", "List should", "Dictionary should"):
-        message = message.replace(subject, "must")
-    return bad_request(field, f"{message}, not {shown(value)}")
-
-
 def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is no number", "", 0)
-
-
-def shown(value: object) -> str:
-    """A client's value in an error: ASCII, and no longer than one can read."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, str):
-        return json.dumps(value if len(value) <= _SHOWN_LENGTH else value[:_SHOWN_LENGTH] + "...")
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN_LENGTH else text[:_SHOWN_LENGTH] + "..."

@@ -22,7 +22,7 @@ from router.answer import Asked, Piece
 from router.json_parts import dump_ascii, dump_unicode
 from router.openai_answers import unix_seconds
 from router.openai_types import ApiError
-from router.responses_types import ResponsesBody
+from router.responses_types import ResponsesBody, renamed
 from router.seeds import branch_seed
 from router.tool_answers import told_of
 from router.tool_calls import ChoiceCalls
@@ -78,6 +78,10 @@ class ResponsesWriter:
         """The last event of a stream that failed."""
         self._status, self._error = "failed", {"code": "server_error", "message": f"{error.code}: {error.message}"}
         return self.stream_end()
+
+    def named(self, error: ApiError) -> ApiError:
+        """What a chat calls otherwise."""
+        return renamed(error)
 
     # ---------------------------------------------------------------- a whole answer
 

@@ -32,7 +32,9 @@ from router.openai_types import (
     Number,
     SamplingDefaults,
     bad_request,
+    validated,
 )
+from router.wrong_values import NO_CHARACTER
 
 MAX_METADATA: Final = 16
 _EMPTY_IN_PARTS: Final = ("annotations", "logprobs")  # lists that say nothing if there is nothing in them
@@ -118,7 +120,7 @@ class OutputItem(_Item):
 def _kind_of(item: object) -> str | None:
     if not isinstance(item, dict):
         return None
-    return f"{item.get('type') or 'message'}-item"
+    return f"{'message' if item.get('type') is None else item['type']}-item"
 
 
 Item = Annotated[
@@ -183,6 +185,8 @@ class ResponsesBody(SamplingDefaults):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.instructions is not None and any("\ud800" <= each <= "\udfff" for each in self.instructions):
+            raise bad_request("instructions", NO_CHARACTER)
         check_tools([tool.function() for tool in self.tools], "tools.{}")
         check_choice(
             _chat_choice(self.tool_choice), [tool.name for tool in self.tools], '{"type": "function", "name": ...}'
@@ -206,14 +210,14 @@ class ResponsesBody(SamplingDefaults):
         asked["parallel_tool_calls"] = self.parallel_tool_calls
         asked["response_format"] = _response_format(self.text.format)
         asked["max_completion_tokens"] = self.max_output_tokens
-        return ChatBody.model_validate(asked)
+        return validated(ChatBody, asked)
 
 
 def renamed(error: ApiError) -> ApiError:
     """What is wrong with the chat, in this API's names."""
     if error.param is None:
         return error
-    name = _NAMES.get(error.param, error.param)
+    name = _NAMES.get(error.param.split(".")[0], error.param)  # of items the list: messages have other numbers
     name = name.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
     name = re.sub(r"^(tools\.\d+)\.function", r"\1", name)
     message = error.message.replace(f"{error.param}: ", f"{name}: ", 1)

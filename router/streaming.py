@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from router.answer import Delivery, Piece
 from router.events import Failed
 from router.json_parts import dump_ascii
-from router.openai_types import ApiError
+from router.openai_types import ApiError, bad_request
 from router.shell import RouterShell
 from runtime.logs import log_event
 
@@ -48,6 +48,9 @@ class Writer(Protocol):
 
     def failed(self, error: ApiError) -> bytes:
         """What ends one that did not."""
+
+    def named(self, error: ApiError) -> ApiError:
+        """The error in the names that this client's API has."""
 
     def collect(self, index: int, piece: Piece) -> None:
         """Keep a piece for `whole`."""
@@ -141,7 +144,7 @@ class GenerationResponse(Response):
         """The others are cancelled before the client hears of the one that failed."""
         self._abort()
         failure = self._delivery.failure
-        return error_answer(_as_api_error(failure), self._answer_headers) if isinstance(failure, Failed) else None
+        return error_answer(self._as_api_error(failure), self._answer_headers) if isinstance(failure, Failed) else None
 
     async def _stream(self, send: Send) -> Response | None:
         is_begun = is_over = False
@@ -185,13 +188,24 @@ class GenerationResponse(Response):
             else:
                 self._num_written.pop(index, None)
 
+    def _as_api_error(self, failed: Failed) -> ApiError:
+        if failed.status != 400:
+            return ApiError(failed.status, failed.message, code=failed.code, retry_after_s=failed.retry_after_s)
+        # Of what is the client's own fault it need not hear who noticed it.
+        told = failed.message.split(": ", 1)[-1]
+        grammar = self._delivery.answers[0].request.sampling.grammar
+        field = (
+            grammar.field if grammar is not None and failed.code == "INVALID" else None
+        )  # nodes refuse nothing else so
+        return self._writer.named(bad_request(field, told, failed.code))
+
     def _events(self, pieces: Sequence[tuple[int, Piece]], failed: Failed | None, is_over: bool) -> Iterator[bytes]:
         """What a stream says next, in parts."""
         for index, piece in pieces:
             yield from self._writer.chunk(index, piece)
         if failed is not None:
             self._abort()
-            yield self._writer.failed(_as_api_error(failed))
+            yield self._writer.failed(self._as_api_error(failed))
         elif is_over:
             yield self._writer.stream_end()
 
@@ -214,9 +228,3 @@ async def _paced(parts: Iterable[bytes]) -> AsyncIterator[tuple[bytes, bool]]:
             block, ends_at = bytearray(), clock() + _TURN_S
         block += part
     yield bytes(block), True
-
-
-def _as_api_error(failed: Failed) -> ApiError:
-    # Of what is the client's own fault it need not hear who noticed it.
-    message = failed.message.split(": ", 1)[-1] if failed.status == 400 else failed.message
-    return ApiError(failed.status, message, code=failed.code, retry_after_s=failed.retry_after_s)

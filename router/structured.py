@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictStr
 
 from router.events import Grammar
-from router.openai_types import CheckedBody, Flag, Nested, bad_request, shown, validated
+from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats
+from router.wrong_values import shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
 MAX_DEPTH: Final = 32  # of schemas within schemas
@@ -50,7 +52,7 @@ _QUANTIFIER: Final = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 class JsonSchema(Nested):
     """OpenAI's `json_schema`. Constrained whether `strict` or not."""
 
-    name: Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(strict=True, pattern=SCHEMA_NAME_PATTERN)]
     description: StrictStr | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = True
     strict: Flag | None = None
@@ -105,7 +107,7 @@ def ending_with(grammar: Grammar, end_token_ids: Sequence[int], field: str) -> G
     """The same with what may follow a whole text; raises ApiError where the model has nothing that could."""
     if not end_token_ids:
         raise bad_request(field, "this model has no end of text, so that nothing could follow a whole one")
-    return Grammar(grammar.kind, grammar.text, grammar.is_compact, tuple(end_token_ids))
+    return replace(grammar, end_token_ids=tuple(end_token_ids))
 
 
 def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: bool = False) -> Grammar:
@@ -122,7 +124,7 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
     counts = sum(_check_schema(schema, field))
     if counts > MAX_REPEATS:
         raise bad_request(field, f"its lengths and counts together are {counts}, more than {MAX_REPEATS}")
-    return Grammar("json_schema", text, is_compact)
+    return Grammar("json_schema", text, is_compact, field=field)
 
 
 def _of_format(asked: ResponseFormat) -> Grammar | None:
@@ -150,13 +152,13 @@ def _of_structured(asked: StructuredOutputs) -> Grammar | None:
     if asked.choice is not None:
         text = "root ::= " + " | ".join(map(_quoted, asked.choice))
         _check_size(text, f"{name}.choice")
-        return Grammar("ebnf", text)
+        return Grammar("ebnf", text, field=f"{name}.choice")
     kind: Literal["regex", "ebnf"] = "ebnf" if asked.regex is None else "regex"
     field = f"{name}.{'grammar' if asked.regex is None else 'regex'}"
     text = asked.regex or asked.grammar or ""
     _check_size(text, field)
     _check_repeats(text, field, is_regex=kind == "regex")
-    return Grammar(kind, text)
+    return Grammar(kind, text, field=field)
 
 
 def _parsed(text: str, field: str) -> Any:
@@ -217,7 +219,9 @@ def _check_schema(schema: object, field: str, depth: int = 0) -> Iterator[int]:
     yield from _check_string(schema, field)
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         if name in schema and not (type(schema[name]) in (int, float) and abs(schema[name]) <= _LARGEST):
-            raise bad_request(f"{field}.{name}", f"must be a number up to {_LARGEST}, not {shown(schema[name])}")
+            raise bad_request(
+                f"{field}.{name}", f"must be a number from -{_LARGEST} to {_LARGEST}, not {shown(schema[name])}"
+            )
     yield from _check_object(schema, field, depth)
     if "items" in schema and schema["items"] is not False:
         yield from _check_schema(schema["items"], f"{field}.items", depth + 1)
@@ -275,7 +279,7 @@ def _check_object(schema: Mapping[str, Any], field: str, depth: int) -> Iterator
     properties, required = schema.get("properties", {}), _list(schema, "required", field)
     yield from _check_schemas(properties, f"{field}.properties", depth)
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise bad_request(f"{field}.required", f"{shown(name)} is none of the properties", "unsupported_parameter")
     others = schema.get("additionalProperties", False)
     if others is not False:
@@ -301,7 +305,7 @@ def _list(schema: Mapping[str, Any], name: str, field: str) -> list[Any]:
 
 def _count(value: object, field: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise bad_request(field, f"must be a whole number of at least 0, not {shown(value)}")
+        raise bad_request(field, f"must be a whole number from 0 to {_LARGEST}, not {shown(value)}")
     return value
 
 

@@ -24,10 +24,10 @@ from router.openai_types import ApiError, Body, CheckedBody, Flag, bad_request, 
 from router.refusals import id_header, refusal
 from router.streaming import json_answer
 from router.text import ModelText
+from router.wrong_values import NO_CHARACTER
 
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
-_NO_CHARACTER: Final = "holds half a surrogate pair, which is no character"
 
 
 class TokenizeBody(CheckedBody):
@@ -113,7 +113,7 @@ class Tokenizing:
         except TemplateRefusal as refused:
             raise bad_request(field, str(refused)) from refused
         except UnicodeError as error:
-            raise bad_request(field, _NO_CHARACTER) from error
+            raise bad_request(field, NO_CHARACTER) from error
         strings = list(map(self._text.token_string, token_ids)) if body.return_token_strs else None
         max_model_len = self._max_model_len()
         return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}

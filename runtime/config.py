@@ -122,19 +122,6 @@ def parse(
         raise ConfigError(str(error)) from error
 
 
-def as_flags(words: Sequence[str], first: str, bare: Sequence[str]) -> list[str]:
-    """A command's words as flags only: a word in front is `first`'s value, and the flags `bare` may stand alone for `on`."""
-    flags = list(words)
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, first)
-    spelled: list[str] = []
-    for index, word in enumerate(flags):
-        spelled.append(word)
-        if word in bare and flags[index + 1 : index + 2] not in (["on"], ["off"]):
-            spelled.append("on")
-    return spelled
-
-
 def to_json(config: DataclassInstance) -> str:
     """Every value of a config, for a process of ours that is to have the very same."""
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}

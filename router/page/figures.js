@@ -5,6 +5,7 @@ import { byId, count, duration, el, setText, svg } from "./dom.js";
 const KEPT = 120; // looks
 const WIDTH = 160;
 const HEIGHT = 32;
+const BASE = HEIGHT - 1; // where 0 is
 
 const FIGURES = [
   { id: "live", title: "In flight", unit: "requests" },
@@ -71,21 +72,23 @@ function draw(tile) {
   const most = Math.max(...known, 1e-9);
   const step = WIDTH / (KEPT - 1);
   const first = KEPT - tile.history.length;
-  let path = "";
-  let pen = "M";
+  const stretches = [[]]; // of looks with a number
   tile.history.forEach((each, index) => {
-    if (each === null) {
-      pen = "M";
-      return;
-    }
-    const x = (first + index) * step;
-    const y = HEIGHT - 2 - (each / most) * (HEIGHT - 4);
-    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
-    pen = "L";
+    if (each === null) stretches.push([]);
+    else stretches.at(-1).push([(first + index) * step, BASE - (each / most) * (BASE - 2)].map((at) => at.toFixed(1)).join(" "));
   });
+  const drawn = stretches.filter((each) => each.length);
+  const line = drawn.map((each) => `M${each.join("L")}`).join("");
+  const area = drawn.map((each) => `M${foot(each[0])}L${each.join("L")}L${foot(each.at(-1))}Z`).join("");
   tile.line.replaceChildren(
-    svg("line", { class: "spark-base", x1: 0, x2: WIDTH, y1: HEIGHT - 1, y2: HEIGHT - 1 }),
-    svg("path", { class: "spark-line", d: path || `M0 ${HEIGHT}` }),
+    svg("line", { class: "spark-base", x1: 0, x2: WIDTH, y1: BASE, y2: BASE }),
+    svg("path", { class: "spark-area", d: area }),
+    svg("path", { class: "spark-line", d: line }),
   );
   tile.line.setAttribute("aria-label", known.length ? `${tile.title}, last ${tile.history.length} s` : `${tile.title}: nothing yet`);
+}
+
+/** The point below another one, on the base. */
+function foot(point) {
+  return `${point.split(" ")[0]} ${BASE}`;
 }

@@ -3,6 +3,7 @@
 import { byId, duration, el, setText } from "./dom.js";
 
 const WELL = ["stop", "length"];
+const CANARY = "canary"; // of `baton doctor` (router/canary.py)
 
 export class Requests {
   /** `onSelect` gets the id of a request. */
@@ -41,10 +42,19 @@ export class Requests {
       attempts: cell("number wide"),
       nodes: cell("nodes-of wide"),
     };
-    row.root = el("tr", {}, el("td", {}, row.button), el("td", {}, row.outcome), row.tokens, row.first, row.seconds, row.attempts, row.nodes);
+    const name = nameOf(request);
+    const shown = name && el("span", { class: `request-name ${name === CANARY ? "" : "wide"}`, title: request.client_request_id }, name);
+    row.root = el("tr", {}, el("td", {}, row.button, shown), el("td", {}, row.outcome), row.tokens, row.first, row.seconds, row.attempts, row.nodes);
     this.rows.set(request.id, row);
     return row;
   }
+}
+
+/** Whose it is, as far as its client's own name for it tells. */
+function nameOf(request) {
+  const name = request.client_request_id || "";
+  if (name === "canary") return CANARY;
+  return name.startsWith("dashboard-") ? "chat" : name;
 }
 
 function fill(row, request, isSelected) {

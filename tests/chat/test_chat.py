@@ -279,7 +279,7 @@ def test_an_error_is_a_line_of_the_chat_and_the_end_of_input_its_end(tmp_path: P
         await terminal.until("node lost")
         terminal.type("second\n")
         await terminal.until("2 tokens")
-        await terminal.until("> ")  # before it the terminal reads whole lines, and keeps an end of input to itself
+        await terminal.until("> ")
         terminal.type("\x04")
         assert await terminal.end() == 0
         assert "\x1b[2J" not in terminal.seen and "half \ufffd[2J" in terminal.seen
@@ -287,6 +287,32 @@ def test_an_error_is_a_line_of_the_chat_and_the_end_of_input_its_end(tmp_path: P
     on_a_terminal(answering(broken, HELLO, bodies=bodies), use, "--history", str(history))
     assert [message["content"] for message in bodies[1]["messages"]] == ["first", "half \x1b[2J", "second"]
     assert history.read_text().split() == ["first", "second"] and history.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_typed_while_an_answer_comes_is_kept_the_end_of_input_too() -> None:
+    bodies: list[dict[str, Any]] = []
+    is_typed = asyncio.Event()
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if not body:
+            writer.write(whole(200, {"data": [{"id": "the-model"}]}))
+            return
+        bodies.append(body)
+        writer.write(stream_head() + said("slow"))
+        await writer.drain()
+        await is_typed.wait()
+        writer.write(said(" answer") + event(choices=[]) + b"data: [DONE]\n\n")
+
+    async def use(terminal: Terminal) -> None:
+        await terminal.until("> ")
+        terminal.type("first\n")
+        await terminal.until("slow")
+        terminal.type("secondd\x7f\n\x04")
+        is_typed.set()
+        assert await terminal.end() == 0
+
+    on_a_terminal(answer, use)
+    assert [body["messages"][-1]["content"] for body in bodies] == ["first", "second"]
 
 
 def test_the_waiting_for_a_busy_server_can_be_stopped() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.chat import as_flags
+from deploy.chat import with_names
 from deploy.chat_talk import COMMANDS, HELP, Answer, Command, Say, Talk, Typing, Unknown, meaning_of, shown, wait_s
 
 
@@ -127,11 +127,18 @@ def test_waiting_is_for_servers_that_say_when_and_no_longer_than_patience_lasts(
     [
         ([], []),
         (["hi"], ["--question=hi"]),
-        (["http://a", "hi", "--seed", "1"], ["--url", "http://a", "--question=hi", "--seed", "1"]),
+        (["http://a", "hi", "--seed", "1"], ["--url=http://a", "--question=hi", "--seed", "1"]),
         (["--url", "http://a"], ["--url", "http://a"]),
-        (["https://a"], ["--url", "https://a"]),
+        (["--url", "http://a", "hi"], ["--url", "http://a", "--question=hi"]),
+        (["--url=http://a", "http://b"], ["--url=http://a", "--question=http://b"]),
+        (["hi", "--seed", "1", "https://a"], ["--question=hi", "--seed", "1", "--url=https://a"]),
+        (["https://a"], ["--url=https://a"]),
         (["why http://a?"], ["--question=why http://a?"]),
+        (["http://a is what?"], ["--question=http://a is what?"]),
+        (["-1 + 3?"], ["--question=-1 + 3?"]),
+        (["--system", "-1 + 3?", "hi"], ["--system", "-1 + 3?", "--question=hi"]),
+        (["two", "words"], ["--question=two", "words"]),
     ],
 )
 def test_a_url_and_a_question_need_no_flags(words: list[str], flags: list[str]) -> None:
-    assert as_flags(words) == flags
+    assert with_names(words) == flags

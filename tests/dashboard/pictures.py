@@ -2,7 +2,7 @@
 
 python -m tests.dashboard.pictures [--model DIR]        `make pictures`
 
-killed.png     what one sees: an answer arrives, its node is killed, the answer goes on
+killed.png     what one sees: an answer arrives, its node is killed, the answer goes on; unmoved: just behind the kill
 dashboard.png  the whole page behind it, dark
 phone.png      the same on a phone
 """
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +39,11 @@ LAST_FRAME_MS: Final = 3000
 MOST_BYTES: Final = 300_000
 COLOURS: Final = 64
 PROMPT: Final = "Tell me a story."
+SLOW_S: Final = 0.1
+GOES_ON: Final = (
+    "const mark = document.querySelector('.takeover'); const cursor = document.querySelector('.cursor');"
+    "return Boolean(mark && cursor && mark.nextSibling.textContent.length > 40)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             browser.run(f"document.getElementById('max-tokens').value = {options.tokens}")
             for frame in range(4):  # a line to begin the figures with
                 time.sleep(1.1 if frame else 0)
-            _save_moving(_killed_in_the_middle(browser, options.prompt), options.out / "killed.png")
+            with _slowed([node["pid"] for node in cluster.nodes if node["role"] == "decode"]):
+                frames, told = _killed_in_the_middle(browser, options.prompt)
+            _save_moving(frames, told, options.out / "killed.png")
             browser.wait("return document.querySelectorAll('#nodes .pill.good').length === 3")
             browser.prefer("dark")
             browser.resize(1280, 1000)
@@ -78,31 +89,60 @@ def _usual_model(folder: Path) -> Path:
     return folder / "llama-tiny"
 
 
-def _killed_in_the_middle(browser: Browser, prompt: str) -> list[bytes]:
-    """Screenshots from the question to a while after its answer."""
-    frames = [browser.screenshot()]
+@contextmanager
+def _slowed(pids: Sequence[int]) -> Iterator[None]:
+    """The processes run for a tenth of the time: the demo model is too fast for a film."""
+    is_over = threading.Event()
+
+    def tell(number: signal.Signals) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def slow() -> None:
+        while not is_over.wait(SLOW_S / 10):
+            tell(signal.SIGSTOP)
+            is_over.wait(SLOW_S)
+            tell(signal.SIGCONT)
+
+    slowing = threading.Thread(target=slow)
+    slowing.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        slowing.join()
+
+
+def _killed_in_the_middle(browser: Browser, prompt: str) -> tuple[list[bytes], bytes]:
+    """Screenshots from the question to a while after its answer, and the one that tells most: text behind the mark."""
+    frames, told = [browser.screenshot()], None
     browser.write("#prompt", prompt)
     browser.click("#send-kill")
     num_after = 0
     while num_after < AFTER and len(frames) < MOST_FRAMES:
         begun = time.monotonic()
         frames.append(browser.screenshot())
+        if told is None and browser.run(GOES_ON):
+            told = browser.screenshot()
         num_after += browser.run("return document.getElementById('send').textContent === 'Send'")
         time.sleep(max(FRAME_S - (time.monotonic() - begun), 0))
     assert browser.run("return document.querySelectorAll('.takeover').length"), "nothing was killed in time"
-    return frames
+    assert told is not None, "the answer was over before it was seen to go on"
+    return frames, told
 
 
-def _save_moving(shots: Sequence[bytes], path: Path) -> None:
-    """An animated PNG of few colours: files of this project are small."""
-    palette = Image.open(io.BytesIO(shots[-1])).convert("RGB").quantize(COLOURS)
+def _save_moving(shots: Sequence[bytes], still: bytes, path: Path) -> None:
+    """An animated PNG of few colours: files of this project are small. Who cannot play it is shown `still`, which is not played."""
+    palette = Image.open(io.BytesIO(still)).convert("RGB").quantize(COLOURS)
     frames = [
         Image.open(io.BytesIO(shot)).convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
-        for shot in shots
+        for shot in (still, *shots)
     ]
-    lengths = [int(1000 * FRAME_S)] * (len(frames) - 1) + [LAST_FRAME_MS]
+    lengths = [int(1000 * FRAME_S)] * (len(shots) - 1) + [LAST_FRAME_MS]
     written = io.BytesIO()
-    frames[0].save(written, "PNG", save_all=True, append_images=frames[1:], duration=lengths, loop=0, optimize=True)
+    moving = {"save_all": True, "append_images": frames[1:], "duration": lengths, "loop": 0, "default_image": True}
+    frames[0].save(written, "PNG", optimize=True, **moving)
     _write(written.getvalue(), path)
 
 

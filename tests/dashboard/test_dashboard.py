@@ -112,6 +112,18 @@ def test_what_strangers_write_is_text_wherever_it_is_shown(browser: Browser, clu
     browser.log()  # which that was an error in
 
 
+def test_whose_a_request_is_can_be_told_from_the_list(browser: Browser, cluster: Cluster) -> None:
+    with cluster.client() as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": "hi", "max_tokens": 1, "request_id": "mine"}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.get("/ready?deep=1").status_code == 200
+    browser.wait("return [...document.querySelectorAll('.request-name')].some(e => e.textContent === 'mine')")
+    browser.wait("return [...document.querySelectorAll('.request-name')].some(e => e.textContent === 'canary')")
+    browser.resize(390, 844, 2)
+    browser.wait("return innerWidth === 390 && document.documentElement.scrollWidth <= 390")
+
+
 def test_it_fits_a_phone_and_is_light_or_dark_as_one_likes(browser: Browser) -> None:
     background = "return getComputedStyle(document.body).backgroundColor"
     browser.resize(390, 844, 2)

@@ -53,7 +53,7 @@ def test_it_lists_and_retrieves_the_model_and_no_other(client: openai.OpenAI) ->
     assert (listed.id, listed.object) == (MODEL, "model") and listed.created > 1_700_000_000
     assert client.models.retrieve(MODEL) == listed
     for name in ("llama", "some/other"):
-        with pytest.raises(openai.NotFoundError, match=f"serves {MODEL}, not {name}") as caught:
+        with pytest.raises(openai.NotFoundError, match=f'serves {MODEL}, not "{name}"') as caught:
             client.models.retrieve(name)
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 

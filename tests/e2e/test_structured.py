@@ -45,7 +45,7 @@ def bound(rng: random.Random) -> dict[str, Any]:
 def test_what_cannot_be_followed_is_answered_400_and_nothing_is_computed(cluster: RoleByRole) -> None:
     fields = body(random.Random(1), 40, 20) | {"ignore_eos": False}
     answer = ask(cluster, fields | {"structured_outputs": {"regex": "[a-f"}})
-    assert answer.status_code == 400
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs.regex"
     assert "Unclosed" in answer.json()["error"]["message"]
     assert "PD Error" not in answer.json()["error"]["message"]
     begun = ask(cluster, fields | {"structured_outputs": {"regex": "[a-f]{9}"}, "generated_token_ids": [*b"abz"]})

@@ -225,7 +225,7 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
         ({"messages": [message]}, "messages", "unknown parameter"),
         ({"input": None}, "input", "is required"),
         ({"input": []}, "input", "must not be empty"),
-        ({"input": 5}, "input", "valid list, not 5"),
+        ({"input": 5}, "input", "must be a text or a list of items, not 5"),
         ({"input": ["hi"]}, "input.0", 'must be an object, not "hi"'),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type", '"item_reference"'),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input.0.type", '"reasoning"'),
@@ -257,7 +257,7 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", 'no tool "x"'),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", '{"type": "function", "name": ...}'),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
+        ({"metadata": {"a": 1}}, "metadata.a", "must be a text"),
         ({"model": "other"}, "model", "serves tiny"),
     ]
 

@@ -274,13 +274,13 @@ def test_what_cannot_be_called_is_refused_in_one_sentence(model: Path, tmp_path:
         return {"messages": [{"role": "assistant", "tool_calls": [call]} | fields]}
 
     cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"tools": NOW}, "tools", "must be a valid list"),
+        ({"tools": NOW}, "tools", "must be a list"),
         ({"tools": [NOW] * 129}, "tools", "at most 128"),
         ({"tools": [NOW, NOW]}, "tools.1.function.name", '"now" is the name of another one, too'),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function', not \"web_search\""),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "is required"),
         (tool(name="a b"), "tools.0.function.name", 'letters, digits, _, - or ., not "a b"'),
-        (tool(parameters=[]), "tools.0.function.parameters", "must be a valid dictionary"),
+        (tool(parameters=[]), "tools.0.function.parameters", "must be an object"),
         (tool(parameters=deep), "tools.0.function.parameters", "nested at most 64 deep"),
         (tool(description="x" * (256 << 10)), "tools", "at most 262144 bytes together"),
         (tool(description="\ud800"), "tools", "half a surrogate pair"),
@@ -289,7 +289,7 @@ def test_what_cannot_be_called_is_refused_in_one_sentence(model: Path, tmp_path:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", 'no tool "x"'),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "not an object"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "must be true or false"),
         (calling(role="user", content="x"), "messages.0.tool_calls", "only an assistant has them, not a user"),
         (calling(role="user", content="x", tool_calls=[], tool_call_id="a"), "messages.0.tool_call_id", "only a tool"),
         (calling(tool_calls=[{"id": "a"}]), "messages.0.tool_calls.0.function", "is required"),
