@@ -60,11 +60,17 @@ def main() -> NoReturn:
 
 
 def _leave_out_transformers() -> None:
-    """xgrammar takes two type names of it and no more, and it takes longer to load than all else here."""
-    names = ModuleType("transformers")
-    for name in ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast"):
-        setattr(names, name, type(name, (), {}))
-    sys.modules["transformers"] = names
+    """xgrammar takes a few type names of it and no more, and it takes longer to load than all else here."""
+    sys.modules["transformers"] = _TypeNames("transformers")
+
+
+class _TypeNames(ModuleType):
+    """Has a type of any name."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def _fork_and_kill(control: socket.socket, grammars: Grammars) -> None:

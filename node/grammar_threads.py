@@ -1,8 +1,7 @@
-"""Compiles grammars beside the loop and the runner: bounded in time for who waits, and never in the middle of a step.
+"""Asks grammars' processes beside the loop and the runner: bounded in time for who waits, and never in the middle of a step.
 
-A compilation that hangs cannot be ended, it is only no longer waited for: its thread is lost to others until it comes back. What
-clients may write is bounded so that this does not happen (router/structured.py); if it does, with every thread, whoever else
-asks for a grammar is told to come back, and everybody without one is served as ever.
+A thread waits while a grammar is compiled (node/grammar_processes.py, which ends what takes too long); with every thread waiting,
+whoever else asks for a grammar is told to come back, and everybody without one is served as ever.
 """
 
 from __future__ import annotations
