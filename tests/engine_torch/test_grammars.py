@@ -283,7 +283,8 @@ class Stalling:
 def test_a_completion_whose_grammar_stalls_ends_with_what_it_has_and_no_other(model: Model, grammars: Grammars) -> None:
     bound = spec_of("bound", SamplingParams(1.0, 9, grammar=Grammar("regex", "[a-f]{20}", False, tuple(ENDS))))
     free = spec_of("free", SamplingParams(1.0, 3), max_tokens=30)
-    said, other = completions(model, StallsAfter(grammars, 7), bound, free, ends=(ends := {}))
+    ends: dict[object, str] = {}
+    said, other = completions(model, StallsAfter(grammars, 7), bound, free, ends=ends)
     whole, alone = completions(model, grammars, bound, free)
     assert (said, other) == (whole[:7], alone)
     assert ends["bound"] == "stalled"
