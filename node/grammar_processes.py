@@ -39,7 +39,7 @@ from runtime.logs import log_event
 LOG: Final = logging.getLogger(__name__)
 _ROOT: Final = Path(__file__).resolve().parent.parent
 COMPILE_S: Final = 5.0  # some a second, nearly all milliseconds
-LOAD_S: Final = 60.0  # seconds, once: xgrammar is loaded, and the vocabulary read
+LOAD_S: Final = 120.0  # seconds, once: xgrammar is loaded, and the vocabulary read
 END_TIMEOUT_S: Final = 2.0
 USED_EVERY_S: Final = 1.0  # the book is told of a process's use
 TOO_SLOW: Final = "it can be read in too many ways: a step had to wait for it too long"
@@ -271,7 +271,7 @@ class GrammarProcesses:
         return None if self._forker is None else self._forker.pid
 
     def open(self) -> None:
-        """Have xgrammar loaded, which takes seconds the first time; raises GrammarError if it, or the vocabulary, is not there."""
+        """Have xgrammar loaded, which takes seconds the first time; raises GrammarError if it, or the vocabulary, is missing."""
         if importlib.util.find_spec("xgrammar") is None:
             raise GrammarError("this node has no xgrammar (pip install 'baton[structured]')")
         with self._opening:
@@ -296,8 +296,10 @@ class GrammarProcesses:
                 answer = own.recv(MAX_BYTES)
             except OSError:
                 answer = b""
-            problem = json.loads(answer) if answer else "the process that follows grammars could not start"
-            if problem:
+            if not answer:
+                self._end()
+                raise GrammarsBusyError("the process that follows grammars did not start")
+            if problem := json.loads(answer):
                 self._end()
                 raise GrammarError(problem)
             own.settimeout(STALL_S)
