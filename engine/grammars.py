@@ -94,6 +94,14 @@ class Constraint:
         self._vocab_size = vocab_size
 
     @property
+    def is_stalled(self) -> bool:
+        """Never: whoever asks waits for as long as it takes."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is left elsewhere."""
+
+    @property
     def is_broken(self) -> bool:
         """Whether no token can follow."""
         return self._matcher is None

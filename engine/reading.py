@@ -9,6 +9,7 @@ import numpy as np
 from engine.plan import (
     BROKEN_ROW,
     PREEMPTED_TOKEN_ID,
+    STALLED_ROW,
     DecodeRow,
     Decodes,
     Plan,
@@ -24,6 +25,7 @@ from engine.sequence import NEVER, Phase, Progress, Sequence
 
 PREEMPTED: Final = "preempted"
 PAUSED: Final = "paused"
+ENDS_OF_ROWS: Final = {BROKEN_ROW: "broken", STALLED_ROW: "stalled"}  # without a token
 _FINISHED: Final = int(Phase.FINISHED)  # an Enum's own comparison costs ten times as much
 
 
@@ -119,10 +121,10 @@ class Reader:
             case PrefillChunk():
                 num_computed, samples = row.start + len(row.token_ids), row.samples
         self._all.slots.num_computed[row.slot] = num_computed
-        if token_id == BROKEN_ROW:
+        if token_id in ENDS_OF_ROWS:
             sequence.is_broken = True
             self._all.finish(sequence)
-            return Progress(sequence_id, num_computed, None, "broken")
+            return Progress(sequence_id, num_computed, None, ENDS_OF_ROWS[token_id])
         if samples != (token_id >= 0):
             kind = "samples" if samples else "does not sample"
             raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
@@ -139,7 +141,7 @@ class Reader:
 
     def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:
         """An aborted prompt's chunk was launched already: who asks for the same prompt again need not compute it twice."""
-        if answer.token_id != BROKEN_ROW:
+        if answer.token_id not in ENDS_OF_ROWS:
             self._room.publish(sequence, row.start + len(row.token_ids), decodes=False)
 
     def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:

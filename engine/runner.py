@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, SlotTables
+from engine.binding import Binder, Binding
 from engine.device import HostCopies
 from engine.device_sampler import draws_on_device, sample_on_device
-from engine.grammars import Constraint, Grammars
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -36,6 +36,7 @@ from engine.plan import (
     BROKEN_ROW,
     NO_TOKEN,
     PREEMPTED_TOKEN_ID,
+    STALLED_ROW,
     BranchToken,
     DecodeRow,
     Decodes,
@@ -74,7 +75,7 @@ class TorchRunner:
         *,
         is_asynchronous: bool | None = None,
         followers: Followers | None = None,
-        grammars: Grammars | None = None,
+        grammars: Binder | None = None,
     ) -> None:
         """`is_asynchronous`: whether the device computes by itself; None: where it is not a CPU. True on a CPU is for tests.
 
@@ -100,7 +101,7 @@ class TorchRunner:
         self._sampling = [SamplingParams(0.0, 0)] * num_slots
         self._counts: list[TokenCounts | None] = [None] * num_slots  # None: no penalties
         self._grammars = grammars
-        self._constraints: list[Constraint | None] = [None] * num_slots  # None: any text
+        self._constraints: list[Binding | None] = [None] * num_slots  # None: any text
         self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
         self._branch_seeds: list[tuple[int, ...]] = [()] * num_slots  # until their first tokens are drawn
         self._is_told_more = np.zeros(num_slots, np.bool_)  # of whom an answer may be more than a token id
@@ -212,7 +213,7 @@ class TorchRunner:
         if mark.generation != (held := self._generation[slot]):
             raise PlanError(f"slot {slot} is at generation {held}, the plan marks {mark.generation}")
         self._tables.num_blocks[slot] = 0
-        self._counts[slot] = self._constraints[slot] = None
+        self._counts[slot] = None
         return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
     def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
@@ -239,6 +240,8 @@ class TorchRunner:
             for past in (self._counts[slot], self._constraints[slot]):
                 if past is not None and token_id != BROKEN_ROW:
                     past.add(token_id)
+            if token_id == BROKEN_ROW and (bound := self._constraints[slot]) is not None and bound.is_stalled:
+                token_ids[slot][0] = STALLED_ROW
         return token_ids
 
     def _note(self, slots: Sequence[int], token_ids: Sequence[int] | NDArray[np.int64]) -> None:
@@ -293,8 +296,10 @@ class TorchRunner:
         is_scored = start.sampling.num_logprobs is not None
         self._is_told_more[slot] = is_scored or start.sampling.prompt_logprobs or bool(start.branch_seeds)
 
-    def _constraint(self, start: SlotStart) -> Constraint | None:
+    def _constraint(self, start: SlotStart) -> Binding | None:
         grammar = start.sampling.grammar
+        if (last := self._constraints[start.slot]) is not None:
+            last.close()
         if grammar is None:
             return None
         if self._grammars is None:

@@ -80,7 +80,8 @@ class Progress:
     sequence_id: Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
-    # "stop": a stop token was sampled, `token_id` is it; "length"; "broken", "preempted", "paused": no token; None: it goes on
+    # "stop": a stop token was sampled, `token_id` is it; "length"; None: it goes on.
+    # "broken", "stalled", "preempted", "paused": no token
     finish: str | None
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
@@ -109,7 +110,7 @@ class Sequence:
     is_pausing: bool = False  # its mark is one of pause(), not of giving way
     keeps_slot: bool = False  # PAUSED by pause(): a slot is reserved for it
     is_complete: bool = False  # it has said its last token
-    is_broken: bool = False  # a row's logits were no numbers: what later steps computed is none either
+    is_broken: bool = False  # a row gave no token, and never will: what later steps computed is of no use
     # Of the spec, once more: they are asked for at every token.
     sequence_id: Hashable = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)

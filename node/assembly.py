@@ -17,7 +17,6 @@ import torch
 from engine.block_pool import BlockPool
 from engine.device import check_devices, choose_device, free_device_bytes, rank_device
 from engine.fingerprint import fingerprint_fields
-from engine.grammars import Grammars
 from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
 from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
@@ -30,6 +29,7 @@ from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.split import Split, check_split
 from node.config import NodeConfig
+from node.grammar_processes import GrammarProcesses
 from node.identity import NodeIdentity, NodeLimits
 from node.rank_process import RankJob
 from node.ranks import RankProcesses
@@ -59,7 +59,7 @@ class NodeEngine:
     sizes: EngineSizes
     memory: KvMemory
     runner: TorchRunner
-    grammars: Grammars
+    grammars: GrammarProcesses
     ranks: RankProcesses | None  # the others, where there are several
     parts: CoreParts
     inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
@@ -76,7 +76,8 @@ class NodeEngine:
         return () if self.ranks is None else self.ranks.ends
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and whoever follows grammars."""
+        self.grammars.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -130,7 +131,7 @@ def build_engine(
         fingerprint=pb.Fingerprint(**asdict(fields)),
         key_seed=key_seed,
     )
-    grammars = Grammars(config.model, model_config.vocab_size)
+    grammars = GrammarProcesses(config.model, model_config.vocab_size)
     runner = TorchRunner(
         model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers, grammars=grammars
     )

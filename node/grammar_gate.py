@@ -54,13 +54,14 @@ class GrammarGate:
                 self._post(event)
 
     async def flaw(self, grammar: pb.Grammar) -> Flaw | None:
-        """What is wrong with the grammar of a lease that is asked for; None: it is compiled, or soon will be.
+        """What is wrong with the grammar of a lease that is asked for; None: it is compiled, so that no step waits for that.
 
-        The sender has compiled it, and waits for an answer no longer than a call may take.
+        The sender has compiled it, and waits for an answer no longer than a call may take: where that is too short it is to
+        ask again, which costs it nothing.
         """
         compiling = self._keep(self._threads.flaw(to_grammar(grammar)))
         done, _ = await asyncio.wait({compiling}, timeout=RESERVE_WAITS_S)
-        return compiling.result() if done else None
+        return compiling.result() if done else Flaw(pb.BUSY, "its grammar is being compiled")
 
     async def close(self) -> None:
         """Let nobody in any more."""

@@ -1,20 +1,21 @@
-"""Compiles grammars beside the loop and the runner: bounded in time for who waits, and never in the middle of a step.
+"""Asks grammars' processes beside the loop and the runner: bounded in time for who waits, and never in the middle of a step.
 
-A compilation that hangs cannot be ended, it is only no longer waited for: its thread is lost to others until it comes back. What
-clients may write is bounded so that this does not happen (router/structured.py); if it does, with every thread, whoever else
-asks for a grammar is told to come back, and everybody without one is served as ever.
+A thread waits while a grammar is compiled (node/grammar_processes.py, which ends what takes too long); with every thread waiting,
+whoever else asks for a grammar is told to come back, and everybody without one is served as ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from engine.grammars import GrammarError, Grammars
+from engine.grammars import GrammarError
 from engine.plan import Grammar
+from node.grammar_book import GrammarsBusyError
 from proto import baton_pb2 as pb
 from runtime.threads import started_thread
 
@@ -22,6 +23,16 @@ NUM_THREADS: Final = 2
 COMPILE_S: Final = 5.0  # some a second, nearly all milliseconds
 WAIT_S: Final = 10.0  # for a thread
 OPEN_S: Final = 60.0  # a second, once: xgrammar is loaded, and the vocabulary read
+
+
+class Checks(Protocol):
+    """Grammars as these threads need them."""
+
+    def open(self) -> None:
+        """Load what it takes. Raises GrammarError."""
+
+    def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
+        """Compile it, and follow a completion. Raises GrammarError: nobody can; GrammarsBusyError: not now."""
 
 
 class Flaw(NamedTuple):
@@ -37,13 +48,13 @@ class _Job:
     generated_token_ids: tuple[int, ...]
     taken: Future[None] = field(default_factory=Future)  # by a thread
     begun: Future[None] = field(default_factory=Future)  # to be compiled
-    done: Future[str | None] = field(default_factory=Future)  # what is wrong with it
+    done: Future[Flaw | None] = field(default_factory=Future)  # what is wrong with it
 
 
 class GrammarThreads:
     """Over one model's grammars; made and stopped on the loop's thread. The threads start with the first grammar."""
 
-    def __init__(self, grammars: Grammars, compile_s: float = COMPILE_S, wait_s: float = WAIT_S) -> None:
+    def __init__(self, grammars: Checks, compile_s: float = COMPILE_S, wait_s: float = WAIT_S) -> None:
         self._grammars = grammars
         self._compile_s = compile_s
         self._wait_s = wait_s
@@ -65,10 +76,9 @@ class GrammarThreads:
         except TimeoutError:
             return Flaw(pb.BUSY, "xgrammar is being loaded")
         try:
-            problem = await asyncio.wait_for(asyncio.wrap_future(job.done), self._compile_s)
+            return await asyncio.wait_for(asyncio.wrap_future(job.done), self._compile_s)
         except TimeoutError:
             return Flaw(pb.INVALID, f"the grammar takes longer than {self._compile_s:g} s to compile")
-        return None if problem is None else Flaw(pb.INVALID, problem)
 
     async def stop(self, timeout_s: float = 1.0) -> None:
         """End what is not compiling; a thread that is ends with the process."""
@@ -81,17 +91,19 @@ class GrammarThreads:
         while (job := self._jobs.get()) is not None:
             if not _tell(job.taken):
                 continue
-            problem: str | None = None
+            flaw: Flaw | None = None
             try:
                 self._grammars.open()
                 _tell(job.begun)
                 self._grammars.check(job.grammar, job.generated_token_ids)
             except GrammarError as error:
-                problem = str(error)
+                flaw = Flaw(pb.INVALID, str(error))
+            except GrammarsBusyError as error:
+                flaw = Flaw(pb.BUSY, str(error))
             if not job.begun.done():
                 _tell(job.begun)
             if job.done.set_running_or_notify_cancel():
-                job.done.set_result(problem)
+                job.done.set_result(flaw)
 
 
 def _tell(what: Future[None]) -> bool:

@@ -10,9 +10,11 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
 NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE, pb.INVALID})
-# How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; others needed its blocks.
+# How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; its grammar
+# held up a step; others needed its blocks.
 ENDS_WITHOUT_TOKEN: Final[Mapping[str, tuple[pb.ErrorCode.ValueType, str]]] = {
     "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),
+    "stalled": (pb.INVALID, "its grammar takes too long to follow: it can be read in too many ways"),
     "preempted": (pb.PREEMPTED, "its blocks were needed by older sequences"),
 }
 

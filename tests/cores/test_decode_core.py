@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone, WriteRefused
-from engine.plan import BROKEN_ROW, SlotResult, StepResult
+from engine.plan import BROKEN_ROW, STALLED_ROW, SlotResult, StepResult
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -234,8 +234,9 @@ def test_a_running_branch_ends_at_its_deadline_with_one_error_that_has_all_its_t
     assert error.code == pb.DEADLINE and not error.retryable and list(error.completion_token_ids) == [9]
 
 
-@pytest.mark.covers("H11")
-def test_kv_that_gives_no_numbers_ends_its_own_branch_with_one_error() -> None:
+@pytest.mark.covers("H11", "A14")
+@pytest.mark.parametrize(("answered", "code"), [(BROKEN_ROW, pb.INTERNAL), (STALLED_ROW, pb.INVALID)])
+def test_a_row_that_gives_none_ends_its_own_branch_with_one_error(answered: int, code: pb.ErrorCode.ValueType) -> None:
     decode = Decode()
     lease = decode.reserve(KEY, PROMPT, 4).lease
     decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
@@ -243,10 +244,11 @@ def test_kv_that_gives_no_numbers_ends_its_own_branch_with_one_error() -> None:
     plans = _plans(decode.core.receive(RevokeDone(lease.lease_id), 1.0))
     for run in plans:
         row = run.plan.decodes[0]
-        actions = decode.core.receive(ev.StepDone(_result(run.plan.step_id, row.slot, row.generation, BROKEN_ROW)), 1.0)
+        actions = decode.core.receive(ev.StepDone(_result(run.plan.step_id, row.slot, row.generation, answered)), 1.0)
         if run is plans[0]:
             error = only(list(actions), ev.ToRouter).message.error
-            assert error.code == pb.INTERNAL and list(error.completion_token_ids) == [9]
+            assert (error.code, error.retryable) == (code, code == pb.INTERNAL)
+            assert list(error.completion_token_ids) == [9]
     assert decode.pool.counts().used == 0
 
 

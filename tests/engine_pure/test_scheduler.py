@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.block_pool import BlockCounts, BlockPool
-from engine.plan import BROKEN_ROW, NO_TOKEN, SlotResult, StepResult
+from engine.plan import BROKEN_ROW, NO_TOKEN, STALLED_ROW, SlotResult, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Phase
 from proto.block_key import block_keys
@@ -334,16 +334,17 @@ def test_what_can_never_run_is_refused_at_the_door() -> None:
     assert node.finished == {"longest": "length"}
 
 
-@pytest.mark.covers("Q08")
-def test_a_broken_row_ends_its_sequence_without_a_token_and_is_not_cached() -> None:
+@pytest.mark.covers("Q08", "A14")
+@pytest.mark.parametrize(("answered", "finish"), [(BROKEN_ROW, "broken"), (STALLED_ROW, "stalled")])
+def test_a_row_that_gives_none_ends_its_sequence_without_a_token_and_is_not_cached(answered: int, finish: str) -> None:
     node = CheckedNode(SIZES)
     node.submit(make_spec("a", [1, 2, 3, 4, 5], 9, SIZES))
     plan = node.scheduler.plan()
     assert plan is not None
     (chunk,) = plan.chunks
-    answer = StepResult.of(plan.step_id, (SlotResult(chunk.slot, chunk.generation, BROKEN_ROW),))
+    answer = StepResult.of(plan.step_id, (SlotResult(chunk.slot, chunk.generation, answered),))
     (progress,) = node.scheduler.complete(answer)
-    assert (progress.token_id, progress.finish) == (None, "broken")
+    assert (progress.token_id, progress.finish) == (None, finish)
     assert node.pool.counts() == BlockCounts(free=SIZES.num_blocks, cached=0, used=0, leased=0, quarantined=0)
 
 

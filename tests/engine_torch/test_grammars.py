@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from engine.binding import Binder, Binding
 from engine.block_pool import BlockPool
 from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, NUM_BYTES
 from engine.grammars import Constraint, GrammarError, Grammars
@@ -93,9 +96,13 @@ def spec_of(
 
 
 def completions(
-    model: Model, grammars: Grammars | None, *specs: SequenceSpec, num_blocks: int = 128
+    model: Model,
+    grammars: Binder | None,
+    *specs: SequenceSpec,
+    num_blocks: int = 128,
+    ends: dict[object, str] | None = None,
 ) -> list[list[int]]:
-    """What each sequence says, all computed together; those that give way for want of blocks go on later."""
+    """What each sequence says, all computed together; those that give way for want of blocks go on later. `ends`: is told how."""
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     config = SchedulerConfig(len(specs), 64, 256, reserve=ReserveConfig(policy="none"), resumes_preempted=True)
     scheduler = Scheduler(config, pool, KEY_SEED)
@@ -105,6 +112,8 @@ def completions(
     for progress in engine.run(specs):
         if progress.token_id is not None:
             said[progress.sequence_id].append(progress.token_id)
+        if ends is not None and progress.finish is not None:
+            ends[progress.sequence_id] = progress.finish
     if num_blocks < 128:
         assert scheduler.num_preempted
     return list(said.values())
@@ -236,6 +245,49 @@ def test_a_completion_that_is_none_of_the_grammar_breaks_its_row_and_no_other(mo
     assert completions(model, grammars, wrong, free) == [[], completions(model, None, free)[0]]
     with pytest.raises(GrammarError, match="not the beginning"):
         grammars.check(grammar, (7,))
+
+
+class StallsAfter:
+    """Follows grammars, until a completion has so many tokens."""
+
+    def __init__(self, grammars: Grammars, num_tokens: int) -> None:
+        self._grammars = grammars
+        self._num_tokens = num_tokens
+
+    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Binding:
+        token_ids = [*generated_token_ids]
+        return Stalling(self._grammars.constraint(grammar, token_ids), self._num_tokens - len(token_ids))
+
+
+class Stalling:
+    def __init__(self, constraint: Constraint, num_left: int) -> None:
+        self._constraint = constraint
+        self._num_left = num_left
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._num_left <= 0
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        return np.zeros(VOCAB_SIZE, np.bool_) if self.is_stalled else self._constraint.allowed()
+
+    def add(self, token_id: int) -> None:
+        self._num_left -= 1
+        self._constraint.add(token_id)
+
+    def close(self) -> None:
+        self._num_left = 0
+
+
+@pytest.mark.covers("A14")
+def test_a_completion_whose_grammar_stalls_ends_with_what_it_has_and_no_other(model: Model, grammars: Grammars) -> None:
+    bound = spec_of("bound", SamplingParams(1.0, 9, grammar=Grammar("regex", "[a-f]{20}", False, tuple(ENDS))))
+    free = spec_of("free", SamplingParams(1.0, 3), max_tokens=30)
+    ends: dict[object, str] = {}
+    said, other = completions(model, StallsAfter(grammars, 7), bound, free, ends=ends)
+    whole, alone = completions(model, grammars, bound, free)
+    assert (said, other) == (whole[:7], alone)
+    assert ends["bound"] == "stalled"
 
 
 @pytest.mark.covers("A14")

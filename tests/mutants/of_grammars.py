@@ -9,6 +9,8 @@ from tests.mutants.mutant import Mutant
 _ENGINE: Final = ("tests/engine_torch/test_grammars.py",)
 _HELD: Final = ("tests/node/test_held.py",)
 _GATE: Final = ("tests/node/test_grammar_gate.py",)
+_BOOK: Final = ("tests/node/test_grammar_book.py",)
+_PROCESSES: Final = ("tests/node/test_grammar_processes.py",)
 _SCHEMAS: Final = ("tests/router/test_structured.py",)
 
 MUTANTS: Final = (
@@ -115,5 +117,53 @@ MUTANTS: Final = (
         "c if c.isascii() and c.isalnum() else",
         "c if True else",
         _SCHEMAS,
+    ),
+    Mutant(
+        "slow-grammar-little-by-little",
+        "A grammar that takes a fifth of a second for each token holds up every step for ever.",
+        "node/grammar_book.py",
+        "max(0.0, self._spent_s + cost_s - ANSWER_S - TOKEN_S * num_tokens)",
+        "0.0",
+        (*_BOOK, *_PROCESSES),
+    ),
+    Mutant(
+        "slow-machine-blames-the-grammar",
+        "A process that was given no time to compute is taken for one that is lost in its grammar.",
+        "node/grammar_book.py",
+        "return Verdict.LOST if waited_s >= STALL_S else Verdict.WAIT",
+        "return Verdict.STALLED if waited_s >= STALL_S else Verdict.WAIT",
+        (*_BOOK, *_PROCESSES),
+    ),
+    Mutant(
+        "grammar-in-use-thrown-out",
+        "A grammar's process is ended for another one while a completion is bound by it.",
+        "node/grammar_book.py",
+        "if now - used_at < QUIET_S:",
+        "if False:",
+        _BOOK,
+    ),
+    Mutant(
+        "stalled-as-broken",
+        "A completion whose grammar cannot be followed in time goes on elsewhere, and holds up the next node.",
+        "engine/runner.py",
+        "                token_ids[slot][0] = STALLED_ROW\n",
+        "                token_ids[slot][0] = BROKEN_ROW\n",
+        _ENGINE,
+    ),
+    Mutant(
+        "refused-grammar-taken-again",
+        "What held up a step may do so again.",
+        "node/grammar_processes.py",
+        "if self._book.is_refused(grammar):",
+        "if False:",
+        _PROCESSES,
+    ),
+    Mutant(
+        "lease-before-its-grammar",
+        "A lease is given while its grammar is being compiled, and the first step waits for that.",
+        "node/grammar_gate.py",
+        'return compiling.result() if done else Flaw(pb.BUSY, "its grammar is being compiled")',
+        "return compiling.result() if done else None",
+        _GATE,
     ),
 )

@@ -102,6 +102,9 @@ def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(directory: Path
         bound, free = dispatch("bound", GOOD), dispatch("free", None)
         bed.send(bound, cancel("bound"), free, cancel("other"))
         assert bed.let_in == [free, cancel("other")]
+        # A lease is given to nobody whose first step would wait for it.
+        flaw = await bed.gate.flaw(bound.message.dispatch.sampling.grammar)
+        assert flaw is not None and flaw.code == pb.BUSY
         slow.go.set()
         await bed.until(4)
         assert bed.let_in[2:] == [bound, cancel("bound")]

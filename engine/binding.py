@@ -1,0 +1,35 @@
+"""What the runner asks of a grammar, wherever it is followed: in this process (grammars.py), or in one of its own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan import Grammar
+
+
+class Binding(Protocol):
+    """What one completion may go on with."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing may follow because finding out took too long: the grammar's doing, so that it would everywhere."""
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """What may come next, [vocab_size]; None: anything. May wait, for a bounded time. Where nothing may, the row is broken."""
+
+    def add(self, token_id: int) -> None:
+        """The completion's next token. Does not wait."""
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+
+
+class Binder(Protocol):
+    """Follows grammars."""
+
+    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Binding:
+        """What a completion that begins with these tokens may go on with."""

@@ -1,0 +1,163 @@
+"""Grammars in processes of their own: they allow what they allow here, and none of them can hold up whoever asks."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.grammars import GrammarError, Grammars
+from engine.plan import Grammar
+from node.grammar_book import STALL_S, GrammarsBusyError
+from node.grammar_processes import GrammarProcesses
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
+VOCAB_SIZE = 1536
+END = 257
+JSON = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}', True, (END,))
+WORDS = Grammar("regex", "([a-z]{1,20} ){1,30}", False, (END,))
+# Read in one way for four hundred letters, and in very many behind: nothing that is tried before it begins can tell.
+SLOW_LATER = Grammar("regex", "[a-z]{400}([a-z]{1,99}){1,99}", False, (END,))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[GrammarProcesses]:
+    found = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+    found.open()
+    yield found
+    found.close()
+
+
+def pids_of(parent_pid: int) -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/{parent_pid}/task/{parent_pid}/children").read_text().split()}
+
+
+@pytest.mark.covers("A14")
+def test_rows_are_allowed_what_they_are_allowed_here_from_any_token_on(
+    processes: GrammarProcesses, fresh_seed: int
+) -> None:
+    draw, here = random.Random(fresh_seed), Grammars(DEMO_MODEL, VOCAB_SIZE)
+    for grammar in (JSON, WORDS):
+        processes.check(grammar)
+        own, far = here.constraint(grammar), processes.constraint(grammar)
+        token_ids: list[int] = []
+        while (allowed := own.allowed()) is not None and len(token_ids) < 60:
+            told = far.allowed()
+            assert told is not None and np.array_equal(told, allowed)
+            assert np.array_equal(far.allowed(), allowed), "asked twice"  # type: ignore[arg-type]
+            token_ids.append(int(draw.choice(np.flatnonzero(allowed))))
+            own.add(token_ids[-1])
+            far.add(token_ids[-1])
+            if draw.random() < 0.1:
+                processes.check(grammar, token_ids)
+                far.close()
+                far = processes.constraint(grammar, token_ids)
+        ended = far.allowed()
+        assert (ended is None) == (allowed is None)
+        with pytest.raises(GrammarError, match="not the beginning"):
+            processes.check(grammar, (END,))
+        broken = processes.constraint(grammar, (END,))
+        assert not broken.is_stalled
+        assert (nothing := broken.allowed()) is not None and not nothing.any()
+
+
+def stalled_at(processes: GrammarProcesses, letters: Sequence[int]) -> tuple[int, float]:
+    """How many tokens a row took until it was refused, and the longest that one step waited."""
+    row, longest_s = processes.constraint(SLOW_LATER), 0.0
+    for num_tokens, token_id in enumerate(letters):
+        began_s = time.monotonic()
+        row.allowed()
+        longest_s = max(longest_s, time.monotonic() - began_s)
+        if row.is_stalled:
+            assert (nothing := row.allowed()) is not None and not nothing.any()
+            return num_tokens, longest_s
+        row.add(token_id)
+    raise AssertionError("it was followed to the end")
+
+
+@pytest.mark.covers("A14")
+def test_a_grammar_that_is_slow_only_later_costs_a_bounded_time_and_is_refused_from_then_on(
+    processes: GrammarProcesses,
+) -> None:
+    processes.check(SLOW_LATER)
+    processes.check(WORDS)
+    beside = processes.constraint(WORDS)
+    before = beside.allowed()
+    spelled = Grammars(DEMO_MODEL, VOCAB_SIZE)
+    spelled.open()
+    ids = np.flatnonzero(spelled.constraint(SLOW_LATER).allowed())  # type: ignore[arg-type]
+    letters = [int(token_id) for token_id in random.Random(5).choices(ids.tolist(), k=400)]
+    num_tokens, longest_s = stalled_at(processes, letters)
+    assert num_tokens > 100, "it was tried on more than it should be"
+    assert longest_s < STALL_S + 1, "and of that the machine's own delays"
+    with pytest.raises(GrammarError, match="too many ways"):
+        processes.check(SLOW_LATER)
+    again = processes.constraint(SLOW_LATER)
+    assert again.is_stalled
+    assert (nothing := again.allowed()) is not None and not nothing.any()
+    assert np.array_equal(beside.allowed(), before)  # type: ignore[arg-type]
+    beside.add(letters[0])
+    assert (after := beside.allowed()) is not None and after.any()
+
+
+@pytest.mark.covers("A14")
+def test_a_process_that_does_not_answer_breaks_its_rows_which_go_on_in_another(processes: GrammarProcesses) -> None:
+    """It has computed nothing: that is no grammar's doing."""
+    forker = processes.pid
+    assert forker is not None
+    others, letters = pids_of(forker), Grammar("regex", "[a-c]{9}", False, (END,))
+    processes.check(letters)
+    row = processes.constraint(letters)
+    expected = row.allowed()
+    for pid in pids_of(forker) - others:
+        os.kill(pid, signal.SIGSTOP)
+    assert expected is not None
+    row.add(int(expected.argmax()))
+    began_s = time.monotonic()
+    assert (nothing := row.allowed()) is not None and not nothing.any()
+    assert time.monotonic() - began_s < STALL_S + 1
+    assert not row.is_stalled
+    other = processes.constraint(letters)
+    assert np.array_equal(other.allowed(), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("A14")
+def test_the_process_that_forks_is_started_anew_and_all_end_with_the_node(processes: GrammarProcesses) -> None:
+    processes.check(JSON)
+    forker = processes.pid
+    assert forker is not None
+    descriptors = [os.pidfd_open(pid) for pid in (forker, *pids_of(forker))]
+    assert len(descriptors) > 1
+    row = processes.constraint(JSON)
+    os.kill(forker, signal.SIGKILL)
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 20)[0], "it is still there"
+        os.close(descriptor)
+    assert row.allowed() is None or not row.is_stalled
+    row.add(0)
+    assert (nothing := row.allowed()) is not None and not nothing.any()
+    with pytest.raises(GrammarsBusyError):
+        processes.check(JSON)
+    processes.open()
+    processes.check(JSON)
+    assert processes.pid != forker
+
+
+def test_a_grammar_that_cannot_be_compiled_is_told_in_one_sentence_each_time(processes: GrammarProcesses) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="Unclosed"):
+            processes.check(Grammar("regex", "[a-z", False, (END,)))
+
+
+def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
+    found = GrammarProcesses(tmp_path, VOCAB_SIZE)
+    with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
+        found.open()
+    found.close()
