@@ -181,7 +181,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.app = self._answer_full if is_full else self._own_app
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {DIRECT: DirectWay(self, self.cycle)}
+            extensions: Any = {DIRECT: DirectWay(self, self.cycle)}
+            self.scope["extensions"] = extensions
 
     def on_chunk_header(self) -> None:
         """The body goes on; behind the last one come trailers, during which nothing is told."""

@@ -124,7 +124,7 @@ MUTANTS: Final = (
         "router/answer.py",
         "if self.write_now is None or self._news or not self._is_awaited",
         "if self.write_now is None or self._waiter is None",
-        ("tests/router/test_answers.py",),
+        ("tests/router/test_written_at_once.py",),
     ),
     Mutant(
         "written-at-once-to-a-full-connection",
@@ -132,7 +132,7 @@ MUTANTS: Final = (
         "router/streaming.py",
         " or not self._direct.takes_more:",
         ":",
-        ("tests/router/test_answers.py",),
+        ("tests/router/test_written_at_once.py",),
     ),
     Mutant(
         "a-burst-goes-out-at-its-end",
@@ -140,7 +140,7 @@ MUTANTS: Final = (
         "router/shell.py",
         "        self._take_one()\n        if self._events:\n",
         "        self._take_one()\n        while self._events:\n            self._take_one()\n        if self._events:\n",
-        ("tests/router/test_answers.py",),
+        ("tests/router/test_written_at_once.py",),
     ),
     Mutant(
         "pace-of-who-never-waited",

@@ -16,14 +16,11 @@ from starlette.types import Message
 from proto import baton_pb2 as pb
 from router.answer import Arrival, Asked, Delivery, Echo, Piece
 from router.choice_text import TextRules
-from router.core import RouterCore
 from router.events import RESCHEDULED, GenerationRequest, Sampling
 from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatForm, CompletionForm
 from router.shell import RouterShell
 from router.streaming import GenerationResponse
 from router.text import ModelText
-from runtime.http_protocol import DIRECT
-from runtime.session import Peer, SessionTiming
 from tests.router.live_router import live_router, until
 from tests.router.scripted_nodes import ScriptedAttempt, scores
 from tests.router.tiny_model import write_model_text
@@ -256,123 +253,6 @@ def test_the_first_two_tokens_of_a_choice_are_noted_however_short_the_way_of_the
         await response({}, never, send)
         assert shell.written == [("id", 0, 1), ("id", 0, 2)]
         assert b"".join(message["body"] for message in sent[1:]).count(b'"text":"a"') == 4
-
-    asyncio.run(scenario())
-
-
-class _Way:
-    """A connection that takes what is written at once while it is told to."""
-
-    def __init__(self) -> None:
-        self.takes_more, self.written = True, list[bytes]()
-
-    def write(self, part: bytes) -> None:
-        self.written.append(part)
-
-    def when_lost(self, call: object) -> None: ...
-
-
-async def _never() -> Message:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-@pytest.mark.covers("A08")
-def test_a_usual_token_is_written_where_it_arrives_and_none_before_one_that_waits(model: Path) -> None:
-    async def scenario() -> None:
-        each = asked(model, asyncio.get_running_loop().time() + 60)
-        delivery, way, told = Delivery([each], ARRIVAL), _Way(), list[bytes]()
-        choice = delivery.answers[0].choices[0]
-
-        async def send(message: Message) -> None:
-            told.append(message.get("body", b""))
-
-        def put(text: bytes) -> None:
-            way.written = told  # one order of both ways
-            choice.put(text, (), 0.0)
-
-        shell = cast(RouterShell, _NoShell())
-        response = GenerationResponse(shell, delivery, writer(model, each), is_stream=True, headers={})
-        answer = asyncio.create_task(response({"extensions": {DIRECT: way}}, _never, send))
-        for text in (b"a", b"b"):
-            await asyncio.sleep(0.01)
-            put(text)
-        await asyncio.sleep(0.01)
-        before = len(told)
-        put(b"c")
-        assert len(told) == before + 1 and b'"text":"c"' in told[-1], "without a turn"
-        way.takes_more = False
-        put(b"d")
-        way.takes_more = True
-        put(b"e")
-        assert len(told) == before + 1, "the one before it waits for the handler"
-        await asyncio.sleep(0.01)
-        put("€".encode()[:2])  # nothing that can be shown
-        put("€".encode()[2:])
-        await asyncio.sleep(0.01)
-        put(b"f")
-        choice.finish("length", ())
-        await answer
-        events = [part for part in b"".join(told).decode().split("\n\n") if part.startswith("data: {")]
-        assert "".join(json.loads(part[6:])["choices"][0]["text"] for part in events) == "abcde€f"
-
-    asyncio.run(scenario())
-
-
-def test_a_bug_in_writing_is_its_answers_and_not_that_of_who_brought_the_token(model: Path) -> None:
-    async def scenario() -> None:
-        each = asked(model, asyncio.get_running_loop().time() + 60)
-        delivery, way = Delivery([each], ARRIVAL), _Way()
-        choice = delivery.answers[0].choices[0]
-
-        def broken(part: bytes) -> None:
-            raise RuntimeError("scripted")
-
-        async def send(message: Message) -> None: ...
-
-        way.write = broken  # type: ignore[method-assign]
-        shell = cast(RouterShell, _NoShell())
-        response = GenerationResponse(shell, delivery, writer(model, each), is_stream=True, headers={})
-        answer = asyncio.create_task(response({"extensions": {DIRECT: way}}, _never, send))
-        for text in (b"a", b"b", b"c"):
-            await asyncio.sleep(0.01)
-            choice.put(text, (), 0.0)
-        with pytest.raises(RuntimeError, match="scripted"):
-            await answer
-
-    asyncio.run(scenario())
-
-
-class _Core:
-    """Takes events and does nothing."""
-
-    def __init__(self) -> None:
-        self.received = list[object]()
-
-    def receive(self, event: object, now: float) -> list[object]:
-        self.received.append(event)
-        return []
-
-    def tick(self, now: float) -> list[object]:
-        return []
-
-    def next_deadline(self) -> None: ...
-
-    def snapshot(self) -> dict[str, object]:
-        return {}
-
-
-def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
-    async def scenario() -> None:
-        core = _Core()
-        shell = RouterShell(cast(RouterCore, core), Peer("router", 1), SessionTiming())
-        for name in ("a", "b", "c", "d"):
-            shell.on_broken(Peer(name, 1))
-        for number in (1, 2):
-            await asyncio.sleep(0)
-            assert len(core.received) == number, "one in each turn of the loop"
-        await shell.close()
-        assert len(core.received) == 4
 
     asyncio.run(scenario())
 
