@@ -8,7 +8,9 @@ said: instants of time.monotonic, which all processes of a host share. Not here:
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 _TICK_S: Final = 0.001  # what uvloop's timers can tell apart
+_NEVER: Final = 1 << 30  # young walks to a full one
 _GOLDEN: Final = 0.618033988749895  # multiples of it, modulo 1, are spread evenly however many there are
 
 
@@ -123,7 +126,7 @@ class Stepper:
         step_s, now = self._pace.step_ms / 1000, time.monotonic()
         for group in [group for group in self._groups if group.due_at <= now]:
             self._step(group)
-            group.due_at = max(group.due_at + step_s, now)
+            group.due_at = next_due(group.due_at, step_s, now)
         next_at = min((group.due_at for group in self._groups), default=now)
         await asyncio.sleep(max(next_at - time.monotonic(), _TICK_S))
 
@@ -146,8 +149,18 @@ class Stepper:
             self._groups.remove(group)
 
 
+def next_due(due_at: float, step_s: float, now: float) -> float:
+    """When a group that was due then steps next. Steps that are missed are left out, as if the clock had not been: were all late
+    groups due at once, they would be so for ever after, and their tokens come in bursts of this process's making."""
+    return due_at + step_s * max(1, math.ceil((now - due_at) / step_s))
+
+
 async def obey(stepper: Stepper, told: dict[str, Any]) -> None:
-    """Say `told` on stdout, then do what each line on stdin says, until it closes."""
+    """Say `told` on stdout, then do what each line on stdin says, until it closes.
+
+    Full walks for cycles, which stop the process for some 10 ms, are made between the streams alone, as the router does.
+    """
+    gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     _answer(told)
@@ -155,6 +168,7 @@ async def obey(stepper: Stepper, told: dict[str, Any]) -> None:
         asked = json.loads(line)
         if "pace" in asked:
             stepper.set_pace(Pace(**asked["pace"]))
+            gc.collect()
             _answer({})
         else:
             _answer({each.name: [each.asked_at, each.said_at] for each in stepper.taken()})

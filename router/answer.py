@@ -133,6 +133,10 @@ class Choice:
         self._texts = []
         return piece
 
+    def put_back(self, piece: Piece) -> None:
+        """What was just taken is to be taken again."""
+        self._piece, self._texts = piece, [piece.text]
+
     @property
     def is_over(self) -> bool:
         """It has its end, and nothing that stands in front of it is missing."""
@@ -177,7 +181,11 @@ End = Failed | ClientGone
 
 
 class Delivery:
-    """Everything that one HTTP answer is made of; its handler takes from here."""
+    """Everything that one HTTP answer is made of; its handler takes from here.
+
+    While it waits, `write_now` may take and write what is new of a choice in its place, which spares its task a turn; False: the
+    handler is to do it.
+    """
 
     def __init__(self, asked: Sequence[Asked], arrival: Arrival) -> None:
         self.answers: list[Answer] = []
@@ -185,6 +193,8 @@ class Delivery:
         self._choices: list[Choice] = []
         self._news: dict[int, None] = {}  # indices of choices with something new, in order
         self._waiter: asyncio.Future[None] | None = None
+        self._bug: Exception | None = None
+        self.write_now: Callable[[int, Choice], bool] | None = None
         self.origins: list[tuple[str, int]] = []  # of each choice, its request and its number there
         for each in asked:
             self.origins += [(each.request.request_id, choice) for choice in range(len(each.texts))]
@@ -197,6 +207,8 @@ class Delivery:
         while not self._news and self.failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            if self._bug is not None:
+                raise self._bug
         news, self._news = self._news, {}
         return [(index, self._choices[index].take()) for index in news]
 
@@ -207,10 +219,24 @@ class Delivery:
 
     def _notifier(self, index: int) -> Callable[[], None]:
         def notify() -> None:
-            self._news[index] = None
-            self._wake()
+            if self.write_now is None or self._news or not self._is_awaited or not self._is_written(index):
+                self._news[index] = None
+                self._wake()
 
         return notify
+
+    @property
+    def _is_awaited(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _is_written(self, index: int) -> bool:
+        """Have it written, if it can be; a bug in that is the handler's, not that of who brought the tokens."""
+        assert self.write_now is not None
+        try:
+            return self.write_now(index, self._choices[index])
+        except Exception as bug:
+            self._bug = bug
+            return False
 
     def _fail(self, end: End) -> None:
         if self.failure is None:

@@ -17,7 +17,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, ParamSpec, TypeVar
 
 from router.answer import Asked, Echo
@@ -106,7 +106,7 @@ class Intake:
             fitting = self._fitting_max_tokens(prompt, field, max_tokens, self._shell.max_total_tokens)
             if max_tokens is None and isinstance(body, CompletionBody):
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
-            sampling = replace(_sampling(body, fitting, stop_token_ids, logit_bias), grammar=grammar)
+            sampling = _sampling(body, fitting, stop_token_ids, logit_bias, grammar)
             request = GenerationRequest(
                 request_id=secrets.token_hex(12),
                 prompt_token_ids=tuple(prompt.token_ids),
@@ -286,6 +286,7 @@ def _sampling(
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
     logit_bias: tuple[tuple[int, float], ...],
+    grammar: Grammar | None,
 ) -> Sampling:
     """The parameters as nodes take them: what asks for nothing is 0."""
     if body.min_tokens > max_tokens:
@@ -304,6 +305,7 @@ def _sampling(
         logit_bias=logit_bias,
         num_logprobs=body.num_logprobs,
         wants_prompt_logprobs=isinstance(body, CompletionBody) and body.echo and body.logprobs is not None,
+        grammar=grammar,
     )
 
 

@@ -164,7 +164,8 @@ class RouterShell:
         for request_id in list(self._answers):
             self._end(request_id, Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0))
             self._feed(Aborted(request_id))
-        self._run()
+        while self._events:
+            self._take_one()
         await self._dialer.close()
         self._alarm.cancel()
 
@@ -207,21 +208,28 @@ class RouterShell:
     def _feed(self, event: Event) -> None:
         """Queue an event. The loop itself runs the core, so that its bugs reach the loop's handler, whoever fed it."""
         self._events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._is_woken:
             self._is_woken = True
             self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        """Tick, then feed what waits; tick before each event, so that nothing beats its own deadline."""
+        """Take one event, and leave the next to the loop's next turn: what the first has clients written goes out before it."""
         self._is_woken = False
-        while True:
-            now = self._loop.time()
-            self._perform_all(self._core.tick(now), now)
-            if self._events:
-                self._perform_all(self._core.receive(self._events.popleft(), now), now)
-            if not self._events:
-                break  # what is due by now rings the alarm
-        self._alarm.arm(self._core.next_deadline())
+        self._take_one()
+        if self._events:
+            self._wake()
+        else:
+            self._alarm.arm(self._core.next_deadline())
+
+    def _take_one(self) -> None:
+        """Tick, then feed what has waited longest: nothing beats its own deadline."""
+        now = self._loop.time()
+        self._perform_all(self._core.tick(now), now)
+        if self._events:
+            self._perform_all(self._core.receive(self._events.popleft(), now), now)
 
     def _perform_all(self, actions: list[Action], now: float) -> None:
         for action in actions:

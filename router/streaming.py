@@ -2,7 +2,9 @@
 
 The HTTP status is held back until the first token or the error is known: an error before it is an ordinary error answer;
 after it, an event of its own, and no `[DONE]`. One request of several that fails fails the answer, and the others are cancelled.
-A client that disconnects, streaming or not, aborts its requests at once.
+A client that disconnects, streaming or not, aborts its requests at once: the server calls (runtime/http_protocol.py, DirectWay).
+Nearly all events of a stream are written where their tokens arrive, over the same way, without a turn of the handler's task, as
+long as the client keeps up.
 What is long (logprobs) is written bit by bit, with turns for everybody else between: the loop never waits for one answer.
 A client that reads too slowly holds up nobody: its tokens are merged into larger chunks, and past the deadline it is cut off.
 """
@@ -18,11 +20,12 @@ from typing import Any, Final, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.answer import Delivery, Piece
+from router.answer import Choice, Delivery, Piece
 from router.events import Failed
 from router.json_parts import dump_ascii
 from router.openai_types import ApiError, bad_request
 from router.shell import RouterShell
+from runtime.http_protocol import DIRECT, DirectWay
 from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class GenerationResponse(Response):
         self._answer_headers = headers
         self._num_written = dict.fromkeys(range(len(delivery.origins)), 0)  # tokens, of choices with fewer than two
         self._on_end = on_end
+        self._direct: DirectWay | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit, answer, and leave nothing behind."""
@@ -99,7 +103,9 @@ class GenerationResponse(Response):
         for answer in self._delivery.answers:
             if self._delivery.failure is None:  # else one before it was turned away
                 self._shell.submit(answer)
-        watcher = asyncio.create_task(self._abort_on_disconnect(receive))
+        direct = self._direct = scope.get("extensions", {}).get(DIRECT)
+        if direct is not None:
+            direct.when_lost(self._abort)
         try:
             async with asyncio.timeout_at(first.deadline + _LAST_WRITE_S):
                 response = await (self._stream(send) if self._is_stream else self._collect(send))
@@ -108,15 +114,11 @@ class GenerationResponse(Response):
         except TimeoutError:
             log_event(_LOG, logging.WARNING, "client_too_slow", request=first.request_id)
         finally:
-            watcher.cancel()
+            if direct is not None:
+                direct.when_lost(None)
             self._abort()
             if self._on_end is not None:
                 self._on_end(sum(answer.num_tokens for answer in self._delivery.answers))
-
-    async def _abort_on_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._abort()
 
     def _abort(self) -> None:
         """End what has not ended, the last one first: else the room that one leaves goes to the next, for nothing."""
@@ -148,6 +150,8 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> Response | None:
         is_begun = is_over = False
+        if self._direct is not None:
+            self._delivery.write_now = self._write_now
         while not is_over:
             pieces = await self._delivery.take()
             failure = self._delivery.failure
@@ -175,6 +179,17 @@ class GenerationResponse(Response):
                 if block or is_end:
                     await send({"type": "http.response.body", "body": block, "more_body": not is_end})
         return None
+
+    def _write_now(self, index: int, choice: Choice) -> bool:
+        """Write what is new of a choice, if it is as usual and goes out at once."""
+        if self._num_written or self._direct is None or not self._direct.takes_more:
+            return False
+        piece = choice.take()
+        if self._writer.is_usual(index, piece):
+            self._direct.write(self._writer.usual_event(index, piece))
+            return True
+        choice.put_back(piece)
+        return False
 
     def _note_written(self, pieces: Sequence[tuple[int, Piece]]) -> None:
         """What the client is about to have of a choice whose first two tokens it did not have yet."""

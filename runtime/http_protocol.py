@@ -9,6 +9,9 @@ Over the bound on connections, those that ask for one of the spared paths are st
 not find it dead; beyond a few more they are closed without a word. Bodies are the application's to bound. Each refusal is counted.
 
 httptools keeps a header that has not ended without telling anybody, so bytes are counted as they come.
+
+An application may go around ASGI (DirectWay): write a part of its answer without a task's turn, and hear of the client's leaving
+without a task that waits for it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from typing import Any, Final, Literal, get_args
 import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 SPARE_CONNECTIONS: Final = 64  # for who asks for a spared path
 MAX_PIPELINED: Final = 16
+DIRECT: Final = "baton.direct"  # of a scope's extensions: a DirectWay
 _AROUND_A_BODY: Final = 16  # bytes that chunks may put around each byte of a body
 
 Reason = Literal["connections", "head", "slow", "pipelined", "malformed"]
@@ -65,6 +69,35 @@ class _Refusal:
 _FULL: Final = _Refusal("connections", 503, "The server has as many connections as it takes.")
 
 
+class DirectWay:
+    """From one answer to its connection."""
+
+    __slots__ = ("_connection", "_cycle")
+
+    def __init__(self, connection: BoundedHttp, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a part that is written now goes out at once, as a chunk: the answer has begun, and the client keeps up."""
+        cycle = self._cycle
+        is_open = bool(cycle.chunked_encoding) and not (cycle.response_complete or cycle.disconnected)
+        return is_open and not cycle.flow.write_paused and not cycle.transport.is_closing()
+
+    def write(self, part: bytes) -> None:
+        """Write a part of the body, which is not empty; only where `takes_more`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called when the client has gone, once, or at once if it has; None: nobody wants to know any more."""
+        connection = self._connection
+        connection.on_lost = call
+        if call is not None:
+            connection.tell_lost()
+            self._cycle.flow.resume_reading()  # who does not read hears nothing
+
+
 class BoundedHttp(HttpToolsProtocol):
     """One connection."""
 
@@ -86,6 +119,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_head = False
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: _Refusal | None = None
+        self._is_lost = False
+        self.on_lost: Callable[[], None] | None = None  # of the answer under way
 
     # ---------------------------------------------------------------- the connection
 
@@ -103,6 +138,14 @@ class BoundedHttp(HttpToolsProtocol):
         """Nothing of it is left."""
         self._stop_timer()
         super().connection_lost(exc)
+        self._is_lost = True
+        self.tell_lost()
+
+    def tell_lost(self) -> None:
+        """Tell the answer under way that its client has gone, if that is so."""
+        if self._is_lost and (call := self.on_lost) is not None:
+            self.on_lost = None
+            call()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then look whether it was too much: what is refused is the piece behind the bound."""
@@ -137,6 +180,9 @@ class BoundedHttp(HttpToolsProtocol):
         is_full = len(self.connections) > self._bounds.max_connections and not is_spared
         self.app = self._answer_full if is_full else self._own_app
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            extensions: Any = {DIRECT: DirectWay(self, self.cycle)}
+            self.scope["extensions"] = extensions
 
     def on_chunk_header(self) -> None:
         """The body goes on; behind the last one come trailers, during which nothing is told."""

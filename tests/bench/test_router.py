@@ -13,6 +13,7 @@ from bench.router_figures import split_cost, streams_for
 from bench.router_load import Heard, Window, window_of
 from bench.router_placement import PLACEMENT_POLICIES
 from bench.router_report import BEGIN, END, with_figures
+from bench.stepping import next_due
 from tests.architecture.source_tree import ROOT
 from tests.router.tiny_model import write_model_text
 
@@ -82,6 +83,13 @@ def test_the_costs_of_tokens_and_requests_explain_both_windows() -> None:
     with pytest.raises(ValueError, match="told apart"):
         split_cost(window(1.0, 20, 10), window(2.0, 40, 20))
     assert streams_for(window(0.5, 1, 1), 64, 0.75) == 192
+
+
+def test_a_group_that_is_late_keeps_its_place_in_the_step() -> None:
+    """Else all that were late together would say their tokens together from then on."""
+    assert next_due(10.003, 0.01, 10.003) == pytest.approx(10.013)
+    assert next_due(10.003, 0.01, 10.0125) == pytest.approx(10.013)
+    assert next_due(10.003, 0.01, 10.035) == pytest.approx(10.043)
 
 
 def heard(*parts: str) -> Heard:

@@ -1,0 +1,152 @@
+"""Tokens that go out where they arrive, without a turn of the handler's task, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+from starlette.types import Message
+
+from router.answer import Delivery
+from router.core import RouterCore
+from router.shell import RouterShell
+from router.streaming import GenerationResponse
+from runtime.http_protocol import DIRECT
+from runtime.session import Peer, SessionTiming
+from tests.router.test_answers import ARRIVAL, asked, writer
+from tests.router.tiny_model import write_model_text
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_text(tmp_path_factory.mktemp("model"))
+
+
+class _NoShell:
+    """Nothing is asked of any node: the tokens are there."""
+
+    def submit(self, answer: object) -> None: ...
+
+    def abort(self, answer: object) -> None: ...
+
+    def note_written(self, *written: object) -> None: ...
+
+
+class _Way:
+    """A connection that takes what is written at once while it is told to."""
+
+    def __init__(self) -> None:
+        self.takes_more, self.written = True, list[bytes]()
+
+    def write(self, part: bytes) -> None:
+        self.written.append(part)
+
+    def when_lost(self, call: object) -> None: ...
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.covers("A08")
+def test_a_usual_token_is_written_where_it_arrives_and_none_before_one_that_waits(model: Path) -> None:
+    async def scenario() -> None:
+        each = asked(model, asyncio.get_running_loop().time() + 60)
+        delivery, way, told = Delivery([each], ARRIVAL), _Way(), list[bytes]()
+        choice = delivery.answers[0].choices[0]
+
+        async def send(message: Message) -> None:
+            told.append(message.get("body", b""))
+
+        def put(text: bytes) -> None:
+            way.written = told  # one order of both ways
+            choice.put(text, (), 0.0)
+
+        shell = cast(RouterShell, _NoShell())
+        response = GenerationResponse(shell, delivery, writer(model, each), is_stream=True, headers={})
+        answer = asyncio.create_task(response({"extensions": {DIRECT: way}}, _never, send))
+        for text in (b"a", b"b"):
+            await asyncio.sleep(0.01)
+            put(text)
+        await asyncio.sleep(0.01)
+        before = len(told)
+        put(b"c")
+        assert len(told) == before + 1 and b'"text":"c"' in told[-1], "without a turn"
+        way.takes_more = False
+        put(b"d")
+        way.takes_more = True
+        put(b"e")
+        assert len(told) == before + 1, "the one before it waits for the handler"
+        await asyncio.sleep(0.01)
+        put("€".encode()[:2])  # nothing that can be shown
+        put("€".encode()[2:])
+        await asyncio.sleep(0.01)
+        put(b"f")
+        choice.finish("length", ())
+        await answer
+        events = [part for part in b"".join(told).decode().split("\n\n") if part.startswith("data: {")]
+        assert "".join(json.loads(part[6:])["choices"][0]["text"] for part in events) == "abcde€f"
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_in_writing_is_its_answers_and_not_that_of_who_brought_the_token(model: Path) -> None:
+    async def scenario() -> None:
+        each = asked(model, asyncio.get_running_loop().time() + 60)
+        delivery, way = Delivery([each], ARRIVAL), _Way()
+        choice = delivery.answers[0].choices[0]
+
+        def broken(part: bytes) -> None:
+            raise RuntimeError("scripted")
+
+        async def send(message: Message) -> None: ...
+
+        way.write = broken  # type: ignore[method-assign]
+        shell = cast(RouterShell, _NoShell())
+        response = GenerationResponse(shell, delivery, writer(model, each), is_stream=True, headers={})
+        answer = asyncio.create_task(response({"extensions": {DIRECT: way}}, _never, send))
+        for text in (b"a", b"b", b"c"):
+            await asyncio.sleep(0.01)
+            choice.put(text, (), 0.0)
+        with pytest.raises(RuntimeError, match="scripted"):
+            await answer
+
+    asyncio.run(scenario())
+
+
+class _Core:
+    """Takes events and does nothing."""
+
+    def __init__(self) -> None:
+        self.received = list[object]()
+
+    def receive(self, event: object, now: float) -> list[object]:
+        self.received.append(event)
+        return []
+
+    def tick(self, now: float) -> list[object]:
+        return []
+
+    def next_deadline(self) -> None: ...
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
+
+def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
+    async def scenario() -> None:
+        core = _Core()
+        shell = RouterShell(cast(RouterCore, core), Peer("router", 1), SessionTiming())
+        for name in ("a", "b", "c", "d"):
+            shell.on_broken(Peer(name, 1))
+        for number in (1, 2):
+            await asyncio.sleep(0)
+            assert len(core.received) == number, "one in each turn of the loop"
+        await shell.close()
+        assert len(core.received) == 4
+
+    asyncio.run(scenario())
