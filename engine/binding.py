@@ -33,3 +33,21 @@ class Binder(Protocol):
 
     def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Binding:
         """What a completion that begins with these tokens may go on with."""
+
+
+class Nothing:
+    """A row of a grammar that is refused, or cannot be had now."""
+
+    def __init__(self, is_stalled: bool, vocab_size: int) -> None:
+        self.is_stalled = is_stalled
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """See Binding."""
+        return np.zeros(self._vocab_size, np.bool_)
+
+    def add(self, token_id: int) -> None:
+        """See Binding."""
+
+    def close(self) -> None:
+        """See Binding."""

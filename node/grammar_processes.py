@@ -29,6 +29,7 @@ from typing import IO, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.binding import Nothing
 from engine.grammars import GrammarError
 from engine.plan import Grammar
 from node.grammar_book import STALL_CPU_S, STALL_S, GrammarBook, GrammarsBusyError, Patience, Verdict
@@ -91,8 +92,6 @@ class _Process:
             except OSError:
                 continue  # it has been
 
-    # ---------------------------------------------------------------- checks
-
     def check(self, generated_token_ids: Iterable[int]) -> str:
         """What is wrong; "" if nothing is. Raises TimeoutError, and OSError: it has ended."""
         with self._lock:
@@ -111,8 +110,6 @@ class _Process:
         problem: str
         problem, self._pid = json.loads(answer)
         return problem
-
-    # ---------------------------------------------------------------- rows
 
     def say(self, data: bytes) -> None:
         """Send a message of a row. OSError: it has ended, or takes nothing."""
@@ -230,24 +227,6 @@ class _Row:
         return None if told.outcome is Outcome.ANYTHING else allowed_of(told.mask, self._process.vocab_size)
 
 
-class _Refused:
-    """A row of a grammar that is refused, or cannot be had now."""
-
-    def __init__(self, is_stalled: bool, vocab_size: int) -> None:
-        self.is_stalled = is_stalled
-        self._vocab_size = vocab_size
-
-    def allowed(self) -> NDArray[np.bool_] | None:
-        """See Binding."""
-        return np.zeros(self._vocab_size, np.bool_)
-
-    def add(self, token_id: int) -> None:
-        """See Binding."""
-
-    def close(self) -> None:
-        """See Binding."""
-
-
 class GrammarProcesses:
     """Of one model's vocabulary. Any thread may call any method; one thread at a time has rows."""
 
@@ -361,12 +340,12 @@ class GrammarProcesses:
             return GrammarsBusyError("the process of its grammar was ended meanwhile")
         return GrammarError("it ended the process that compiled it")
 
-    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> _Row | _Refused:
+    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> _Row | Nothing:
         """See Binder. Its process is there, unless it was forgotten; then it is begun, and the row's first step waits for it."""
         try:
             process = self._find(grammar)
         except (GrammarError, GrammarsBusyError) as error:
-            return _Refused(isinstance(error, GrammarError), self._vocab_size)
+            return Nothing(isinstance(error, GrammarError), self._vocab_size)
         return _Row(self, process, next(self._rows) % (1 << 32), [*generated_token_ids])
 
     def heard(self, process: _Process) -> None:
