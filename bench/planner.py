@@ -29,7 +29,8 @@ from bench.plan_search import Search
 from bench.trace import Entry, read_trace_file
 from engine.reserve import ReserveConfig, ReservePolicy
 from router.placement import CACHE_AWARE, POLICIES
-from runtime.config import as_flags, knob, load
+from runtime.command_words import as_flags
+from runtime.config import knob, load
 
 PROG: Final = "baton plan"
 _AROUND: Final = 2  # nodes more and less of each role, in the picture
@@ -132,7 +133,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer; 0, 1 if no cluster keeps the objective, 2 for what the user can mend, 130 after Ctrl-C."""
-    words = as_flags(sys.argv[1:] if argv is None else argv, "--trace", ("--exact",))
+    words = as_flags(sys.argv[1:] if argv is None else argv, ("--trace",), ("--exact",))
     config = load(PlanConfig, PROG, "Say how many prefill and decode nodes serve a trace within an objective.", words)
     return Bench(PROG, plan, show, to_json, plot, _complaints).run(config, argv)
 
