@@ -26,6 +26,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     if ask["path"] == "completion":
         prompt = body.pop("prompt")
         return of_text(langchain_openai.OpenAI(**where, **body), prompt, ask["stream"])
+    body |= {"stream_usage": True} if ask["path"] == "chat" else {}
     messages = body.pop("messages" if ask["path"] == "chat" else "input")
     names = ("tools", "tool_choice", "parallel_tool_calls")
     tools, choice, parallel = (body.pop(name, None) for name in names)
@@ -42,7 +43,7 @@ def of_chat(chat: Any, messages: list[Any], is_stream: bool) -> dict[str, Any]:
     begun, at_s = time.monotonic(), []
     if is_stream:
         message: Any = None
-        for chunk in chat.stream(messages, stream_usage=True):
+        for chunk in chat.stream(messages):
             message = chunk if message is None else message + chunk
             if chunk.content or chunk.tool_call_chunks:
                 at_s.append(time.monotonic() - begun)
