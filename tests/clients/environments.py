@@ -24,7 +24,7 @@ files = pathlib.Path(importlib.metadata.distribution(name)._path)
 its_own = files.parent / f"{alias}-{importlib.metadata.version(name)}.dist-info"
 its_own.mkdir()
 told = re.sub("(?m)^(Requires-Dist: .*|Name: .*)\\n", "", (files / "METADATA").read_text())
-(its_own / "METADATA").write_text(told.replace("Version:", f"Name: {alias}\\nVersion:", 1))
+(its_own / "METADATA").write_text(re.sub("(?m)^Version:", f"Name: {alias}\\nVersion:", told, count=1))
 """
 
 
