@@ -21,6 +21,9 @@ MAX_CALLS_PER_MESSAGE: Final = 256
 _FUNCTION_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FUNCTION_NAME_RULE: Final = "must be 1 to 64 letters, digits, _, - or ."
 _EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
+_LITELLMS: Final = (
+    "provider_specific_fields"  # it sends back under this name what it did not know, such as a refusal that is null
+)
 _CHOICE_WORDS: Final = ("none", "auto", "required")
 
 
@@ -55,6 +58,12 @@ class ToolCall(Nested):
         return {"id": self.id, "type": "function", "function": function}
 
 
+def _says_nothing(name: str, value: object) -> bool:
+    if name == _LITELLMS and isinstance(value, dict):
+        return all(each is None for each in value.values())
+    return name in _EMPTY_IN_MESSAGES and value == []
+
+
 class Message(Nested):
     """One turn of a conversation."""
 
@@ -75,7 +84,7 @@ class Message(Nested):
         says_nothing = values.get("content") is None and ("content" in values or values.get("tool_calls"))
         if values.get("role") == "assistant" and says_nothing:
             values = values | {"content": ""}
-        return {name: value for name, value in values.items() if not (name in _EMPTY_IN_MESSAGES and value == [])}
+        return {name: value for name, value in values.items() if not _says_nothing(name, value)}
 
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect: content is one text; what is not there is not named."""

@@ -82,7 +82,7 @@ _LITELLM: Final = Library(
 CLIENTS: Final = (
     Client("openai", Needs(("openai==3.54.0",)), partial(_library, _OPENAI)),
     Client("langchain", Needs(("langchain-openai==1.7.3",)), partial(_library, _LANGCHAIN)),
-    Client("litellm", Needs(("litellm==1.106.2",)), partial(_library, _LITELLM)),
+    Client("litellm", Needs(("litellm[mcp]==1.106.2",)), partial(_library, _LITELLM)),
     Client("lm-eval", Needs(("lm-eval[api]==0.4.13", "transformers>=5,<6")), partial(_tool, problems_of_lm_eval)),
     Client(
         "vllm",  # its build for CPUs, of which `vllm bench serve` needs no engine, but all imports

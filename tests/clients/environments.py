@@ -24,7 +24,7 @@ files = pathlib.Path(importlib.metadata.distribution(name)._path)
 its_own = files.parent / f"{alias}-{importlib.metadata.version(name)}.dist-info"
 its_own.mkdir()
 told = re.sub("(?m)^(Requires-Dist: .*|Name: .*)\\n", "", (files / "METADATA").read_text())
-(its_own / "METADATA").write_text(told.replace("Version:", f"Name: {alias}\\nVersion:", 1))
+(its_own / "METADATA").write_text(re.sub("(?m)^Version:", f"Name: {alias}\\nVersion:", told, count=1))
 """
 
 
@@ -97,4 +97,5 @@ def quiet_environment() -> dict[str, str]:
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("BATON_")}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    offline |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return kept | offline | {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost", "TQDM_DISABLE": "1"}

@@ -239,12 +239,18 @@ def test_a_message_of_the_server_can_be_sent_back_with_its_empty_fields(model: P
         path = "/v1/chat/completions"
         answered = (await router.client.post(path, json=CHAT)).json()["choices"][0]["message"]
         empty = dict.fromkeys(("annotations", "audio", "function_call", "tool_calls", "refusal", "name"))
-        for message in (answered, answered | empty, answered | {"tool_calls": [], "annotations": []}):
+        by_litellm = {name: value for name, value in answered.items() if name != "refusal"}
+        by_litellm["provider_specific_fields"] = {"refusal": answered["refusal"]}
+        for message in (answered, answered | empty, answered | {"tool_calls": [], "annotations": []}, by_litellm):
             again = CHAT | {"messages": [*CHAT["messages"], message, *CHAT["messages"]]}
             answer = await router.client.post(path, json=again | {"stream_options": {"include_usage": None}})
             assert answer.status_code == 200, answer.text
         prompts = [list(each.prompt_token_ids) for each in router.pair.prefill.dispatches[1:]]
-        assert prompts[0] == prompts[1] == prompts[2]
+        assert prompts[0] == prompts[1] == prompts[2] == prompts[3]
+        by_litellm["provider_specific_fields"] = {"thinking": "deep"}
+        said = CHAT | {"messages": [*CHAT["messages"], by_litellm]}
+        refused = await router.client.post(path, json=said)
+        assert_is_error(refused, 400, "messages.1.provider_specific_fields", "unknown parameter")
         silent = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": None}]}
         assert (await router.client.post(path, json=silent)).status_code == 200
 

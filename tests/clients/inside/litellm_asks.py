@@ -67,7 +67,7 @@ def goes_on(url: str, model: str, body: dict[str, Any]) -> bool:
     where = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
     called = litellm.completion(**where, **body).choices[0].message
     result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Rain."}
-    behind = body | {"messages": [*body["messages"], called.model_dump(), result], "tool_choice": "auto"}
+    behind = body | {"messages": [*body["messages"], called, result], "tool_choice": "auto"}
     return bool(litellm.completion(**where, **behind).choices[0].message.content)
 
 
