@@ -34,7 +34,7 @@ def test_a_trace_keeps_what_its_requests_share() -> None:
     assert (len(first.prompt), len(second.prompt), len(third.prompt)) == (32, 46, 100)
     assert second.prompt[:32] == first.prompt and third.prompt[:16] != first.prompt[:16]
     assert [(each.at_s, each.max_tokens) for each in (first, second, third)] == [(0, 10), (1, 1), (2, 2)]
-    with pytest.raises(ValueError, match="line 2 of the trace"):
+    with pytest.raises(ValueError, match="line 2: timestamp is missing"):
         trace_asks([json.dumps(entries[0]), "{}"], 32, 1, 100, 256)
 
 

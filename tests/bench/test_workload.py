@@ -167,7 +167,7 @@ def test_the_load_of_a_run_follows_from_seed_rate_and_clips(tmp_path: Path) -> N
     ("content", "flags", "sentence"),
     [
         ("", {}, "has no request"),
-        ("nothing", {}, "line 1 of the trace"),
+        ("nothing", {}, "line 1 is no JSON"),
         (entry_line(0, 9, [1 << 50]), {"length_scale": 0.01}, "--length-scale 0.01: leaves too few tokens"),
         (entry_line(0, 9, [1]), {"rate": "3"}, "--rate: this trace's requests all come at once"),
     ],
@@ -197,7 +197,7 @@ def test_flags_that_do_not_go_together_are_named(tmp_path: Path) -> None:
         ({"trace": tmp_path / "none"}, "is no file"),
         ({"api": "chat", "prompt_form": "token_ids"}, "a chat takes words only"),
         ({"stream": False, "slo_ttft_ms": 5.0}, "--stream off: "),
-        ({"rates": "1,inf"}, "--rates 1,inf: must be numbers"),
+        ({"rates": "1,inf"}, "--rates 1,inf: number 2, inf, must be requests per second above 0"),
     ]
     for flags, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):

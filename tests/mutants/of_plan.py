@@ -15,8 +15,8 @@ MUTANTS: Final = (
         "plan-skips-over-a-newcomer",
         "A step that somebody joined counts as one like those before it.",
         "bench/plan_fast.py",
-        "is_plain = not (ends or chunks or marks or is_joined or self._is_short)",
-        "is_plain = not (ends or chunks or marks)",
+        "is_plain = is_silent and not (is_joined or self._is_short)",
+        "is_plain = is_silent",
         _CLUSTER,
     ),
     Mutant(

@@ -101,6 +101,12 @@ def described(router: Running) -> Any:
             "maximum": 20,
         }
         properties["timeout_s"] = {"type": "number", "minimum": 5}
+    schemas = description["components"]["schemas"]
+    schemas["DetokenizeBody"]["properties"]["model"] = {"const": MODEL_NAME}
+    prompts = schemas["TokenizeBody"]  # conversations are asked for as chats
+    narrowed = {"model": {"const": MODEL_NAME}, "messages": {"type": "null"}, "tools": {"type": "array", "maxItems": 0}}
+    prompts["properties"] |= narrowed | {"prompt": {"type": "string"}}
+    prompts["required"] = ["prompt"]
     return schemathesis.openapi.from_dict(description)
 
 
