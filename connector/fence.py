@@ -28,7 +28,7 @@ class FenceFloor:
         self._max_branches = max_branches
         self._floors: dict[BranchKey, int] = {}
         self._until: dict[BranchKey, float] = {}
-        self._refused: dict[BranchKey, int] = {}  # the last attempt that was
+        self._refused: dict[BranchKey, int] = {}  # the last attempt that was, until a newer one begins
         self._expiry: list[tuple[float, BranchKey]] = []  # of each branch one entry counts: the one at _looked_at
         self._looked_at: dict[BranchKey, float] = {}  # never later than _until
 
@@ -51,6 +51,8 @@ class FenceFloor:
         if not self.has_room(branch):
             return False
         self._floors[branch] = max(key.attempt, self._floors.get(branch, 0))
+        if self._refused.get(branch, key.attempt) < key.attempt:
+            del self._refused[branch]
         # One that is being committed, or drained, at its deadline still lives a moment later.
         self._keep(branch, max(deadline + MIN_REST_S, self._until.get(branch, 0.0)))
         return True

@@ -285,6 +285,7 @@ class Life:
         if admitted and has_fences and not is_known:
             for key in admitted:
                 self.floors[key.branch] = key.attempt
+                self.refused -= {older for older in self.refused if older.branch == key.branch}
         actions = list(self.core.receive(ev.ReserveAsked(1, request), self.now))
         reply = next(action.reply for action in actions if isinstance(action, ev.AnswerReserve))
         if reply.HasField("lease") and reply.lease.lease_id not in self.granted:

@@ -44,6 +44,7 @@ def test_a_floor_stands_while_its_attempt_lives_and_for_a_bounded_rest(
                     floor, until = attempt + 1, now + min(max(deadline - now, MIN_REST_S), MAX_REST_S)
             else:
                 assert fence.begin(key, deadline) == has_room
+                refused = {each for each in refused if each.branch != branch or each.attempt >= attempt or not has_room}
                 floor, until = max(floor, attempt), max(until, deadline + MIN_REST_S)
             if has_room:
                 model[branch] = (floor, until)
