@@ -230,7 +230,7 @@ class Fetching:
         matched = self._cache.match(held.block_keys, held.end)
         lacking = held.block_keys[len(matched) : held.end]
         if not lacking:
-            return self._hope(key, held, len(matched), now)
+            return self._hope(key, held, now)
         fetch = self._by_key.get(lacking[0])
         if fetch is None:
             num_worth = self.cost.num_worth(len(lacking), self._scheduler.backlog().num_tokens)
@@ -243,9 +243,10 @@ class Fetching:
         fetch.waiters.append(key)
         return True
 
-    def _hope(self, key: AttemptKey, held: _Held, num_local: int, now: float) -> bool:
+    def _hope(self, key: AttemptKey, held: _Held, now: float) -> bool:
         """Whether there may be more than it hoped for so far: the pool is asked, or is to be asked again."""
-        if held.end == len(held.block_keys) or num_local == len(held.block_keys):
+        num_local = len(self._cache.match(held.block_keys, len(held.block_keys)))
+        if num_local == len(held.block_keys) or held.end == len(held.block_keys):
             return False
         if held.is_told:
             if now < held.looks_until:
@@ -253,7 +254,6 @@ class Fetching:
             return now < held.looks_until
         if len(self._looks) >= MAX_LOOKS:
             return False
-        num_local = len(self._cache.match(held.block_keys, len(held.block_keys)))
         self._look(_Look(held.block_keys[num_local:], key, num_local, now, held.give_up_at))
         return True
 
