@@ -114,14 +114,16 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     if not credentials.is_encrypted:
         risk = "whoever can reach it can use it, and read and change what goes over the wire"
         warn_if_exposed(config.host, name, {"--tls-dir": risk})
-    built = _Built(role, config, credentials, engine, measures, store, tracing)
+    built, flaw = _Built(role, config, credentials, engine, measures, store, tracing), None
     try:
         # asyncio's own loop lets go of the interpreter where another thread wakes it: the runner would have to wait for it.
         uvloop.run(_serve(partial(_NodeProcess, built, make_cores)))
-    except (_CannotListen, _Refused) as error:
-        fatal(f"baton {role}: {error}")
+    except* _CannotServe as errors:  # alone, or what ended a group of tasks
+        flaw = errors.exceptions[0]
     finally:
         engine.close()
+    if flaw is not None:
+        fatal(f"baton {role}: {flaw}")
     log_event(LOG, logging.INFO, "node_stopped", node=name)
     return 0
 
@@ -130,12 +132,8 @@ async def _serve(make_process: Callable[[], _NodeProcess]) -> None:
     await make_process().run()
 
 
-class _CannotListen(Exception):
-    """An address is taken or not ours; the message names the flag."""
-
-
-class _Refused(Exception):
-    """A registry does not take this node, and never will as it is; the message is its sentence."""
+class _CannotServe(Exception):
+    """An address is taken or not ours, or a registry will never take this node as it is; the message is the sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,7 @@ class _NodeProcess:
         self._refusal: str | None = None
 
     async def run(self) -> None:
-        """Serve until the end. Raises _CannotListen or _Refused, or an ExceptionGroup with the bug that ended it."""
+        """Serve until the end. Raises _CannotServe, or an ExceptionGroup with the bug that ended it."""
         first_signal().add_done_callback(self._on_signal)
         bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(dying_of(bug))
@@ -196,7 +194,7 @@ class _NodeProcess:
                 keep(tasks, started, bug)
                 await self._run_roles(listeners, tasks, started)
         if self._refusal is not None:
-            raise _Refused(self._refusal)
+            raise _CannotServe(self._refusal)
 
     async def _run_roles(self, listeners: _Listeners, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> None:
         """Serve in one role after the other, each as a new incarnation; `started` stops what they share, in reverse order."""
@@ -253,7 +251,7 @@ class _NodeProcess:
         try:
             grpc_port = server.bind(with_port(config.host, config.grpc_port))
         except RuntimeError as error:
-            raise _CannotListen(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
+            raise _CannotServe(f"--grpc-port {config.grpc_port}: cannot listen on {config.host}: {error}") from None
         http_address = with_port(config.known_as, http.getsockname()[1])
         return _Listeners(http, http_address, server, with_port(config.known_as, grpc_port))
 
@@ -272,9 +270,9 @@ class _NodeProcess:
             )
         except zmq.ZMQError as error:
             told = f"--kv-port {config.kv_port}: zmq cannot listen on {config.host}: {error.strerror}"
-            raise _CannotListen(told) from None
+            raise _CannotServe(told) from None
         except OSError as error:
-            raise _CannotListen(f"--transport {config.transport}: {error.strerror or error}") from None
+            raise _CannotServe(f"--transport {config.transport}: {error.strerror or error}") from None
 
     def _start_threads(self, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> Threads:
         """Those that every incarnation uses; they answer to the newest, which waits for what was asked before it goes."""
@@ -393,8 +391,8 @@ def _now_ms() -> int:
 
 
 def _listen(flag: str, host: str, port: int) -> socket.socket:
-    """A listening socket; raises _CannotListen."""
+    """A listening socket; raises _CannotServe."""
     try:
         return listening_socket(host, port, _BACKLOG)
     except OSError as error:
-        raise _CannotListen(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None
+        raise _CannotServe(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None

@@ -108,6 +108,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp
             (flags(model_dir, "--num-blocks", "1000000000"), "--num-blocks 1000000000"),
             (flags(model_dir, "--http-port", port), f"--http-port {port}"),
             (flags(model_dir, "--grpc-port", port), f"--grpc-port {port}"),
+            (flags(model_dir, "--transport", "zmq", "--kv-port", port), f"--kv-port {port}"),
             (flags(model_dir, "--nonsense"), "--nonsense"),
         ):
             result = run("prefill_node", arguments)
