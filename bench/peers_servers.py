@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -22,6 +21,7 @@ from typing import Final, Literal
 import httpx
 
 from bench.cluster import Settings, started_cluster
+from bench.free_port import free_port
 from runtime.config import child_environment
 
 START_LIMIT_S: Final = 400.0
@@ -77,7 +77,7 @@ def baton(model: Path, sizes: Sizes) -> Iterator[Peer]:
 @contextmanager
 def vllm(envs: Path, model: Path, sizes: Sizes) -> Iterator[Peer]:
     """vLLM's CPU build; it has no weights of 8 bits without files of their own, so they are always bf16."""
-    place, port = envs / "vllm", _free_port()
+    place, port = envs / "vllm", free_port()
     preload = [str(path) for path in (_TCMALLOC, place / "lib" / "libiomp5.so") if path.exists()]
     environment = child_environment() | {
         "LD_PRELOAD": ":".join(preload),
@@ -98,7 +98,7 @@ def vllm(envs: Path, model: Path, sizes: Sizes) -> Iterator[Peer]:
 @contextmanager
 def llama_cpp(envs: Path, model: Path, sizes: Sizes) -> Iterator[Peer]:
     """llama.cpp's server on the model as GGUF, in bf16 or q8_0."""
-    place, port = envs / "llama", _free_port()
+    place, port = envs / "llama", free_port()
     form = "q8_0" if sizes.weights == "int8" else "bf16"
     with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
         gguf = Path(folder, f"{form}.gguf")
@@ -193,9 +193,3 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing"
-
-
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
-        port: int = nobody.getsockname()[1]
-        return port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Final
 
 from redis import Redis
 from redis.exceptions import RedisError
+
+from bench.free_port import free_port
 
 _START_BOUND_S: Final = 20.0
 
@@ -24,8 +25,7 @@ def started_redis(folder: Path) -> Iterator[str | None]:
     if program is None:
         yield None
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
+    port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
     command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+
+from bench.free_port import free_port
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 DEPLOY: Final = ROOT / "deploy"
@@ -94,7 +95,7 @@ class Containers:
         self._env_file.write_text("".join(f"{name}={value}\n" for name, value in knobs.items()))
         peers = dict.fromkeys(("HAPROXY_IMAGE", "REDIS_IMAGE", "PROMETHEUS_IMAGE", "GRAFANA_IMAGE"), PEERS_IMAGE)
         ours = {"MODEL_DIR": str(model), "BATON_IMAGE": IMAGE, "BATON_ENV": str(self._env_file)}
-        self._ports = {"HTTP_PORT": _free_port(), "PROMETHEUS_PORT": _free_port(), "GRAFANA_PORT": _free_port()}
+        self._ports = {"HTTP_PORT": free_port(), "PROMETHEUS_PORT": free_port(), "GRAFANA_PORT": free_port()}
         self._environment = os.environ | peers | ours | {name: str(port) for name, port in self._ports.items()}
         self._files = [DEPLOY / "compose.yaml"]
         self._shown = ["http"]  # how a page is asked for inside a container
@@ -208,9 +209,3 @@ def _run(command: Sequence[str], environment: Any, limit_s: float, *, with_stder
     )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout + (done.stderr if with_stderr else "")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from bench.free_port import free_port
 from tests.e2e.role_by_role import started_role_by_role
 
 
@@ -22,19 +22,9 @@ def listens_for_both(port: int) -> bool:
     return True
 
 
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    def find() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port: int = server.getsockname()[1]
-            return port
-
-    return find
-
-
 @pytest.mark.covers("X04", "D08")
 def test_nodes_that_listen_everywhere_are_dialled_by_name_and_by_ipv6_and_hand_over(
-    tiny_model: Path, tmp_path: Path, free_port: Callable[[], int]
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")

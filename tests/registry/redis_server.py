@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,8 @@ from typing import Any, Final
 
 import pytest
 import redis
+
+from bench.free_port import free_port
 
 PROGRAM: Final = shutil.which("redis-server")
 _START_BOUND_S: Final = 20.0
@@ -30,7 +31,7 @@ class RedisServer:
         self._folder = folder
         self._flags = flags
         self._host = host
-        self.port = _free_port()
+        self.port = free_port()
         self.url = url.format(host=host, port=self.port)
         self._process: subprocess.Popen[bytes] | None = None
         # What others write into it. Untyped: the client's own types allow for every version of every answer.
@@ -104,9 +105,3 @@ def need_redis() -> None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

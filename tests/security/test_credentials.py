@@ -21,6 +21,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from bench.free_port import free_port
 from deploy import certs
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryServicer, RegistryStub, add_RegistryServicer_to_server
@@ -157,8 +158,7 @@ def test_a_registry_in_redis_is_reached_over_its_own_tls_by_members_only(ours: P
     """A Redis that asks for a certificate of the same authority; skipped where there is no redis-server with TLS."""
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     files = [f"--tls-{what}-file {ours / name}" for what, name in (("cert", "tls.crt"), ("key", "tls.key"))]
     flags = f"--port 0 --tls-port {port} --tls-ca-cert-file {ours / 'ca.crt'} {' '.join(files)} --dir {tmp_path}"
     options = f"ssl_ca_certs={ours / 'ca.crt'}"
