@@ -18,7 +18,9 @@ from tests.e2e.drawn_requests import drawn_body
 from tests.router.test_stream_equals_whole import flattened, joined
 
 MAX_TOKENS: Final = 256
-PATIENCE_S: Final = 60.0  # without a word of the answer: far beyond what any fault may cost
+PATIENCE_S: Final = (
+    120.0  # without a word of the answer, which of a whole one is all its work: far beyond what any fault may cost
+)
 AGAIN: Final = (429, 503)  # come back later: nothing was generated
 
 

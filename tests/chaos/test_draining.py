@@ -75,7 +75,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         fleet = town.fleet
         bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
         for body in bodies:  # seconds of work, and room for all of it on either node
-            body["max_tokens" if "max_tokens" in body else "max_completion_tokens"] = 2000
+            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 2000, "n": 1}
         asked = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("mixed-0"), "there is nothing to move"
@@ -85,7 +85,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         fleet.terminate("mixed-0")
         assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
-        assert fleet.metric("moves_total", "done") >= 2
+        assert fleet.metric("moves_total", "done") >= 1
         town.told(asked)
         more = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))

@@ -17,6 +17,7 @@ from engine.grammars import GrammarError, Grammars
 from engine.plan import Grammar
 from node.grammar_book import STALL_S, GrammarsBusyError
 from node.grammar_processes import GrammarProcesses
+from tests.stopping import stop
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
 VOCAB_SIZE = 1536
@@ -117,7 +118,7 @@ def test_a_process_that_does_not_answer_breaks_its_rows_which_go_on_in_another(p
     row = processes.constraint(letters)
     expected = row.allowed()
     for pid in pids_of(forker) - others:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     assert expected is not None
     row.add(int(expected.argmax()))
     began_s = time.monotonic()

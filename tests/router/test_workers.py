@@ -21,6 +21,7 @@ import pytest
 from bench.router_sides import Speaker
 from bench.stepping import Pace
 from tests.router.tiny_model import write_model_text
+from tests.stopping import resume, stop
 
 TEXT = "abcdefgh"  # what the fake nodes say, over and over
 NUM_TOKENS = 80
@@ -99,9 +100,9 @@ def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(
         assert set(texts) == {whole, ""}, "a stream is whole, or its connection broke with its worker"
         assert texts.count("") == live[0] and texts.count(whole) == live[1], "the other's streams all went on"
         until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})  # its successor knows the nodes, too
-        os.kill(pids[1], signal.SIGSTOP)
+        stop(pids[1])
         assert asyncio.run(stream(url)) == whole, "who hangs keeps no connection waiting"
-        os.kill(pids[1], signal.SIGCONT)
+        resume(pids[1])
         router.send_signal(signal.SIGTERM)
         assert router.wait(10) == 0
         assert not Path(f"/proc/{pids[1]}").exists()

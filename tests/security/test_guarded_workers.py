@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from bench.fleet import wait_until
 from tests.e2e.cluster import BATON, Cluster, started_cluster
 from tests.registry.redis_server import started_redis
 from tests.security.strangers import make_certificates, members_context
+from tests.stopping import resume, stop
 
 KEY: Final = "sk-of-the-test-0123456789"
 LIMITED: Final = "sk-with-a-limit-0123456789"
@@ -64,11 +64,11 @@ def asked(cluster: Cluster, key: str, **more: Any) -> httpx.Response:
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """By SIGSTOP: it takes no connection meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
 
 
 @pytest.mark.covers("X02", "X03", "R13", "R16")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from connector import nixl_receiver
 from connector.transport import LeaseRef, LinkClosed, NotifyArrived, RevokeDone
 from proto import baton_pb2 as pb
+from tests.stopping import stop
 from tests.transport.net import NixlNet, Node, commit, fill_at_random
 from tests.transport.peer import BLOCK_BYTES, NUM_BLOCKS, SECRET, pattern
 from tests.transport.peer_process import Peer, peer
@@ -40,14 +40,6 @@ def assert_still_serves(net: NixlNet, receiver: Node) -> None:
     assert np.array_equal(receiver.memory[3], good.memory[1])
 
 
-def wait_until_stopped(pid: int) -> None:
-    """A signal is under way for a moment, in which a thread of the other process may still answer."""
-    while any(
-        each.read_text().rpartition(")")[2].split()[0] != "T" for each in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
-        time.sleep(0.001)
-
-
 @pytest.mark.covers("H08", "H07")
 def test_the_leases_of_a_killed_sender_are_quiet_and_others_go_on(nixl_net: NixlNet) -> None:
     with peer("nixl") as sender:
@@ -66,8 +58,7 @@ def test_a_sender_that_hangs_keeps_an_ended_lease_in_quarantine_until_its_link_i
     monkeypatch.setattr(nixl_receiver, "_STOP_S", 0.5)
     with peer("nixl") as sender:
         receiver = receiver_of(nixl_net, sender)
-        sender.process.send_signal(signal.SIGSTOP)
-        wait_until_stopped(sender.process.pid)
+        stop(sender.process.pid)
         began = time.monotonic()
         receiver.transport.revoke(1)
         assert receiver.transport.snapshot()["leases_quarantined"] == 1 and receiver.said.of(RevokeDone) == []
