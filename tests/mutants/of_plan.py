@@ -20,6 +20,22 @@ MUTANTS: Final = (
         _CLUSTER,
     ),
     Mutant(
+        "plan-foresees-past-a-newcomer",
+        "A prompt that waits for nothing but the next plan is not reckoned with.",
+        "bench/plan_fast.py",
+        "return not self._waiting or self._num_slots <= self._num_reserved",
+        "return True",
+        _ENGINE,
+    ),
+    Mutant(
+        "plan-foresees-a-step-too-many",
+        "The step that an answer ends with is taken for one that tells nothing.",
+        "bench/plan_fast.py",
+        "self._filed.next_end() - self._num_plans + 1)",
+        "self._filed.next_end() - self._num_plans + 2)",
+        _ENGINE,
+    ),
+    Mutant(
         "plan-forgets-who-missed-a-step",
         "A row that found no block is a position on all the same.",
         "bench/plan_fast.py",
