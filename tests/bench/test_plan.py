@@ -161,6 +161,14 @@ def test_a_named_cluster_that_misses_is_told_what_to_try(
         (["--prefill", "1"], "give --prefill and --decode together, or --mixed, or none of them"),
         (["--placement-prefill", "best"], "--placement-prefill best: is none of cache_aware"),
         (["--num-blocks", "2"], "a request of 105 tokens fits no node of 2 blocks of 16"),
+        (
+            ["--num-blocks", "1000000"],
+            "--num-blocks 1000000: up to 256 nodes would have 256000000 blocks, more than 134217728: a smaller --num-blocks",
+        ),
+        (
+            ["--length-scale", "0.001", "--block-size", "1", "--mixed", "100"],
+            "--num-blocks 3360000, for --max-num-seqs 32 of 105000 tokens, the longest: up to 100 nodes would have",
+        ),
         (["--output", "."], "--output .: is a folder; name a file in it"),
         (["--trace", "."], "--trace .: cannot be read: Is a directory; it must be a file of JSON lines"),
         (["--rates", "/nowhere"], "--rates /nowhere: cannot be read: No such file or directory"),
