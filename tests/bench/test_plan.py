@@ -222,11 +222,12 @@ def test_the_page_of_an_error_names_the_worst() -> None:
         "real": times,
         "simulated": times,
         "error": errors,
+        "error_alone": errors | {"tpot": [-0.4, -0.5, -0.6]},
         "spread": errors,
         "num_requests": 80,
         "use": {"prefill": 0.5, "decode": 0.25},
         "lag_p99_s": 0.001,
     }
     page = plan_error.page_of(result)
-    assert "| TPOT p90 | 20.0 | 20.0 | -25% | -25% |" in page
+    assert "| TPOT p90 | 20.0 | 20.0 | -25% | -25% | -50% |" in page
     assert "The largest error is 25%, of TPOT." in page
