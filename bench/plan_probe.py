@@ -138,8 +138,11 @@ class Prober:
             measured = step_of(records[:streams], records[streams:], length)
             if counts and measured is not None:
                 self.seen[is_beside].steps.append(measured)
-            took_s = max(record.end_s for record in records[:streams])
-            num_beside = min(2 + int(2 * took_s / max(self._longest_s, _LEAST_S)), _MOST_BESIDE)
+            ends_s, firsts_s = zip(
+                *((each.chunk_at_s[-1], each.chunk_at_s[0]) for each in records[:streams]), strict=True
+            )
+            decode_s = max(ends_s) - max(firsts_s)  # at rest; beside prompts it may take twice as long
+            num_beside = min(2 + int(2 * decode_s / max(self._longest_s, _LEAST_S)), _MOST_BESIDE)
 
 
 def step_of(streams: Sequence[Record], beside: Sequence[Record], length: int) -> Measured | None:
