@@ -8,10 +8,12 @@ A benchmark is its config (a dataclass of knobs) and a Bench. Not here: any meas
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -49,6 +51,8 @@ def check_files(output: Path | None, plot: Path | None = None) -> None:
             raise ValueError(f"{flag} {path}: its folder does not exist")
         if path is not None and path.is_dir():
             raise ValueError(f"{flag} {path}: is a folder; name a file in it")
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ValueError(f"{flag} {path}: its folder cannot be written to")
     if plot is not None and plot.suffix not in SUFFIXES:
         raise ValueError(f"--plot {plot}: must end in {', '.join(SUFFIXES)}")
     if plot is not None and not can_plot():
@@ -102,13 +106,24 @@ class Bench(Generic[C, R]):
             console.print(f"broken: {complaint}")
         plot_path: Path | None = getattr(config, "plot", None)
         if self.plot is not None and plot_path is not None:
-            self.plot(result, plot_path)
+            with _writing(self.prog, "--plot", plot_path):
+                self.plot(result, plot_path)
             console.print(f"written: {plot_path}")
         output: Path | None = getattr(config, "output", None)
         if output is not None:
-            write_atomically(output, facts(self.prog, config, argv) | self.to_json(result))
+            with _writing(self.prog, "--output", output):
+                write_atomically(output, facts(self.prog, config, argv) | self.to_json(result))
             console.print(f"written: {output}")
         return 1 if complaints else 0
+
+
+@contextmanager
+def _writing(prog: str, flag: str, path: Path) -> Iterator[None]:
+    """A full disk, say, ends the command in one sentence: the table was shown before."""
+    try:
+        yield
+    except OSError as error:
+        fatal(f"{prog}: {flag} {path}: cannot be written: {error.strerror}")
 
 
 def facts(prog: str, config: DataclassInstance, argv: Sequence[str] | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@
     the trace's first requests --> the cluster, some rounds                  --> TTFT, TPOT as clients see them
                                --> the simulator, with these rates and sizes --> the same; the error of each percentile
 
+Simulated once more with decode steps and handoffs as they are while the prefill node rests: that difference is the machine's.
+
 Everything is on one machine; where it has two cores each node has one of them, and router and clients share both. Writes the page
 beside --output.
 """
@@ -83,8 +85,10 @@ class Compared:
     real: dict[str, list[float]]  # "ttft", "tpot"
     simulated: dict[str, list[float]]
     error: dict[str, list[float]]  # simulated / real - 1
+    error_alone: dict[str, list[float]]  # the same with what was measured while the prefill node rested
     spread: dict[str, list[float]]  # of the rounds: the largest less the smallest, as a share of the median
     rates: Rates
+    rates_alone: Rates
     num_requests: int
     lag_p99_s: float  # how late the load generator was
     use: dict[str, float]  # simulated, by role
@@ -121,7 +125,8 @@ def measure(config: ErrorConfig, console: Console, command: str = PROG) -> Compa
     rounds: list[list[Record]] = []
     with StepProgress(console, "measurements", probe.num_asked) as progress, _started(config) as fleet:
         sender = Sender(Server.parse(fleet.url), is_stream=True, timeout_s=_TIMEOUT_S)
-        rates = Prober(probe, sender, progress.advance).run()
+        prober = Prober(probe, sender, progress.advance)
+        rates = prober.run(), prober.rates(is_beside=False)
     for number in range(config.rounds):
         with _started(config) as fleet:  # caches are empty, as the simulator's
             sender = Sender(Server.parse(fleet.url), is_stream=True, timeout_s=_TIMEOUT_S)
@@ -132,12 +137,18 @@ def measure(config: ErrorConfig, console: Console, command: str = PROG) -> Compa
 
 
 def compare(
-    config: ErrorConfig, asked: Load, rates: Rates, rounds: Sequence[Sequence[Record]], command: str
+    config: ErrorConfig,
+    asked: Load,
+    rates: tuple[Rates, Rates],
+    rounds: Sequence[Sequence[Record]],
+    command: str,
 ) -> Compared:
-    """The same load through the simulator, and the errors."""
+    """The same load through the simulator, and the errors. `rates`: with the prefill node at work, and at rest."""
     sizes = Sizes(config.num_blocks, 16, config.max_num_seqs, config.chunk)
-    outcome = Cluster(Setup(sizes, rates), Counts(1, 1), asked, Slo(1e9, 1e9, 1.0)).run()
-    simulated = {"ttft": percentiles(outcome.ttft_s) or [], "tpot": percentiles(outcome.tpot_s) or []}
+    outcomes = [Cluster(Setup(sizes, each), Counts(1, 1), asked, Slo(1e9, 1e9, 1.0)).run() for each in rates]
+    simulated, alone = (
+        {"ttft": percentiles(each.ttft_s) or [], "tpot": percentiles(each.tpot_s) or []} for each in outcomes
+    )
     of_rounds: dict[str, list[list[float]]] = {"ttft": [], "tpot": []}
     for records in rounds:
         for what, values in (("ttft", [r.ttft_s for r in records]), ("tpot", [r.tpot_s for r in records])):
@@ -150,12 +161,25 @@ def compare(
         what: [(max(each) - min(each)) / statistics.median(each) for each in zip(*found, strict=True)]
         for what, found in of_rounds.items()
     }
-    error = {
-        what: [have / is_ - 1 for have, is_ in zip(simulated[what], real[what], strict=True)] for what in simulated
-    }
+    error, error_alone = (
+        {what: [have / is_ - 1 for have, is_ in zip(found[what], real[what], strict=True)] for what in found}
+        for found in (simulated, alone)
+    )
     lags = sorted(record.lag_s for records in rounds for record in records)
     lag_p99_s = lags[int(0.99 * (len(lags) - 1))]
-    return Compared(real, simulated, error, spread, rates, len(asked), lag_p99_s, outcome.use, command)
+    return Compared(
+        real=real,
+        simulated=simulated,
+        error=error,
+        error_alone=error_alone,
+        spread=spread,
+        rates=rates[0],
+        rates_alone=rates[1],
+        num_requests=len(asked),
+        lag_p99_s=lag_p99_s,
+        use=outcomes[0].use,
+        command=command,
+    )
 
 
 @contextmanager
@@ -201,12 +225,12 @@ def _replay(sender: Sender, name: str, load_: Load) -> list[Record]:
 
 def to_json(compared: Compared) -> dict[str, Any]:
     """Everything."""
-    return {**asdict(compared), "date": utc_date(), "machine": machine(), "rates": compared.rates.to_json()}
+    return {**asdict(compared), "date": utc_date(), "machine": machine()}
 
 
 def show(console: Console, compared: Compared) -> None:
     """The table."""
-    table = Table("", "measured, ms", "simulated, ms", "error", "spread of rounds")
+    table = Table("", "measured, ms", "simulated, ms", "error", "spread of rounds", "error, at rest")
     for cells in _rows(asdict(compared)):
         table.add_row(*cells)
     console.print(table)
@@ -214,10 +238,10 @@ def show(console: Console, compared: Compared) -> None:
 
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for what in ("ttft", "tpot"):
-        columns = [result[name][what] for name in ("real", "simulated", "error", "spread")]
-        for percent, real, simulated, error, spread in zip(_PERCENTS, *columns, strict=True):
+        columns = [result[name][what] for name in ("real", "simulated", "error", "spread", "error_alone")]
+        for percent, real, simulated, error, spread, alone in zip(_PERCENTS, *columns, strict=True):
             times = f"{1000 * real:.1f}", f"{1000 * simulated:.1f}"
-            yield f"{what.upper()} {percent}", *times, f"{error:+.0%}", f"{spread:.0%}"
+            yield f"{what.upper()} {percent}", *times, f"{error:+.0%}", f"{spread:.0%}", f"{alone:+.0%}"
 
 
 def page_of(result: dict[str, Any]) -> str:
@@ -231,10 +255,11 @@ def page_of(result: dict[str, Any]) -> str:
         "",
         f"{result['num_requests']} requests of the trace on one prefill and one decode node, a core each, beside router",
         "and clients; then in `baton plan`'s simulator, with rates measured on such a cluster before (`baton plan measure --url`).",
-        f"Measured: medians over {result['settings']['rounds']} rounds, each with empty caches.",
+        f"Measured: medians over {result['settings']['rounds']} rounds, each with empty caches. The last column: the error with",
+        "decode steps and handoffs as they were measured, in turns with the others, while the prefill node rested.",
         "",
-        "| | measured, ms | simulated, ms | error | spread of rounds |",
-        "|---|---|---|---|---|",
+        "| | measured, ms | simulated, ms | error | spread of rounds | error, prefill at rest |",
+        "|---|---|---|---|---|---|",
         *(f"| {' | '.join(cells)} |" for cells in _rows(result)),
         "",
         f"The largest error is {worst[0]:.0%}, of {worst[1].upper()}. In the simulation the prefill node had a step in "

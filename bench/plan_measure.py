@@ -28,6 +28,7 @@ from bench.plan_rates import Measured, Rates, Shape, fit, pairs_of
 from bench.progress import StepProgress
 from engine.config_values import read_settings
 from runtime.config import knob, load, set_thread_environment
+from runtime.host_memory import free_memory_bytes
 
 PROG: Final = "baton plan measure"
 _TIMEOUT_S: Final = 120.0
@@ -59,8 +60,9 @@ class MeasureConfig:
     def __post_init__(self) -> None:
         check_files(self.output)
         check_model(self.model)
-        if len(whole_numbers("--lengths", self.lengths)) < 4 or len(whole_numbers("--rows", self.rows)) < 2:
-            raise ValueError("--lengths and --rows: at least four and two, or there is nothing to fit")
+        for flag, text, least in (("--lengths", self.lengths, 4), ("--rows", self.rows, 2)):
+            if len(set(whole_numbers(flag, text))) < least:
+                raise ValueError(f"{flag} {text}: at least {least} different numbers, or there is nothing to fit")
         if self.url is not None:
             Server.parse(self.url)
 
@@ -73,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(config: MeasureConfig, console: Console) -> Rates:
     """ClusterProblem, ValueError, OSError: what the user can mend."""
-    lengths, rows = sorted(whole_numbers("--lengths", config.lengths)), whole_numbers("--rows", config.rows)
+    lengths = sorted(set(whole_numbers("--lengths", config.lengths)))
+    rows = sorted(set(whole_numbers("--rows", config.rows)))
     size = read_model_size(config.model, config.dtype)
     if config.url is None:
         return _of_engine(config, lengths, rows, size.token_bytes, console)
@@ -98,6 +101,12 @@ def _of_engine(
     model = load_model(config.model, config.dtype, config.kernels)
     cases = [Case(batch, context) for context in lengths for batch in rows]
     cases += [Case(0, context, tokens) for context in (0, *lengths) for tokens in (config.chunk // 8, config.chunk)]
+    most = max(cases, key=lambda case: case.num_positions)
+    need, free = most.num_positions * token_bytes, free_memory_bytes()
+    if need > free:
+        raise ValueError(
+            f"{most.name}: takes {need >> 20} MiB of KV, {free >> 20} MiB are free: shorter --lengths, fewer --rows"
+        )
     memory = random_memory(model, 16, cases)
     timed: list[Measured] = []
     with StepProgress(console, "steps", len(cases)) as progress:

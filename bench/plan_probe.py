@@ -4,8 +4,11 @@
     gaps of n streams that decode side by side ->  steps of rows: base, row, position
     first gap of a stream, less such a step    ->  the handoff: latency, bytes per second
 
-So they hold what the machine's other processes cost, too, as far as they cost it in a quiet cluster. The cluster is to have one
-prefill and one decode node, and nothing else to do. Prompts are drawn: no cache helps.
+Gaps are measured while the prefill node computes other prompts, which are answered by one token and so are handed over to nobody:
+a cluster that serves has both roles at work, and where nodes share a machine that costs (cores, memory, the router's turn). The
+same with the prefill node at rest is measured beside it, in turns: what is fitted to that is `alone`, and the difference is what
+the neighbour costs. The cluster is to have one prefill and one decode node, and nothing else to do. Prompts are drawn: no cache
+helps.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +31,7 @@ from bench.plan_rates import Measured, Rates, Shape, Terms, fit, pairs_of
 _FIRST_TOKEN: Final = 3  # below it are special tokens
 _STREAM_TOKENS: Final = 24
 _LEAST_S: Final = 1e-6  # of a step
+_MOST_BESIDE: Final = 64  # prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,17 @@ class Probe:
     @property
     def num_asked(self) -> int:
         """Times that something is asked, in all rounds."""
-        return (self.rounds + 1) * (len(self.lengths) + 2 * len(self.streams))
+        return (self.rounds + 1) * (2 * len(self.lengths) + 4 * len(self.streams))
+
+
+@dataclass(slots=True)
+class Seen:
+    """With the prefill node at work, or at rest."""
+
+    gaps: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # from the first token to the second, by length of the prompt
+    steps: list[Measured] = field(default_factory=list)
 
 
 class Prober:
@@ -58,9 +72,9 @@ class Prober:
         self._advance = advance
         self._random = random.Random(probe.seed)
         self._num_asked = 0
+        self._longest_s = 1.0  # to the first token of the longest prompt
         self.firsts: dict[int, list[float]] = {}  # seconds to the first token, by length of the prompt
-        self.gaps: dict[int, list[float]] = {}  # from the first to the second
-        self.steps: list[Measured] = []
+        self.seen = {is_beside: Seen() for is_beside in (False, True)}
 
     def run(self) -> Rates:
         """Every kind of request in turns, the first round for nothing; then the fit. ClusterProblem."""
@@ -70,36 +84,86 @@ class Prober:
             for streams in self._probe.streams:
                 for length in (self._probe.lengths[0], self._probe.lengths[-1] // 2):
                     self._side_by_side(streams, length, counts=number > 0)
-        return rates_of(self._probe, self.firsts, self.gaps, self.steps)
+        return self.rates(is_beside=True)
 
-    def _ask(self, number: int, length: int, tokens: int) -> list[Record]:
+    def rates(self, *, is_beside: bool) -> Rates:
+        """After `run`: of gaps with the prefill node at work, or at rest. ClusterProblem: too little was seen."""
+        seen = self.seen[is_beside]
+        try:
+            return rates_of(self._probe, self.firsts, seen.gaps, seen.steps)
+        except ValueError as error:
+            raise ClusterProblem(
+                f"{self._sender.server.base_url}: {error}; it must stream token by token, and have one prefill and one decode node"
+            ) from None
+
+    def _ask(self, number: int, length: int, tokens: int, num_beside: int = 0) -> list[Record]:
+        """The records of `number` prompts; behind them come `num_beside` of the longest, for one token, and their records."""
         asked, asking = [], Asking(self._probe.model, "token_ids", wants_token_ids=True)
-        for _ in range(number):
-            prompt = [self._random.randrange(_FIRST_TOKEN, self._probe.vocab_size) for _ in range(length)]
-            asked.append(Asked(self._num_asked, asking.body(json.dumps(prompt), tokens), length, tokens))
+        longest = self._probe.lengths[-1]
+        for of_length, of_tokens in [(length, tokens)] * number + [(longest, 1)] * num_beside:
+            prompt = [self._random.randrange(_FIRST_TOKEN, self._probe.vocab_size) for _ in range(of_length)]
+            body = asking.body(json.dumps(prompt), of_tokens)
+            asked.append(Asked(self._num_asked, body, of_length, of_tokens))
             self._num_asked += 1
-        records = asyncio.run(run_open_loop(self._sender, asked, [0.0] * number))
+        records = asyncio.run(run_open_loop(self._sender, asked, [0.0] * len(asked)))
         for record in records:
+            of = f"a prompt of {record.prompt_tokens_asked} tokens, to be answered by {record.output_tokens_asked}"
             if not record.is_ok:
-                raise ClusterProblem(f"a request of the measurement failed: {record.status} {record.error}")
+                raise ClusterProblem(f"{self._sender.server.base_url}: {of}, failed: {record.kind} {record.error}")
+            if record.output_tokens != record.output_tokens_asked or len(record.chunk_at_s) < min(
+                2, record.output_tokens
+            ):
+                raise ClusterProblem(
+                    f"{self._sender.server.base_url}: {of}, was answered by {record.output_tokens} in "
+                    f"{len(record.chunk_at_s)} events; it must stream token by token, and know ignore_eos"
+                )
         self._advance(f"{number} x {length} tokens")
         return records
 
     def _single(self, length: int, *, counts: bool) -> None:
-        (record,) = self._ask(1, length, 4)
-        if counts and len(record.chunk_at_s) > 1:
-            self.firsts.setdefault(length, []).append(record.chunk_at_s[0])
-            self.gaps.setdefault(length, []).append(record.chunk_at_s[1] - record.chunk_at_s[0])
+        for is_beside in (False, True):
+            record = self._ask(1, length, 4, num_beside=int(is_beside))[0]
+            if counts and not is_beside:
+                self.firsts.setdefault(length, []).append(record.chunk_at_s[0])
+            if counts:
+                gap_s = record.chunk_at_s[1] - record.chunk_at_s[0]
+                self.seen[is_beside].gaps.setdefault(length, []).append(gap_s)
+            if length == self._probe.lengths[-1] and not is_beside:
+                self._longest_s = record.chunk_at_s[0]
 
     def _side_by_side(self, streams: int, length: int, *, counts: bool) -> None:
-        records = self._ask(streams, length, _STREAM_TOKENS + 4 * streams)
-        instants = [[record.arrival_s + record.lag_s + at for at in record.chunk_at_s] for record in records]
-        begin, end = max(each[1] for each in instants if len(each) > 1), min(each[-1] for each in instants)
-        within = [[at for at in each if begin <= at <= end] for each in instants]  # while all of them decode
-        steps = [(each[-1] - each[0]) / (len(each) - 1) for each in within if len(each) > 1]
-        if counts and steps and (step_s := statistics.median(steps)) > 0:
-            positions = statistics.mean(length + len(each) / 2 for each in instants)
-            self.steps.append(Measured(Shape(streams, round(streams * positions)), step_s))
+        num_beside = 0
+        for is_beside in (False, True):
+            records = self._ask(streams, length, _STREAM_TOKENS + 4 * streams, num_beside)
+            measured = step_of(records[:streams], records[streams:], length)
+            if counts and measured is not None:
+                self.seen[is_beside].steps.append(measured)
+            ends_s, firsts_s = zip(
+                *((each.chunk_at_s[-1], each.chunk_at_s[0]) for each in records[:streams]), strict=True
+            )
+            decode_s = max(ends_s) - max(firsts_s)  # at rest; beside prompts it may take twice as long
+            num_beside = min(2 + int(2 * decode_s / max(self._longest_s, _LEAST_S)), _MOST_BESIDE)
+
+
+def step_of(streams: Sequence[Record], beside: Sequence[Record], length: int) -> Measured | None:
+    """The mean step while all streams decode and, where there are any, prompts beside them are computed; None: too few events.
+
+    A server that merges tokens into one event has fewer and longer gaps than steps.
+    """
+    instants = [[record.arrival_s + record.lag_s + at for at in record.chunk_at_s] for record in streams]
+    begin, end = max(each[1] for each in instants), min(each[-1] for each in instants)
+    if beside:
+        end = min(end, max(record.arrival_s + record.lag_s + record.chunk_at_s[0] for record in beside))
+    steps = []
+    for record, each in zip(streams, instants, strict=True):
+        within = [at for at in each if begin <= at <= end]
+        if len(within) > 1 and record.output_tokens is not None:
+            merged = (len(each) - 1) / (record.output_tokens - 1)
+            steps.append(merged * (within[-1] - within[0]) / (len(within) - 1))
+    if not steps or (step_s := statistics.median(steps)) <= 0:
+        return None
+    positions = statistics.mean(length + len(each) / 2 for each in instants)
+    return Measured(Shape(len(streams), round(len(streams) * positions)), step_s)
 
 
 def rates_of(
@@ -132,7 +196,7 @@ def rates_of(
         link_bytes_per_s=probe.token_bytes / slope,
         link_latency_s=link.get("latency_s", 0.0),
         route_s=found.get("around_s", 0.0),
-        source="measured through a running cluster",
+        source="measured through a running cluster, both roles at work",
     )
 
 

@@ -34,6 +34,7 @@ from runtime.config import knob, load
 
 PROG: Final = "baton plan"
 _AROUND: Final = 2  # nodes more and less of each role, in the picture
+_MAX_BLOCKS: Final = 1 << 27  # of all nodes: 60 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def plan(config: PlanConfig, console: Console) -> Found:
     if not trace:
         raise ValueError(f"--trace {config.trace}: has no request")
     asked = Load(trace, config.requests or len(trace), config.length_scale, config.speed, config.max_model_len)
-    blocks = config.num_blocks or config.max_num_seqs * -(-asked.longest // config.block_size)
+    blocks = _blocks_of_a_node(config, asked)
     reserve = ReserveConfig(config.reserve_policy)
     sizes = Sizes(blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, reserve)
     setup = Setup(sizes, rates, config.placement_prefill, max_queue=config.max_queue, is_exact=config.exact)
@@ -167,6 +168,24 @@ def plan(config: PlanConfig, console: Console) -> Found:
         for counts in _around(apart) if config.plot is not None else ():
             runs.whole(counts)
     return runs.found(apart, mixed, max_nodes=config.max_nodes)
+
+
+def _blocks_of_a_node(config: PlanConfig, asked: Load) -> int:
+    """ValueError: more than this process could hold."""
+    blocks = config.num_blocks or config.max_num_seqs * -(-asked.longest // config.block_size)
+    nodes = config.max_nodes if config.named is None else config.named.total
+    if blocks * nodes > _MAX_BLOCKS:
+        why = (
+            ""
+            if config.num_blocks
+            else f", for --max-num-seqs {config.max_num_seqs} of {asked.longest} tokens, the longest"
+        )
+        fewer = "--max-nodes" if config.named is None else "nodes"
+        raise ValueError(
+            f"--num-blocks {blocks}{why}: up to {nodes} nodes would have {blocks * nodes} blocks, more than {_MAX_BLOCKS}: "
+            f"a smaller --num-blocks, larger --block-size, fewer {fewer}, or --max-model-len to cut requests"
+        )
+    return blocks
 
 
 def _around(middle: Counts) -> list[Counts]:

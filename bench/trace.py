@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 TRACE_BLOCK: Final = 512  # prompt tokens that one of the trace's hash ids stands for
+MAX_TOKENS: Final = 1 << 24  # of a prompt, or of an answer: what is replayed or simulated costs as much as it is long
 _HIGHEST: Final = 1 << 53
 _FIELDS: Final = "timestamp, input_length, output_length, hash_ids"
 _KINDS: Final = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value"}
@@ -79,18 +80,18 @@ def _entry(content: object) -> Entry:
         raise ValueError(f"{lacking[0]} is missing; each line must have {_FIELDS}")
     hash_ids = content["hash_ids"]
     if not isinstance(hash_ids, list):
-        raise ValueError(f"hash_ids {hash_ids!r:.40}: must be a list of whole numbers from 0 to 2**53 - 1")
-    prompt, output = (_whole(name, content[name]) for name in ("input_length", "output_length"))
-    ids = tuple([_whole("hash_ids", each) for each in hash_ids])
+        raise ValueError(f"hash_ids {hash_ids!r:.40}: must be a list of whole numbers from 0 to {_HIGHEST - 1}")
+    prompt, output = (_whole(name, content[name], MAX_TOKENS) for name in ("input_length", "output_length"))
+    ids = tuple([_whole("hash_ids", each, _HIGHEST - 1) for each in hash_ids])
     at_ms = content["timestamp"]
     if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < _HIGHEST:
         raise ValueError(f"timestamp {at_ms!r:.40}: must be milliseconds from 0 to 2**53 - 1")
     return Entry(at_ms / 1000, prompt, output, ids)
 
 
-def _whole(name: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value < _HIGHEST:
-        raise ValueError(f"{name} {value!r:.40}: must be a whole number from 0 to 2**53 - 1")
+def _whole(name: str, value: object, high: int) -> int:
+    if type(value) is not int or not 0 <= value <= high:
+        raise ValueError(f"{name} {value!r:.40}: must be a whole number from 0 to {high}")
     return value
 
 

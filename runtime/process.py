@@ -68,8 +68,12 @@ def die_with_parent(parent_pid: int) -> None:
 def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a reader sees the whole file or none; used for ready files and cluster.json."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # what a full disk left of it
+        raise
 
 
 def is_loopback(host: str) -> bool:

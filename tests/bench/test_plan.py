@@ -161,6 +161,14 @@ def test_a_named_cluster_that_misses_is_told_what_to_try(
         (["--prefill", "1"], "give --prefill and --decode together, or --mixed, or none of them"),
         (["--placement-prefill", "best"], "--placement-prefill best: is none of cache_aware"),
         (["--num-blocks", "2"], "a request of 105 tokens fits no node of 2 blocks of 16"),
+        (
+            ["--num-blocks", "1000000"],
+            "--num-blocks 1000000: up to 256 nodes would have 256000000 blocks, more than 134217728: a smaller --num-blocks",
+        ),
+        (
+            ["--length-scale", "0.001", "--block-size", "1", "--mixed", "100"],
+            "--num-blocks 3360000, for --max-num-seqs 32 of 105000 tokens, the longest: up to 100 nodes would have",
+        ),
         (["--output", "."], "--output .: is a folder; name a file in it"),
         (["--trace", "."], "--trace .: cannot be read: Is a directory; it must be a file of JSON lines"),
         (["--rates", "/nowhere"], "--rates /nowhere: cannot be read: No such file or directory"),
@@ -214,11 +222,12 @@ def test_the_page_of_an_error_names_the_worst() -> None:
         "real": times,
         "simulated": times,
         "error": errors,
+        "error_alone": errors | {"tpot": [-0.4, -0.5, -0.6]},
         "spread": errors,
         "num_requests": 80,
         "use": {"prefill": 0.5, "decode": 0.25},
         "lag_p99_s": 0.001,
     }
     page = plan_error.page_of(result)
-    assert "| TPOT p90 | 20.0 | 20.0 | -25% | -25% |" in page
+    assert "| TPOT p90 | 20.0 | 20.0 | -25% | -25% | -50% |" in page
     assert "The largest error is 25%, of TPOT." in page

@@ -55,6 +55,7 @@ class _Pair:
         self.sides = (self.exact, self.fast)
         self.longest = sizes.max_model_len
         self.num_asked = self.num_ended = self.num_preempted = self.num_skipped = 0
+        self.num_foreseen = self.num_foreseen_ends = 0
         self.leased: list[int] = []
         self.lent: list[int] = []
         self.shared = [self.rng.randrange(2, 9) for _ in range(self.longest)]
@@ -131,6 +132,27 @@ class _Pair:
         self.num_skipped += number
         self.check()
 
+    def foresee(self) -> None:
+        """As many plans as are foretold, one by one: each has the shape that was said, and none but the last tells anything."""
+        while self.exact.num_unread < 2 and self.plan():
+            pass
+        if self.rng.random() < 0.3:
+            self.ask()  # somebody may come in the very next plan
+        found = self.fast.engine.ahead()
+        if found is None:
+            return
+        number, shape = found
+        assert number > 0
+        for index in range(number):
+            assert [side.complete() for side in self.sides] == [[], []]
+            assert [side.plan() for side in self.sides] == [(shape.after(index),)] * 2
+            self.check()
+        assert [side.complete() for side in self.sides] == [[], []]
+        num_over = self.num_ended + self.num_preempted
+        self.read()
+        self.num_foreseen += number
+        self.num_foreseen_ends += self.num_ended + self.num_preempted > num_over
+
     def check(self) -> None:
         assert self.exact.engine.pool.counts() == self.fast.engine.pool.counts()
         assert self.exact.engine.pool.num_promised == self.fast.engine.pool.num_promised
@@ -138,7 +160,7 @@ class _Pair:
 
     def live(self, num_events: int) -> None:
         """Random events, then all to their ends."""
-        acts = (self.ask, self.settle, self.commit, self.release, self.skip, *[self.step] * 6)
+        acts = (self.ask, self.settle, self.commit, self.release, self.skip, *[self.foresee] * 2, *[self.step] * 6)
         for _ in range(num_events):
             self.rng.choice(acts)()
         for _ in range(20_000):
@@ -166,13 +188,17 @@ def test_the_fast_engine_plans_every_step_as_the_scheduler_does(role: str, seed:
 
 
 def test_the_random_nodes_are_short_of_blocks_and_skip_steps() -> None:
-    """What the property is worth: preemptions and skipped steps happened in what it looked at."""
-    preempted = skipped = 0
+    """What the property is worth: preemptions, skipped steps and foretold ends happened in what it looked at."""
+    preempted = skipped = foreseen = ends = 0
     for seed in range(12):
         for role in ("decode", "mixed"):
             pair = _Pair(seed, role, "none")
             pair.live(80)
             preempted += pair.fast.engine.num_preempted
             skipped += pair.num_skipped
+            foreseen += pair.num_foreseen
+            ends += pair.num_foreseen_ends
     assert preempted > 10
     assert skipped > 40
+    assert foreseen > 40
+    assert ends > 20

@@ -109,6 +109,18 @@ def test_a_trace_is_read_by_time_and_what_is_none_is_named_by_its_line() -> None
             read_trace([lines[0], bad])
 
 
+@pytest.mark.parametrize(
+    ("name", "bound"), [("input_length", 1 << 24), ("output_length", 1 << 24), ("hash_ids", (1 << 53) - 1)]
+)
+def test_a_number_of_a_trace_is_bounded_and_the_one_beyond_is_named(name: str, bound: int) -> None:
+    """By line, field, value and bound: a prompt of 2**50 tokens was simulated for minutes."""
+    line = {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}
+    text, beyond = (json.dumps(line | {name: [value] if name == "hash_ids" else value}) for value in (bound, bound + 1))
+    assert len(read_trace([text, text])) == 2
+    with pytest.raises(ValueError, match=f"^line 2: {name} {bound + 1}: must be a whole number from 0 to {bound}$"):
+        read_trace([text, beyond])
+
+
 @given(st.integers(0, 1 << 60), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(1, 4))
 def test_random_prompts_of_a_group_share_their_share_and_the_seed_decides_all(
     seed: int, share: float, groups: int
