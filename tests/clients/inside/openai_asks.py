@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -19,9 +20,10 @@ class Answer(pydantic.BaseModel):
     colour: Literal["red", "green"]
 
 
-def gathered(chunks: Any, is_chat: bool) -> dict[str, Any]:
+def gathered(chunks: Any, is_chat: bool, begun: float) -> dict[str, Any]:
     """A stream put together as a user would."""
-    begun, at_s, usage = time.monotonic(), [], None
+    at_s: list[float] = []
+    usage = None
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     logprobs: list[float] = []
@@ -67,9 +69,9 @@ def asked(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[str, A
     is_chat = ask["path"] == "chat"
     create: Any = client.chat.completions.create if is_chat else client.completions.create
     if ask["stream"]:
-        return gathered(
-            create(model=model, stream=True, stream_options={"include_usage": True}, **ask["body"]), is_chat
-        )
+        begun = time.monotonic()
+        chunks = create(model=model, stream=True, stream_options={"include_usage": True}, **ask["body"])
+        return gathered(chunks, is_chat, begun)
     answer = create(model=model, **ask["body"])
     logprobs: list[float] = []
     first = answer.choices[0]
@@ -112,11 +114,11 @@ def responded(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[st
     }
 
 
-async def at_once(url: str, model: str, body: dict[str, Any]) -> bool:
-    """Whether eight calls at once of the async client get the same."""
+async def at_once(url: str, model: str, body: dict[str, Any]) -> list[str | None]:
+    """What eight calls at once of the async client get, each thing once."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         calls = [client.chat.completions.create(model=model, **body) for _ in range(8)]
-        return len({answer.choices[0].message.content for answer in await asyncio.gather(*calls)}) == 1
+        return list({answer.choices[0].message.content for answer in await asyncio.gather(*calls)})
 
 
 def name_of_error(create: Any, **body: Any) -> str:
@@ -176,9 +178,9 @@ def of_calls(client: openai.OpenAI, model: str, call: dict[str, Any], response: 
 
 
 def main() -> None:
-    """Ask what stdin says."""
-    url, model = sys.argv[1:]
-    asks = json.load(sys.stdin)
+    """Ask what the one file says, and write what came of it to the other."""
+    url, model, asked_at, told_at = sys.argv[1:]
+    asks = json.loads(Path(asked_at).read_text())
     bodies = {ask["name"]: ask["body"] for ask in asks}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answers = {ask["name"]: asked(client, model, ask) for ask in asks}
@@ -189,7 +191,7 @@ def main() -> None:
             "models": [each.id for each in client.models.list()] == [model],
             "model": client.models.retrieve(model).id == model,
             "the helper's stream": streamed == answers["chat, stop string"]["texts"][0],
-            "eight at once": asyncio.run(at_once(url, model, body)),
+            "eight at once": asyncio.run(at_once(url, model, body)) == answers["chat"]["texts"],
             "an unknown model": name_of_error(create, **(body | {"model": "nobody"})),
             "a bad parameter": name_of_error(create, model=model, **(body | {"temperature": 9})),
             "no messages": name_of_error(create, model=model, **(body | {"messages": []})),
@@ -204,7 +206,7 @@ def main() -> None:
         facts |= of_calls(client, model, bodies["a named call"], bodies["call of a response"])
         read = parsed(client, model)
     said = {"version": openai.__version__, "answers": answers, "facts": facts, "parsed": read}
-    sys.stdout.write(json.dumps(said) + "\n")
+    Path(told_at).write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
