@@ -22,7 +22,15 @@ from typing import Final
 
 from deploy.up_config import DEMO_MODEL, DEMO_NAME
 from tests.clients.catalog import CLIENTS, Client
-from tests.clients.environments import FOLDER, CannotInstallError, NoIndexError, alone, environment, is_installed
+from tests.clients.environments import (
+    FOLDER,
+    CannotInstallError,
+    NoIndexError,
+    alone,
+    environment,
+    is_installed,
+    log_of,
+)
 from tests.clients.programs import FailedError, Programs
 from tests.clients.served import Served
 from tests.clients.tool_template import with_tools
@@ -39,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             try:
-                stack.enter_context(alone())
+                stack.enter_context(alone(FOLDER))
             except BlockingIOError:
                 say(f"another `make clients` is at work in {FOLDER}")
                 return 1
@@ -83,7 +91,7 @@ def run_all(clients: Sequence[Client], model: Path, keep: bool, stack: ExitStack
     served = Served(cluster.url, name, model, stack.enter_context(cluster.client()))
     num_good, has_index = 0, True
     for client in clients:
-        if not has_index and not is_installed(client.name, client.needs):
+        if not has_index and not is_installed(FOLDER / client.name, client.needs):
             say(f"{client.name}: not tried, for want of an index")
             continue
         own = scratch / client.name
@@ -95,7 +103,7 @@ def run_all(clients: Sequence[Client], model: Path, keep: bool, stack: ExitStack
         num_good += not found
         for problem in found:
             say(f"{client.name}: {problem}")
-        log = os.path.relpath(FOLDER / f"{client.name}.log")
+        log = os.path.relpath(log_of(FOLDER / client.name))
         say(f"{client.name}: {f'FAILED; all that was written lies in {log}' if found else 'ok'}")
     say(f"{num_good} of {len(clients)} clients got what plain HTTP gets ({time.monotonic() - begun:.0f} s)")
     return 0 if num_good == len(clients) else 1
@@ -104,7 +112,7 @@ def run_all(clients: Sequence[Client], model: Path, keep: bool, stack: ExitStack
 def problems(client: Client, served: Served, scratch: Path, keep: bool) -> list[str]:
     """Of one client. Raises NoIndexError."""
     begun = time.monotonic()
-    is_there = is_installed(client.name, client.needs)
+    is_there = is_installed(FOLDER / client.name, client.needs)
     wanted = " ".join((client.needs.without_torch, *client.needs.packages)).strip()
     say(f"{client.name}: {'is there already' if is_there else f'installing {wanted}'}")
 
@@ -112,7 +120,7 @@ def problems(client: Client, served: Served, scratch: Path, keep: bool) -> list[
         say(f"{client.name}: still installing after {waited_s:.0f} s: {line.strip()[:120]}")
 
     try:
-        with environment(client.name, client.needs, keep, waiting) as made:
+        with environment(FOLDER / client.name, client.needs, keep, waiting) as made:
             if not is_there:
                 cost = f"{made.downloaded_mb:.0f} MB downloaded, {made.disk_mb():.0f} MB on disk"
                 say(f"{client.name}: installed in {time.monotonic() - begun:.0f} s: {cost}")

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -58,8 +58,8 @@ class Environment:
     """One, and what it cost."""
 
     programs: Path
-    log: Path  # what was said while it was made
-    downloaded_mb: float = field(default=0.0)
+    log: Path
+    downloaded_mb: float = 0.0
 
     def disk_mb(self) -> float:
         """What it takes."""
@@ -67,7 +67,7 @@ class Environment:
 
 
 @contextmanager
-def alone(folder: Path = FOLDER) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Keep others from making environments there meanwhile. Raises BlockingIOError where somebody does."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -76,12 +76,11 @@ def alone(folder: Path = FOLDER) -> Iterator[None]:
 
 
 @contextmanager
-def environment(name: str, needs: Needs, keep: bool, waiting: Callable[[float, str], None]) -> Iterator[Environment]:
+def environment(folder: Path, needs: Needs, keep: bool, waiting: Callable[[float, str], None]) -> Iterator[Environment]:
     """One that was kept is used again; one that is not whole is taken away, whatever happens. Raises CannotInstallError."""
-    folder = FOLDER / name
-    made = Environment(folder / "bin", FOLDER / f"{name}.log")
+    made = Environment(folder / "bin", log_of(folder))
     made.log.write_bytes(b"")
-    is_whole = is_installed(name, needs)
+    is_whole = is_installed(folder, needs)
     try:
         if not is_whole:
             _remove(folder)
@@ -95,9 +94,14 @@ def environment(name: str, needs: Needs, keep: bool, waiting: Callable[[float, s
             _remove(folder)
 
 
-def is_installed(name: str, needs: Needs) -> bool:
+def log_of(folder: Path) -> Path:
+    """Beside it, and left there: what was written while it was made, and by what runs there."""
+    return folder.with_name(f"{folder.name}.log")
+
+
+def is_installed(folder: Path, needs: Needs) -> bool:
     """Whether it was kept, and for the same."""
-    mark = FOLDER / name / _MARK
+    mark = folder / _MARK
     return mark.is_file() and mark.read_text() == repr(needs)
 
 
@@ -165,9 +169,11 @@ def downloaded_mb(lines: Sequence[str]) -> float:
 
 def why(failed: FailedError) -> CannotInstallError:
     """One sentence from what pip wrote."""
-    lost = [line for line in failed.lines if "after connection broken by" in line]
-    if any("Retry(total=0," in line for line in lost):
-        reason = re.sub(r".*<[^>]*>: ", "", lost[-1].partition(" broken by ")[2]).partition("')")[0]
-        return NoIndexError(f"no package index can be reached: {reason}")
+    lost = [line for line in failed.lines if "Retry(total=0," in line]
+    if lost:
+        told = re.search(r"broken by '(?:.*<[^>]*>: |\w+\(\W?)?(.*?)\W*: /", lost[-1])
+        return NoIndexError(f"no package index can be reached: {told[1] if told else lost[-1]}", failed.lines)
     errors = [line.removeprefix("ERROR: ") for line in failed.lines if line.startswith("ERROR: ")]
+    if errors == ["Exception:"]:  # a traceback is behind it, of a connection that breaks in the middle of a file
+        errors = [failed.lines[-1]]
     return CannotInstallError(errors[0] if errors else str(failed), failed.lines)
