@@ -43,7 +43,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run them."""
     options = read(words)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, _interrupt)
     try:
         with ExitStack() as stack:
             try:

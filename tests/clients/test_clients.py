@@ -35,16 +35,16 @@ _ASKS: Final = (ASKS[5], STRUCTURED[0], CALLS[2])  # a completion streamed, a sc
 _LIBRARY: Final = Library("openai", "1.0", _ASKS, {"a fact": True}, ("an object",), {"chat": ("logprobs",)})
 
 
-def _served(folder: Path) -> Served:
+def _served(folder: Path, text: str = _TEXT, name: str = "weather") -> Served:
     """A server that gives every request the same answer of its kind."""
     usage = {"prompt_tokens": 3, "completion_tokens": 4}
-    call = {"id": "call_1", "function": {"name": "weather", "arguments": json.dumps(_CALL)}}
+    call = {"id": "call_1", "function": {"name": name, "arguments": json.dumps(_CALL)}}
 
     def answered(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         if "prompt" in body:
             return httpx.Response(200, json={"choices": [{"text": "so", "finish_reason": "stop"}], "usage": usage})
-        message = {"content": None, "tool_calls": [call]} if "tools" in body else {"content": _TEXT}
+        message = {"content": None, "tool_calls": [call] if name else []} if "tools" in body else {"content": text}
         return httpx.Response(200, json={"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
 
     return Served("http://nowhere", "m", folder, httpx.Client(transport=httpx.MockTransport(answered)))
@@ -64,14 +64,14 @@ def _told() -> dict[str, Any]:
     return {"version": "1.0", "answers": answers, "facts": {"a fact": True}, "parsed": read_by_itself}
 
 
-def _problems(told: dict[str, Any], folder: Path) -> list[str]:
+def _problems(told: dict[str, Any], folder: Path, served: Served | None = None) -> list[str]:
     (folder / "said.json").write_text(json.dumps(told))
     python = folder / "python"
     python.write_text(f'#!/bin/sh\ncp "{folder / "said.json"}" "$5"\n')
     python.chmod(0o755)
     scratch = folder / "scratch"
     scratch.mkdir()
-    return problems_of(_LIBRARY, Programs(folder, folder / "log", scratch), _served(folder))
+    return problems_of(_LIBRARY, Programs(folder, folder / "log", scratch), served or _served(folder))
 
 
 def test_a_library_that_says_what_plain_http_got_has_no_problem(tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_a_library_that_says_what_plain_http_got_has_no_problem(tmp_path: Path) 
     [
         (("version",), "1.1"),
         (("facts", "a fact"), False),
+        (("facts",), {}),
         (("facts", "another fact"), True),
         (("parsed", "an object"), {"is_baton": 1, "colour": "green"}),
         (("parsed", "another object"), {}),
@@ -110,6 +111,18 @@ def test_whatever_a_library_gets_wrong_is_found(path: tuple[str, ...], value: ob
         inner = inner[name]
     inner[path[-1]] = value
     assert _problems(told, tmp_path)
+
+
+def test_what_a_server_bound_to_no_schema_says_is_found_though_a_library_hands_it_on_as_it_is(tmp_path: Path) -> None:
+    """A text, a call of somebody unknown, and no call."""
+    _, structured, called = (ask.name for ask in _ASKS)
+    for number, (text, name) in enumerate((("so", "weather"), (_TEXT, "colours"), (_TEXT, ""))):
+        told = _told()
+        told["answers"][structured]["texts"] = [text]
+        told["answers"][called]["calls"] = [["call_1", name, _CALL]] if name else []
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert len(_problems(told, folder, _served(folder, text, name))) == 1
 
 
 def test_tokens_that_were_kept_back_are_no_stream_but_one_reader_that_was_held_up_is_forgiven() -> None:
@@ -147,6 +160,7 @@ def test_a_program_that_fails_is_one_sentence_and_its_last_lines(tmp_path: Path)
     command = ["sh", "-c", r"for n in $(seq 20); do echo $n; done; printf '1%%\r99%%\nBang\n\n'; exit 3"]
     with pytest.raises(FailedError, match=r"^it ended with 3: Bang$") as failed:
         run(command, tmp_path / "log", 60, folder=tmp_path, environment=dict(os.environ))
+    assert failed.value.lines[0] == "1"
     assert failed.value.last_lines() == [*map(str, range(8, 21)), "99%", "Bang"]
 
 
