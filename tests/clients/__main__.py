@@ -117,17 +117,17 @@ def problems(client: Client, served: Served, scratch: Path, keep: bool) -> list[
     wanted = " ".join((client.needs.without_torch, *client.needs.packages)).strip()
     say(f"{client.name}: {'is there already' if is_there else f'installing {wanted}'}")
 
-    def waiting(waited_s: float, line: str) -> None:
-        say(f"{client.name}: still installing after {waited_s:.0f} s: {line.strip()[:120]}")
+    def waiting(line: str) -> None:
+        say(f"{client.name}: still installing after {time.monotonic() - begun:.0f} s: {line.strip()[:100]}")
 
     try:
         with environment(FOLDER / client.name, client.needs, keep, waiting) as made:
             if not is_there:
                 cost = f"{made.downloaded_mb:.0f} MB downloaded, {made.disk_mb():.0f} MB on disk"
                 say(f"{client.name}: installed in {time.monotonic() - begun:.0f} s: {cost}")
-            begun = time.monotonic()
+            installed = time.monotonic()
             found = client.problems(Programs(made.programs, made.log, scratch), served)
-            say(f"{client.name}: ran {time.monotonic() - begun:.0f} s")
+            say(f"{client.name}: ran {time.monotonic() - installed:.0f} s")
     except NoIndexError:
         raise
     except CannotInstallError as error:

@@ -76,7 +76,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def environment(folder: Path, needs: Needs, keep: bool, waiting: Callable[[float, str], None]) -> Iterator[Environment]:
+def environment(folder: Path, needs: Needs, keep: bool, waiting: Callable[[str], None]) -> Iterator[Environment]:
     """One that was kept is used again; one that is not whole is taken away, whatever happens. Raises CannotInstallError."""
     made = Environment(folder / "bin", log_of(folder))
     made.log.write_bytes(b"")
@@ -114,7 +114,7 @@ def _remove(folder: Path) -> None:
 class _Installer:
     """Fills one environment by pip, ours: it needs none of its own."""
 
-    def __init__(self, made: Environment, waiting: Callable[[float, str], None]) -> None:
+    def __init__(self, made: Environment, waiting: Callable[[str], None]) -> None:
         self._made, self._waiting = made, waiting
         self._python = made.programs / "python"
         temporary = made.programs.parent / "tmp"  # of pip, gigabytes: an interrupted one leaves nothing elsewhere

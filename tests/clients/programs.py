@@ -36,12 +36,12 @@ def run(
     *,
     folder: Path,
     environment: dict[str, str],
-    waiting: Callable[[float, str], None] | None = None,
+    waiting: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Append its output to `log` and return the lines. Raises FailedError.
 
     It leads a group of its own, which is killed on every way out, an interrupt's too: nobody who is still installing, and
-    no worker of a benchmark, outlives us. `waiting` hears every SAID_EVERY_S for how long it has run and its last line.
+    no worker of a benchmark, outlives us. `waiting` hears its last line every SAID_EVERY_S.
     """
     begun = time.monotonic()
     with log.open("ab") as out:
@@ -61,7 +61,7 @@ def run(
                     with suppress(subprocess.TimeoutExpired):
                         code = process.wait(min(SAID_EVERY_S, left_s))
                     if code is None and waiting:
-                        waiting(time.monotonic() - begun, (_lines(log, begin) or [""])[-1])
+                        waiting((_lines(log, begin) or [""])[-1])
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -6,12 +6,16 @@ import asyncio
 import importlib.metadata
 import json
 import sys
-import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import langchain_openai
 import pydantic
+
+if TYPE_CHECKING:
+    from tests.clients.inside.pieces import Pieces
+else:  # run by its path
+    from pieces import Pieces
 
 
 class Answer(pydantic.BaseModel):
@@ -26,7 +30,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     body = dict(ask["body"])
     if ask["path"] == "completion":
         prompt = body.pop("prompt")
-        return of_text(langchain_openai.OpenAI(**where, **body), prompt, ask["stream"])
+        return of_text(langchain_openai.OpenAI(**where, **body), prompt, Pieces(url) if ask["stream"] else None)
     body |= {"stream_usage": True} if ask["path"] == "chat" else {}
     messages = body.pop("messages" if ask["path"] == "chat" else "input")
     names = ("tools", "tool_choice", "parallel_tool_calls")
@@ -37,17 +41,16 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     chat: Any = langchain_openai.ChatOpenAI(**where, **body, use_responses_api=ask["path"] == "response")
     if tools:
         chat = chat.bind_tools(tools, tool_choice=choice, parallel_tool_calls=parallel)
-    return of_chat(chat.bind(**bound) if bound else chat, messages, ask["stream"])
+    return of_chat(chat.bind(**bound) if bound else chat, messages, Pieces(url) if ask["stream"] else None)
 
 
-def of_chat(chat: Any, messages: list[Any], is_stream: bool) -> dict[str, Any]:
-    begun, at_s = time.monotonic(), []
-    if is_stream:
+def of_chat(chat: Any, messages: list[Any], counted: Pieces | None) -> dict[str, Any]:
+    if counted:
         message: Any = None
         for chunk in chat.stream(messages):
             message = chunk if message is None else message + chunk
             if chunk.content or chunk.tool_call_chunks:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
     else:
         message = chat.invoke(messages)
     about = message.response_metadata
@@ -58,21 +61,20 @@ def of_chat(chat: Any, messages: list[Any], is_stream: bool) -> dict[str, Any]:
         "completion_tokens": message.usage_metadata["output_tokens"],
         "logprobs": None,
         "calls": [[call["id"], call["name"], call["args"]] for call in message.tool_calls],
-        "chunks_at_s": at_s,
-    }
+    } | (counted.told() if counted else {})
 
 
-def of_text(text: Any, prompt: str, is_stream: bool) -> dict[str, Any]:
-    begun, at_s, pieces = time.monotonic(), [], []
-    if is_stream:
+def of_text(text: Any, prompt: str, counted: Pieces | None) -> dict[str, Any]:
+    pieces = []
+    if counted:
         for piece in text.stream(prompt):
             pieces.append(piece)
             if piece:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
     else:
         pieces.append(text.invoke(prompt))
     told = {"finish_reasons": None, "prompt_tokens": None, "completion_tokens": None, "logprobs": None}
-    return {"texts": ["".join(pieces)], **told, "calls": [], "chunks_at_s": at_s}
+    return {"texts": ["".join(pieces)], **told, "calls": []} | (counted.told() if counted else {})
 
 
 async def at_once(url: str, model: str, body: dict[str, Any]) -> list[str]:

@@ -6,11 +6,15 @@ import asyncio
 import importlib.metadata
 import json
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import litellm
+
+if TYPE_CHECKING:
+    from tests.clients.inside.pieces import Pieces
+else:  # run by its path
+    from pieces import Pieces
 
 litellm.telemetry = False
 litellm.suppress_debug_info = True
@@ -32,7 +36,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
             "logprobs": None,
             "calls": [call for choice in choices if is_chat for call in calls_of(choice.message)],
         }
-    begun, at_s, text, reason, usage = time.monotonic(), [], "", None, None
+    counted, text, reason, usage = Pieces(url), "", None, None
     calls: dict[int, list[str]] = {}
     for chunk in create(**where, **ask["body"], stream=True, stream_options={"include_usage": True}):
         usage = getattr(chunk, "usage", None) or usage
@@ -45,7 +49,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
                     call[place] += part or ""
             if more or pieces:
                 text += more or ""
-                at_s.append(time.monotonic() - begun)
+                counted.count()
             reason = choice.finish_reason or reason
     counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (-1, -1)
     return {
@@ -55,8 +59,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
         "completion_tokens": counts[1],
         "logprobs": None,
         "calls": [[made, name, json.loads(arguments)] for made, name, arguments in calls.values()],
-        "chunks_at_s": at_s,
-    }
+    } | counted.told()
 
 
 def calls_of(message: Any) -> list[list[Any]]:

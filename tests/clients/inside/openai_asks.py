@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pydantic
+
+if TYPE_CHECKING:
+    from tests.clients.inside.pieces import Pieces
+else:  # run by its path
+    from pieces import Pieces
 
 
 class Answer(pydantic.BaseModel):
@@ -20,9 +24,8 @@ class Answer(pydantic.BaseModel):
     colour: Literal["red", "green"]
 
 
-def gathered(chunks: Any, is_chat: bool, begun: float) -> dict[str, Any]:
+def gathered(chunks: Any, is_chat: bool, counted: Pieces) -> dict[str, Any]:
     """A stream put together as a user would."""
-    at_s: list[float] = []
     usage = None
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
@@ -40,13 +43,13 @@ def gathered(chunks: Any, is_chat: bool, begun: float) -> dict[str, Any]:
                 for place, more in enumerate((piece.id, function.name, function.arguments)):
                     call[place] += more or ""
             if text or pieces:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
             if is_chat and choice.logprobs and choice.index == 0:
                 logprobs += [token.logprob for token in choice.logprobs.content or ()]
     made = [[made, name, json.loads(arguments)] for made, name, arguments in calls.values()]
-    return told(texts, reasons, usage, logprobs) | {"calls": made, "chunks_at_s": at_s}
+    return told(texts, reasons, usage, logprobs) | {"calls": made} | counted.told()
 
 
 def told(texts: dict[int, str], reasons: dict[int, str], usage: Any, logprobs: list[float]) -> dict[str, Any]:
@@ -63,15 +66,14 @@ def calls_of(message: Any) -> list[list[Any]]:
     return [[call.id, call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls or ()]
 
 
-def asked(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[str, Any]:
+def asked(client: openai.OpenAI, url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     if ask["path"] == "response":
-        return responded(client, model, ask)
+        return responded(client, url, model, ask)
     is_chat = ask["path"] == "chat"
     create: Any = client.chat.completions.create if is_chat else client.completions.create
     if ask["stream"]:
-        begun = time.monotonic()
         chunks = create(model=model, stream=True, stream_options={"include_usage": True}, **ask["body"])
-        return gathered(chunks, is_chat, begun)
+        return gathered(chunks, is_chat, Pieces(url))
     answer = create(model=model, **ask["body"])
     logprobs: list[float] = []
     first = answer.choices[0]
@@ -89,14 +91,14 @@ def in_its_words(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "seed"} | {"extra_body": {"seed": body["seed"]}}
 
 
-def responded(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[str, Any]:
-    begun, at_s, deltas = time.monotonic(), [], ""
+def responded(client: openai.OpenAI, url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
+    counted, deltas = Pieces(url), ""
     response: Any = client.responses.create(model=model, stream=ask["stream"], **in_its_words(ask["body"]))
     if ask["stream"]:
         events, response = response, None
         for event in events:
             if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
-                at_s.append(time.monotonic() - begun)
+                counted.count()
                 deltas += event.delta
             elif event.type in ("response.completed", "response.incomplete"):
                 response = event.response
@@ -110,8 +112,7 @@ def responded(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[st
         "completion_tokens": response.usage.output_tokens,
         "logprobs": None,
         "calls": [[call.call_id, call.name, json.loads(call.arguments)] for call in calls],
-        "chunks_at_s": at_s,
-    }
+    } | counted.told()
 
 
 async def at_once(url: str, model: str, body: dict[str, Any]) -> list[str | None]:
@@ -183,7 +184,7 @@ def main() -> None:
     asks = json.loads(Path(asked_at).read_text())
     bodies = {ask["name"]: ask["body"] for ask in asks}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        answers = {ask["name"]: asked(client, model, ask) for ask in asks}
+        answers = {ask["name"]: asked(client, url, model, ask) for ask in asks}
         create, body = client.chat.completions.create, asks[0]["body"]
         with client.chat.completions.stream(model=model, **(body | {"stop": ["e", "1"], "max_tokens": 64})) as stream:
             streamed = "".join(event.delta for event in stream if event.type == "content.delta")
