@@ -139,11 +139,11 @@ def test_what_a_program_started_ends_with_it_when_it_takes_too_long_and_at_an_in
         raise KeyboardInterrupt
 
     command: list[str | Path] = ["sh", "-c", 'mkfifo "$0"; sleep 250 <>"$0" & echo $!; wait', tmp_path / "first"]
-    with pytest.raises(FailedError, match=r"^it took longer than 0 s$") as failed:
-        run(command, tmp_path / "log", 0.4, folder=tmp_path, environment=dict(os.environ))
+    with pytest.raises(FailedError, match=r"^it took longer than 1 s$") as failed:
+        run(command, tmp_path / "log", 1.0, folder=tmp_path, environment=dict(os.environ))
     command[-1] = tmp_path / "second"
     with pytest.raises(KeyboardInterrupt):
-        run(command, tmp_path / "log", 0.4, folder=tmp_path, environment=dict(os.environ), waiting=interrupt)
+        run(command, tmp_path / "log", 1.0, folder=tmp_path, environment=dict(os.environ), waiting=interrupt)
     (first,) = failed.value.lines
     both = (tmp_path / "log").read_text().split()
     assert len(both) == 2
