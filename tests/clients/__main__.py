@@ -1,7 +1,7 @@
 """Run other people's clients against a cluster that is started for them: `make clients`, ONLY=openai,vllm for some.
 
 Each gets an environment of its own under .venv/clients, which is taken away behind it (--keep: not), so that no more than the
-largest is there at a time: 3.6 GB. What a client's installation and the client itself write lies beside it, in NAME.log. Exit
+largest is there at a time: 3.5 GB. What a client's installation and the client itself write lies beside it, in NAME.log. Exit
 code 1 where a client got something else than plain HTTP, or could not be installed; 2 for wrong words; 130 behind Ctrl-C.
 """
 
