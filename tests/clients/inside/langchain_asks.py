@@ -6,11 +6,16 @@ import asyncio
 import importlib.metadata
 import json
 import sys
-import time
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import langchain_openai
 import pydantic
+
+if TYPE_CHECKING:
+    from tests.clients.inside.pieces import Pieces
+else:  # run by its path
+    from pieces import Pieces
 
 
 class Answer(pydantic.BaseModel):
@@ -25,7 +30,7 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     body = dict(ask["body"])
     if ask["path"] == "completion":
         prompt = body.pop("prompt")
-        return of_text(langchain_openai.OpenAI(**where, **body), prompt, ask["stream"])
+        return of_text(langchain_openai.OpenAI(**where, **body), prompt, Pieces(url) if ask["stream"] else None)
     body |= {"stream_usage": True} if ask["path"] == "chat" else {}
     messages = body.pop("messages" if ask["path"] == "chat" else "input")
     names = ("tools", "tool_choice", "parallel_tool_calls")
@@ -36,17 +41,16 @@ def asked(url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     chat: Any = langchain_openai.ChatOpenAI(**where, **body, use_responses_api=ask["path"] == "response")
     if tools:
         chat = chat.bind_tools(tools, tool_choice=choice, parallel_tool_calls=parallel)
-    return of_chat(chat.bind(**bound) if bound else chat, messages, ask["stream"])
+    return of_chat(chat.bind(**bound) if bound else chat, messages, Pieces(url) if ask["stream"] else None)
 
 
-def of_chat(chat: Any, messages: list[Any], is_stream: bool) -> dict[str, Any]:
-    begun, at_s = time.monotonic(), []
-    if is_stream:
+def of_chat(chat: Any, messages: list[Any], counted: Pieces | None) -> dict[str, Any]:
+    if counted:
         message: Any = None
         for chunk in chat.stream(messages):
             message = chunk if message is None else message + chunk
             if chunk.content or chunk.tool_call_chunks:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
     else:
         message = chat.invoke(messages)
     about = message.response_metadata
@@ -57,29 +61,29 @@ def of_chat(chat: Any, messages: list[Any], is_stream: bool) -> dict[str, Any]:
         "completion_tokens": message.usage_metadata["output_tokens"],
         "logprobs": None,
         "calls": [[call["id"], call["name"], call["args"]] for call in message.tool_calls],
-        "chunks_at_s": at_s,
-    }
+    } | (counted.told() if counted else {})
 
 
-def of_text(text: Any, prompt: str, is_stream: bool) -> dict[str, Any]:
-    begun, at_s, pieces = time.monotonic(), [], []
-    if is_stream:
+def of_text(text: Any, prompt: str, counted: Pieces | None) -> dict[str, Any]:
+    pieces = []
+    if counted:
         for piece in text.stream(prompt):
             pieces.append(piece)
             if piece:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
     else:
         pieces.append(text.invoke(prompt))
     told = {"finish_reasons": None, "prompt_tokens": None, "completion_tokens": None, "logprobs": None}
-    return {"texts": ["".join(pieces)], **told, "chunks_at_s": at_s}
+    return {"texts": ["".join(pieces)], **told, "calls": []} | (counted.told() if counted else {})
 
 
-async def at_once(url: str, model: str, body: dict[str, Any]) -> bool:
+async def at_once(url: str, model: str, body: dict[str, Any]) -> list[str]:
+    """What eight calls at once get, each thing once."""
     settings = dict(body)
     messages = settings.pop("messages")
     chat = langchain_openai.ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", **settings)
     answers = await chat.abatch([messages] * 8)
-    return len({answer.content for answer in answers}) == 1
+    return list({answer.text for answer in answers})
 
 
 def goes_on(url: str, model: str, body: dict[str, Any]) -> bool:
@@ -106,19 +110,19 @@ def parsed(url: str, model: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Ask what stdin says."""
-    url, model = sys.argv[1:]
-    asks = json.load(sys.stdin)
+    """Ask what the one file says, and write what came of it to the other."""
+    url, model, asked_at, told_at = sys.argv[1:]
+    asks = json.loads(Path(asked_at).read_text())
     bodies = {ask["name"]: ask["body"] for ask in asks}
     answers = {ask["name"]: asked(url, model, ask) for ask in asks}
     facts = {
-        "eight at once": asyncio.run(at_once(url, model, asks[0]["body"])),
+        "eight at once": asyncio.run(at_once(url, model, bodies["chat"])) == answers["chat"]["texts"],
         "a call and its result can be sent back": goes_on(url, model, bodies["a named call"]),
     }
     schema = bodies["structured"]["response_format"]["json_schema"]["schema"]
     version = importlib.metadata.version("langchain-openai")
     told = {"version": version, "answers": answers, "facts": facts, "parsed": parsed(url, model, schema)}
-    sys.stdout.write(json.dumps(told) + "\n")
+    Path(told_at).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pydantic
+
+if TYPE_CHECKING:
+    from tests.clients.inside.pieces import Pieces
+else:  # run by its path
+    from pieces import Pieces
 
 
 class Answer(pydantic.BaseModel):
@@ -19,9 +24,9 @@ class Answer(pydantic.BaseModel):
     colour: Literal["red", "green"]
 
 
-def gathered(chunks: Any, is_chat: bool) -> dict[str, Any]:
+def gathered(chunks: Any, is_chat: bool, counted: Pieces) -> dict[str, Any]:
     """A stream put together as a user would."""
-    begun, at_s, usage = time.monotonic(), [], None
+    usage = None
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     logprobs: list[float] = []
@@ -38,13 +43,13 @@ def gathered(chunks: Any, is_chat: bool) -> dict[str, Any]:
                 for place, more in enumerate((piece.id, function.name, function.arguments)):
                     call[place] += more or ""
             if text or pieces:
-                at_s.append(time.monotonic() - begun)
+                counted.count()
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
             if is_chat and choice.logprobs and choice.index == 0:
                 logprobs += [token.logprob for token in choice.logprobs.content or ()]
     made = [[made, name, json.loads(arguments)] for made, name, arguments in calls.values()]
-    return told(texts, reasons, usage, logprobs) | {"calls": made, "chunks_at_s": at_s}
+    return told(texts, reasons, usage, logprobs) | {"calls": made} | counted.told()
 
 
 def told(texts: dict[int, str], reasons: dict[int, str], usage: Any, logprobs: list[float]) -> dict[str, Any]:
@@ -61,15 +66,14 @@ def calls_of(message: Any) -> list[list[Any]]:
     return [[call.id, call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls or ()]
 
 
-def asked(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[str, Any]:
+def asked(client: openai.OpenAI, url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
     if ask["path"] == "response":
-        return responded(client, model, ask)
+        return responded(client, url, model, ask)
     is_chat = ask["path"] == "chat"
     create: Any = client.chat.completions.create if is_chat else client.completions.create
     if ask["stream"]:
-        return gathered(
-            create(model=model, stream=True, stream_options={"include_usage": True}, **ask["body"]), is_chat
-        )
+        chunks = create(model=model, stream=True, stream_options={"include_usage": True}, **ask["body"])
+        return gathered(chunks, is_chat, Pieces(url))
     answer = create(model=model, **ask["body"])
     logprobs: list[float] = []
     first = answer.choices[0]
@@ -87,14 +91,14 @@ def in_its_words(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "seed"} | {"extra_body": {"seed": body["seed"]}}
 
 
-def responded(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[str, Any]:
-    begun, at_s, deltas = time.monotonic(), [], ""
+def responded(client: openai.OpenAI, url: str, model: str, ask: dict[str, Any]) -> dict[str, Any]:
+    counted, deltas = Pieces(url), ""
     response: Any = client.responses.create(model=model, stream=ask["stream"], **in_its_words(ask["body"]))
     if ask["stream"]:
         events, response = response, None
         for event in events:
             if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
-                at_s.append(time.monotonic() - begun)
+                counted.count()
                 deltas += event.delta
             elif event.type in ("response.completed", "response.incomplete"):
                 response = event.response
@@ -108,15 +112,14 @@ def responded(client: openai.OpenAI, model: str, ask: dict[str, Any]) -> dict[st
         "completion_tokens": response.usage.output_tokens,
         "logprobs": None,
         "calls": [[call.call_id, call.name, json.loads(call.arguments)] for call in calls],
-        "chunks_at_s": at_s,
-    }
+    } | counted.told()
 
 
-async def at_once(url: str, model: str, body: dict[str, Any]) -> bool:
-    """Whether eight calls at once of the async client get the same."""
+async def at_once(url: str, model: str, body: dict[str, Any]) -> list[str | None]:
+    """What eight calls at once of the async client get, each thing once."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         calls = [client.chat.completions.create(model=model, **body) for _ in range(8)]
-        return len({answer.choices[0].message.content for answer in await asyncio.gather(*calls)}) == 1
+        return list({answer.choices[0].message.content for answer in await asyncio.gather(*calls)})
 
 
 def name_of_error(create: Any, **body: Any) -> str:
@@ -176,12 +179,12 @@ def of_calls(client: openai.OpenAI, model: str, call: dict[str, Any], response: 
 
 
 def main() -> None:
-    """Ask what stdin says."""
-    url, model = sys.argv[1:]
-    asks = json.load(sys.stdin)
+    """Ask what the one file says, and write what came of it to the other."""
+    url, model, asked_at, told_at = sys.argv[1:]
+    asks = json.loads(Path(asked_at).read_text())
     bodies = {ask["name"]: ask["body"] for ask in asks}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        answers = {ask["name"]: asked(client, model, ask) for ask in asks}
+        answers = {ask["name"]: asked(client, url, model, ask) for ask in asks}
         create, body = client.chat.completions.create, asks[0]["body"]
         with client.chat.completions.stream(model=model, **(body | {"stop": ["e", "1"], "max_tokens": 64})) as stream:
             streamed = "".join(event.delta for event in stream if event.type == "content.delta")
@@ -189,7 +192,7 @@ def main() -> None:
             "models": [each.id for each in client.models.list()] == [model],
             "model": client.models.retrieve(model).id == model,
             "the helper's stream": streamed == answers["chat, stop string"]["texts"][0],
-            "eight at once": asyncio.run(at_once(url, model, body)),
+            "eight at once": asyncio.run(at_once(url, model, body)) == answers["chat"]["texts"],
             "an unknown model": name_of_error(create, **(body | {"model": "nobody"})),
             "a bad parameter": name_of_error(create, model=model, **(body | {"temperature": 9})),
             "no messages": name_of_error(create, model=model, **(body | {"messages": []})),
@@ -204,7 +207,7 @@ def main() -> None:
         facts |= of_calls(client, model, bodies["a named call"], bodies["call of a response"])
         read = parsed(client, model)
     said = {"version": openai.__version__, "answers": answers, "facts": facts, "parsed": read}
-    sys.stdout.write(json.dumps(said) + "\n")
+    Path(told_at).write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
