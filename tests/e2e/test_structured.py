@@ -28,8 +28,8 @@ SCHEMA: Final[dict[str, Any]] = {
     "required": ["kind", "names", "age"],
 }
 SCHEMA["properties"]["names"]["maxItems"] = 72
-# Read in one way for four hundred letters, and in very many behind: nothing that is tried before it begins can tell.
-SLOW_LATER: Final = "[a-z]{400}([a-z]{1,99}){1,99}"
+# Read in one way for a hundred letters, and in very many behind: nothing that is tried before it begins can tell.
+SLOW_LATER: Final = "[a-z]{100}([a-z]{1,99}){1,99}"
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,10 @@ def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_n
     cluster: RoleByRole, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
-    fields = [body(rng, 40, 600), body(rng, 30, 600) | {"temperature": 1.0}]
-    fields += [bound(rng) | {"temperature": temperature, "max_tokens": 600} for temperature in (0.0, 1.0)]
-    hostile = body(rng, 40, 900) | {
-        "ignore_eos": False,
-        "structured_outputs": {"regex": SLOW_LATER},
-        "temperature": 1.0,
-    }
+    fields = [body(rng, 40, 500), body(rng, 30, 500) | {"temperature": 1.0}]
+    fields += [bound(rng) | {"temperature": temperature, "max_tokens": 500} for temperature in (0.0, 1.0)]
+    hostile = body(rng, 40, 900) | {"min_tokens": 900, "ignore_eos": False, "temperature": 1.0}
+    hostile |= {"structured_outputs": {"regex": SLOW_LATER}}
     decodes = ("decode-0", "decode-1")
     with ThreadPoolExecutor(1 + len(fields)) as threads:
         quiet = list(threads.map(lambda each: tokens_of(ask(cluster, each)), fields))
@@ -103,11 +100,12 @@ def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_n
         assert slow.is_running, "it ended before anything was beside it"
         error = slow.take_the_error()
         assert "too many ways" in error["message"], error
-        assert 400 < len(slow.token_ids) < 450, "it was slow from its four hundredth letter on"
+        assert 100 < len(slow.token_ids) < 400, "little by little, from its hundredth letter on"
         assert slow.heard_at[-1] - slow.heard_at[-2] < STALL_S + 1
         for stream in beside:
             stream.take_all()
-            assert stream.last == "[DONE]" and stream.heard_at[-1] > slow.heard_at[-1]
+            assert stream.last == "[DONE]"
+    assert any(each.heard_at[-1] > slow.heard_at[-1] for each in beside), "nothing was beside it when it was slow"
     assert [stream.token_ids for stream in beside] == quiet
     assert all(max(map(sub, each.heard_at[1:], each.heard_at)) < STALL_S + 1 for each in beside)
     wait_until(
