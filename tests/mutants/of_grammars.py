@@ -192,6 +192,14 @@ MUTANTS: Final = (
         _ENGINE,
     ),
     Mutant(
+        "drawn-out-of-its-grammar",
+        "A bound row takes what it would have taken without its grammar.",
+        "engine/sampler.py",
+        "_LIMITS.take(allowed.view(np.uint8))",
+        "np.inf",
+        ("tests/engine_torch/test_sampler.py",),
+    ),
+    Mutant(
         "killed-and-not-reaped",
         "A grammar's process that was killed is left unreaped.",
         "node/grammar_process.py",
