@@ -14,10 +14,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +27,9 @@ from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
 
 if TYPE_CHECKING:
+    from engine.binding import Binder
     from engine.model import Model
+    from engine.plan import SamplingParams
 
 PROG: Final = "python -m bench.overlap"
 _BLOCK_SIZE: Final = 16
@@ -94,7 +96,8 @@ def _measure(config: OverlapConfig, console: Console) -> list[Figures]:
             seconds: dict[int, list[float]] = {1: [], 2: []}
             for number in range(config.rounds):
                 for depth in (1, 2) if number % 2 else (2, 1):
-                    seconds[depth].append(asyncio.run(_step_s(model, config, batch, depth)))
+                    load_of_it = Load(batch, config.prompt_tokens, config.steps)
+                    seconds[depth].append(asyncio.run(step_s(model, load_of_it, depth, plain)))
                     progress.advance(f"batch {batch}, depth {depth}")
             ratios = [two / one for one, two in zip(seconds[1], seconds[2], strict=True)]
             medians = statistics.median(seconds[1]), statistics.median(seconds[2])
@@ -102,11 +105,28 @@ def _measure(config: OverlapConfig, console: Console) -> list[Figures]:
     return figures
 
 
-async def _step_s(model: Model, config: OverlapConfig, batch: int, depth: int) -> float:
-    """Seconds of a step in which the whole batch decodes."""
+class Load(NamedTuple):
+    """What is decoded together."""
+
+    batch: int
+    prompt_tokens: int  # of each sequence
+    steps: int
+
+
+def plain(number: int) -> SamplingParams:
+    """Of a sequence that asks for nothing special."""
+    from engine.plan import SamplingParams
+
+    return SamplingParams(1.0, number)
+
+
+async def step_s(
+    model: Model, load: Load, depth: int, sampling: Callable[[int], SamplingParams], grammars: Binder | None = None
+) -> float:
+    """Seconds of a step in which the whole batch decodes; `sampling` by the sequence's number."""
     from engine.block_pool import BlockPool
     from engine.kv_memory import KvMemory
-    from engine.plan import SamplingParams, StepResult
+    from engine.plan import StepResult
     from engine.runner import TorchRunner
     from engine.scheduler import Scheduler, SchedulerConfig
     from engine.sequence import Progress, SequenceSpec
@@ -116,19 +136,20 @@ async def _step_s(model: Model, config: OverlapConfig, batch: int, depth: int) -
     from node.token_batches import TokenBatches
     from proto.attempt_key import AttemptKey
 
-    longest = config.prompt_tokens + config.steps + 1
+    batch = load.batch
+    longest = load.prompt_tokens + load.steps + 1
     num_blocks = batch * -(-longest // _BLOCK_SIZE)
     pool = BlockPool(num_blocks, _BLOCK_SIZE)
     scheduler = Scheduler(SchedulerConfig(batch, max(batch, 4096), longest), pool, bytes(32))
     rng, key_of, router = random.Random(batch), {}, RouterId("router", 1)
     for number in range(batch):
         key_of[number] = AttemptKey(f"r{number}", 0, 0)
-        prompt = tuple(rng.randrange(model.config.vocab_size) for _ in range(config.prompt_tokens))
-        sampling = SamplingParams(1.0, number)
-        scheduler.submit(SequenceSpec(number, prompt, 0, sampling, config.steps + 1, frozenset(), ()))
+        prompt = tuple(rng.randrange(model.config.vocab_size) for _ in range(load.prompt_tokens))
+        scheduler.submit(SequenceSpec(number, prompt, 0, sampling(number), load.steps + 1, frozenset(), ()))
     results: asyncio.Queue[StepResult] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    runner = TorchRunner(model, KvMemory(model.config, _BLOCK_SIZE, num_blocks, model.dtype), batch, longest)
+    memory = KvMemory(model.config, _BLOCK_SIZE, num_blocks, model.dtype)
+    runner = TorchRunner(model, memory, batch, longest, grammars=grammars)
 
     def hand_over(result: StepResult) -> None:
         loop.call_soon_threadsafe(results.put_nowait, result)

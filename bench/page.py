@@ -1,6 +1,6 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference and crossover. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover and grammar_step. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -167,11 +167,27 @@ def _crossover(result: Result) -> Iterator[str]:
     )
 
 
+def _grammar_step(result: Result) -> Iterator[str]:
+    ways = {"free": "nothing", "one": "one schema, all of them", "each": "a schema each"}
+    rows = []
+    for each in result["cases"]:
+        cells = (_ms(each["step_s"]), f"{each['ratio']:.2f}", f"{1e6 * each['beside_s']:.0f}")
+        rows.append((str(each["batch"]), ways[each["way"]], *cells))
+    model = Path(result["settings"]["model"]).name
+    yield (
+        f"`{model}`, {result['settings']['threads']} compute thread(s). Ratio: to the same rows bound by nothing, median over "
+        "rounds; beside: what the processes of grammars compute for a row, on other cores where there are any."
+    )
+    yield ""
+    yield from _table(("rows", "bound by", "ms of a step", "ratio", "beside, µs a row"), rows)
+
+
 _PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "transport": ("Transports: how fast blocks get from node to node", _transport),
     "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
     "interference": ("What long prompts cost the streams beside them", _interference),
     "crossover": ("Where prefill and decode apart lose", _crossover),
+    "grammar_step": ("What grammars cost a step", _grammar_step),
 }
 
 

@@ -55,17 +55,23 @@ class GrammarError(ValueError):
 class Vocabulary:
     """What of a model's tokens can be text: xgrammar takes any bytes for a character that begin and go on like one.
 
-    `of_text` and `of_json`, [vocab_size] bool: the tokens whose own bytes can be; ends are among them. `behind`: of the first
+    `of_text` and `of_json`, a bit for each token: those whose own bytes can be; ends are among them. `behind`: of the first
     bytes of characters that not every byte may follow (RFC 3629, section 4), the tokens that may.
     """
 
     def __init__(self, spelled: Sequence[bytes]) -> None:
         self.spelled = spelled
-        self.of_text = np.array([_is_utf8_piece(each) for each in spelled], np.bool_)
+        is_text = np.array([_is_utf8_piece(each) for each in spelled], np.bool_)
         controls = [any(byte < 0x20 and byte not in _JSON_CONTROLS for byte in each) for each in spelled]
-        self.of_json = self.of_text & ~np.array(controls, np.bool_)
+        self.of_text, self.of_json = _packed(is_text), _packed(is_text & ~np.array(controls, np.bool_))
         firsts = np.array([each[0] if each else 0 for each in spelled], np.int64)
-        self.behind = {lead: (firsts >= low) & (firsts <= high) for lead, (low, high) in _SECOND_BYTES.items()}
+        self.behind = {lead: _packed((firsts >= low) & (firsts <= high)) for lead, (low, high) in _SECOND_BYTES.items()}
+
+
+def _packed(flags: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """As xgrammar has its masks: whole words, the first token in the lowest bit."""
+    bits = np.packbits(flags, bitorder="little")
+    return np.pad(bits, (0, -len(bits) % (_BITS // 8)))
 
 
 def _is_utf8_piece(spelled: bytes) -> bool:
@@ -91,6 +97,7 @@ class Constraint:
         self._usable = vocabulary.of_json if is_json else vocabulary.of_text
         self._last_byte = 0
         self._words = np.empty((1, -(-vocab_size // _BITS)), np.int32)
+        self._bits: NDArray[np.uint8] = self._words.view(np.uint8)[0]
         self._vocab_size = vocab_size
 
     @property
@@ -108,19 +115,25 @@ class Constraint:
 
     def allowed(self) -> NDArray[np.bool_] | None:
         """What may come next, [vocab_size]; None: anything, since the completion has ended and whatever is drawn is dropped."""
+        bits = self.allowed_bits()
+        if bits is None:
+            return None
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def allowed_bits(self) -> NDArray[np.uint8] | None:
+        """The same, a bit for each token; no bit behind the last token's is set. Until it is called again."""
         if self._matcher is None:
-            return np.zeros(self._vocab_size, np.bool_)
+            return np.zeros_like(self._bits)
         if self._matcher.is_terminated():
             return None
         try:
             self._matcher.fill_next_token_bitmask(self._words)
         except _FAULTS:
             self._matcher = None
-            return np.zeros(self._vocab_size, np.bool_)
-        bits = np.unpackbits(self._words.view(np.uint8)[0], count=self._vocab_size, bitorder="little")
-        allowed = bits.view(np.bool_) & self._usable
+            return np.zeros_like(self._bits)
+        self._bits &= self._usable
         behind = self._vocabulary.behind.get(self._last_byte)
-        return allowed if behind is None else allowed & behind
+        return self._bits if behind is None else self._bits & behind
 
     def add(self, token_id: int) -> None:
         """The completion's next token."""

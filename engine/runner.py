@@ -133,14 +133,12 @@ class TorchRunner:
         on_ready()
         logits = self._model.forward(batch, self._kv.tensor, self._memory)
         rows = _Rows.of(plan, chunks)
-        if (
-            self._is_asynchronous
-            and (drawn := self._draw_on_device(logits, rows.sampling, rows.num_logits)) is not None
-        ):
+        drawn = self._draw_on_device(logits, rows.sampling, rows.num_logits) if self._is_asynchronous else None
+        if drawn is not None:
             copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
             answers = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
-            marked = list(map(self._leave, plan.marks))
-            return _UnderWay(plan.step_id, answers, [*rows.sampling], marked, copies, written, self._kv)
+            left = list(map(self._leave, plan.marks))
+            return _UnderWay(plan.step_id, answers, [*rows.sampling], left, copies, written, self._kv)
         if written:  # before the result says that a sender may read them
             self._kv.to_host(written, self._kv.gather(written).cpu())
         self._meet(led)
@@ -198,9 +196,8 @@ class TorchRunner:
         counts = [self._counts[slot] for slot in slots]
         constraints = [self._constraints[slot] for slot in slots]
         allowed = [None if each is None else each.allowed() for each in constraints]
-        return list(
-            map(Draw, [self._sampling[slot] for slot in slots], self._next_index[slots].tolist(), counts, allowed)
-        )
+        sampling = [self._sampling[slot] for slot in slots]
+        return list(map(Draw, sampling, self._next_index[slots].tolist(), counts, allowed))
 
     def _is_plain(self, slot: int, draw: Draw) -> bool:
         """Whether its answer is one token id that can be drawn on the device."""
@@ -214,6 +211,7 @@ class TorchRunner:
             raise PlanError(f"slot {slot} is at generation {held}, the plan marks {mark.generation}")
         self._tables.num_blocks[slot] = 0
         self._counts[slot] = None
+        self._unbind(slot)
         return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
     def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
@@ -287,19 +285,22 @@ class TorchRunner:
         self._note([slot], [start.last_token_id])
         self._next_index[slot] = start.next_index
         self._sampling[slot] = start.sampling
-        has_penalties = start.sampling.has_penalties
-        counts = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if has_penalties else None
-        self._counts[slot] = counts
+        is_counted = start.sampling.has_penalties
+        self._counts[slot] = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if is_counted else None
         self._constraints[slot] = self._constraint(start)
         self._prompt[slot] = start.prompt_token_ids if start.sampling.prompt_logprobs else ()
         self._branch_seeds[slot] = start.branch_seeds
         is_scored = start.sampling.num_logprobs is not None
         self._is_told_more[slot] = is_scored or start.sampling.prompt_logprobs or bool(start.branch_seeds)
 
+    def _unbind(self, slot: int) -> None:
+        if (bound := self._constraints[slot]) is not None:
+            bound.close()
+            self._constraints[slot] = None
+
     def _constraint(self, start: SlotStart) -> Binding | None:
         grammar = start.sampling.grammar
-        if (last := self._constraints[start.slot]) is not None:
-            last.close()
+        self._unbind(start.slot)
         if grammar is None:
             return None
         if self._grammars is None:

@@ -41,6 +41,9 @@ MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
 _NOISE_SPAN: Final = 41.0
 _COLDEST: Final = 1e-30
+_LIMITS: Final = np.array(
+    [-np.inf, np.inf], np.float32
+)  # of the logit of a token that is banned, and of one that is not
 # top_p sorts so many of the likeliest tokens first, and so many times more where they have too little of the probability.
 _FIRST_SORTED: Final = 256
 _SORTED_GROWTH: Final = 16
@@ -67,10 +70,14 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
     contenders = _contenders(logits, draws, kernels)
     token_ids: list[int] = []
     few: list[int] = []  # rows whose draw is among a few tokens that are known
+    bound: list[int] = []  # rows that are drawn like any other once what their grammars ban is out
     for row, draw in enumerate(draws):
         greatest, ids = contenders.greatest[row], contenders.ids[row]
         if not np.isfinite(greatest):
             token_ids.append(BROKEN_ROW)
+        elif draw.allowed is not None and not changes_logits(draw._replace(allowed=None)):
+            bound.append(row)
+            token_ids.append(BROKEN_ROW)  # until they are drawn together, as those below
         elif changes_logits(draw):
             values = _changed(logits[row].double().numpy(), draw)
             token_id = int(values.argmax())
@@ -86,10 +93,27 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
             token_ids.append(_draw_one(_below(logits[row], greatest), draw))
         else:
             few.append(row)
-            token_ids.append(BROKEN_ROW)  # until they are drawn together
-    for row, token_id in zip(few, _draw_among_few(logits, draws, contenders, few), strict=True):
-        token_ids[row] = token_id
+            token_ids.append(BROKEN_ROW)
+    later = (
+        (few, _draw_among_few(logits, draws, contenders, few)),
+        (bound, _draw_bound(logits, draws, bound, kernels)),
+    )
+    for rows, drawn in later:
+        for row, token_id in zip(rows, drawn, strict=True):
+            token_ids[row] = token_id
     return token_ids
+
+
+def _draw_bound(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kernels: Kernels | None) -> list[int]:
+    """Draw in each of these rows among what its grammar allows."""
+    if not rows:
+        return []
+    values = np.empty((len(rows), logits.shape[1]), np.float32)
+    for own, row in zip(values, rows, strict=True):
+        allowed = draws[row].allowed
+        assert allowed is not None
+        np.minimum(logits[row].float().numpy(), _LIMITS.take(allowed.view(np.uint8)), out=own)  # faster than to choose
+    return sample(torch.from_numpy(values), [draws[row]._replace(allowed=None) for row in rows], kernels)
 
 
 def _draw_among_few(logits: Tensor, draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:

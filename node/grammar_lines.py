@@ -85,14 +85,13 @@ def read_asked(data: bytes) -> Asked:
     return Asked(row, asks, np.frombuffer(data, np.int32, offset=_ASKED.size).tolist())
 
 
-def told(row: int, allowed: NDArray[np.bool_] | None, cost_s: float, num_tokens: int) -> bytes:
-    """An answer; `allowed` as in engine.binding."""
+def told(row: int, allowed: NDArray[np.uint8] | None, cost_s: float, num_tokens: int) -> bytes:
+    """An answer; `allowed`: a bit for each token, the first in the lowest; None: anything."""
     if allowed is None:
         return _TOLD.pack(row, Outcome.ANYTHING, cost_s, num_tokens)
     if not allowed.any():
         return _TOLD.pack(row, Outcome.NOTHING, cost_s, num_tokens)
-    mask = np.packbits(allowed, bitorder="little").tobytes()
-    return _TOLD.pack(row, Outcome.MASK, cost_s, num_tokens) + mask
+    return _TOLD.pack(row, Outcome.MASK, cost_s, num_tokens) + allowed.tobytes()
 
 
 def read_told(data: bytes) -> Told:

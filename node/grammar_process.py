@@ -74,9 +74,7 @@ class _TypeNames(ModuleType):
 
 
 def _fork_and_kill(control: socket.socket, grammars: Grammars) -> None:
-    pids: dict[
-        int, int
-    ] = {}  # by the number that the node has given it; nobody else has the pid until it is reaped here
+    pids: dict[int, int] = {}  # by the node's number for it; nobody else has the pid until it is reaped here
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _MAX_CONTROL_BYTES, 2)
         while pids and (ended := os.waitpid(-1, os.WNOHANG)[0]):
@@ -85,8 +83,9 @@ def _fork_and_kill(control: socket.socket, grammars: Grammars) -> None:
             return
         asked = json.loads(data)
         if "kill" in asked:
-            if asked["kill"] in pids:
-                os.kill(pids[asked["kill"]], signal.SIGKILL)
+            if (pid := pids.pop(asked["kill"], 0)) != 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # at once: nothing of it is left then
             continue
         parent = os.getpid()
         pid = os.fork()
@@ -184,7 +183,7 @@ class GrammarProcess:
                 rows[row].add(token_id)
             num_tokens += len(token_ids)
             if asks & Asks.WANTS_MASK:
-                allowed, ended_s = rows[row].allowed(), time.thread_time()
+                allowed, ended_s = rows[row].allowed_bits(), time.thread_time()
                 try:
                     self._rows.send(told(row, allowed, ended_s - began_s, num_tokens))
                 except (BrokenPipeError, ConnectionResetError):

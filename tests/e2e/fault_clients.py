@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class Stream:
         self.token_ids: list[int] = []
         self.request_id = ""
         self.last = ""  # the event that was taken last
+        self.heard_at: list[float] = []  # by time.monotonic, of each event that has come, taken or not
         self._is_over = False
         self._events: SimpleQueue[str | None] = SimpleQueue()
         self._end = threads.submit(self._read, f"{cluster.url}/v1/completions", fields | {"stream": True})
@@ -106,6 +108,7 @@ class Stream:
                 self.request_id = response.headers["X-Request-Id"]
                 for line in response.iter_lines():
                     if line.startswith("data: "):
+                        self.heard_at.append(time.monotonic())
                         self._events.put(line.removeprefix("data: "))
         finally:
             self._events.put(None)

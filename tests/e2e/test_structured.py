@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from operator import sub
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from node.grammar_book import STALL_S
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import RoleByRole, started_role_by_role, wait_until
 
@@ -26,6 +28,8 @@ SCHEMA: Final[dict[str, Any]] = {
     "required": ["kind", "names", "age"],
 }
 SCHEMA["properties"]["names"]["maxItems"] = 72
+# Read in one way for a hundred letters, and in very many behind: nothing that is tried before it begins can tell.
+SLOW_LATER: Final = "[a-z]{100}([a-z]{1,99}){1,99}"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,48 @@ def test_a_chat_bound_by_response_format_is_json_streamed_or_not(cluster: RoleBy
     for choice in answer.json()["choices"]:
         assert choice["finish_reason"] == "stop"
         jsonschema_rs.validate(schema, json.loads(choice["message"]["content"]))
+
+
+def children(pid: int) -> set[int]:
+    """Of all its threads, those that have ended and nobody has reaped included."""
+    lists = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {int(child) for each in lists for child in each.read_text(encoding="ascii").split()}
+
+
+@pytest.mark.covers("A14")
+def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_notices(
+    cluster: RoleByRole, fresh_seed: int
+) -> None:
+    rng = random.Random(fresh_seed)
+    fields = [body(rng, 40, 500), body(rng, 30, 500) | {"temperature": 1.0}]
+    fields += [bound(rng) | {"temperature": temperature, "max_tokens": 500} for temperature in (0.0, 1.0)]
+    hostile = body(rng, 40, 900) | {"min_tokens": 900, "ignore_eos": False, "temperature": 1.0}
+    hostile |= {"structured_outputs": {"regex": SLOW_LATER}}
+    decodes = ("decode-0", "decode-1")
+    with ThreadPoolExecutor(1 + len(fields)) as threads:
+        quiet = list(threads.map(lambda each: tokens_of(ask(cluster, each)), fields))
+        before = {pid for node in decodes for child in children(cluster.pid(node)) for pid in children(child)}
+        slow = Stream(cluster, threads, hostile)
+        slow.take_tokens(1)
+        beside = [Stream(cluster, threads, each) for each in fields]
+        for stream in beside:
+            stream.take_tokens(5)
+        assert slow.is_running, "it ended before anything was beside it"
+        error = slow.take_the_error()
+        assert "too many ways" in error["message"], error
+        assert 100 < len(slow.token_ids) < 400, "little by little, from its hundredth letter on"
+        assert slow.heard_at[-1] - slow.heard_at[-2] < STALL_S + 1
+        for stream in beside:
+            stream.take_all()
+            assert stream.last == "[DONE]"
+    assert any(each.heard_at[-1] > slow.heard_at[-1] for each in beside), "nothing was beside it when it was slow"
+    assert [stream.token_ids for stream in beside] == quiet
+    assert all(max(map(sub, each.heard_at[1:], each.heard_at)) < STALL_S + 1 for each in beside)
+    wait_until(
+        "its process is gone, and reaped",
+        lambda: {pid for node in decodes for child in children(cluster.pid(node)) for pid in children(child)} == before,
+    )
+    cluster.wait_until_nothing_is_held(*cluster.nodes)
 
 
 @pytest.mark.covers("A14", "R09", "R10")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from engine.grammars import Constraint, GrammarError, Grammars
 from engine.kv_memory import KvMemory
 from engine.local_engine import LocalEngine
 from engine.model import Model, load_model
-from engine.plan import Grammar, SamplingParams
+from engine.plan import Grammar, Plan, PrefillChunk, SamplingParams, SlotMark, SlotStart
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
+from node.grammar_processes import GrammarProcesses
 from proto.block_key import block_keys, seed_key
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
@@ -101,13 +103,15 @@ def completions(
     *specs: SequenceSpec,
     num_blocks: int = 128,
     ends: dict[object, str] | None = None,
+    is_asynchronous: bool | None = None,
 ) -> list[list[int]]:
     """What each sequence says, all computed together; those that give way for want of blocks go on later. `ends`: is told how."""
     pool = BlockPool(num_blocks, BLOCK_SIZE)
     config = SchedulerConfig(len(specs), 64, 256, reserve=ReserveConfig(policy="none"), resumes_preempted=True)
     scheduler = Scheduler(config, pool, KEY_SEED)
     memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype)
-    engine = LocalEngine(scheduler, TorchRunner(model, memory, len(specs), 256, grammars=grammars))
+    runner = TorchRunner(model, memory, len(specs), 256, grammars=grammars, is_asynchronous=is_asynchronous)
+    engine = LocalEngine(scheduler, runner)
     said: dict[object, list[int]] = {spec.sequence_id: [] for spec in specs}
     for progress in engine.run(specs):
         if progress.token_id is not None:
@@ -168,6 +172,11 @@ def test_a_preempted_completion_goes_on_as_if_nothing_had_happened(model: Model,
     assert completions(model, grammars, *specs, num_blocks=17) == alone
     for each in alone:
         jsonschema_rs.validate(schema, json.loads(text_of(each)))
+    with closing(GrammarProcesses(grammars.directory, VOCAB_SIZE)) as processes:
+        processes.open()
+        for is_asynchronous in (False, True):
+            in_processes = completions(model, processes, *specs, num_blocks=17, is_asynchronous=is_asynchronous)
+            assert in_processes == alone
 
 
 @pytest.mark.covers("A14")
@@ -245,6 +254,37 @@ def test_a_completion_that_is_none_of_the_grammar_breaks_its_row_and_no_other(mo
     assert completions(model, grammars, wrong, free) == [[], completions(model, None, free)[0]]
     with pytest.raises(GrammarError, match="not the beginning"):
         grammars.check(grammar, (7,))
+
+
+class Counted:
+    """Follows grammars, and counts the rows that are asked about no more."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self.num_closed = 0
+
+    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Binding:
+        constraint = self._grammars.constraint(grammar, generated_token_ids)
+        constraint.close = self._closed  # type: ignore[method-assign]
+        return constraint
+
+    def _closed(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.covers("A14")
+def test_a_row_that_gave_way_is_asked_about_no_more_from_then_on(model: Model, grammars: Grammars) -> None:
+    counted = Counted(grammars)
+    memory = KvMemory(model.config, BLOCK_SIZE, 4, model.dtype)
+    runner = TorchRunner(model, memory, 1, 64, grammars=counted)
+    sampling = SamplingParams(1.0, 9, grammar=Grammar("regex", "[a-f]{20}", False, tuple(ENDS)))
+    for generation, num_closed in ((1, 0), (2, 1)):
+        start = SlotStart(0, generation, sampling, 0, PROMPT[-1])
+        chunk = PrefillChunk(0, generation, 0, PROMPT, (0, 1, 2), samples=True)
+        runner.run(Plan(0, (start,), chunks=(chunk,)))
+        assert counted.num_closed == num_closed
+        runner.run(Plan(1, marks=(SlotMark(0, generation),)))
+        assert counted.num_closed == num_closed + 1
 
 
 class StallsAfter:

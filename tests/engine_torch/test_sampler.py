@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.sampler import Draw, gumbel_noise, sample
+from kernels.choice import choose_kernels
+from tests.kernels_choice import KERNELS
 
 GREEDY = Draw(SamplingParams(0.0, 0), 0)
 seeds = st.integers(-(1 << 63), (1 << 64) - 1)
@@ -97,6 +99,37 @@ def test_logits_that_are_not_numbers_break_their_row_only(bad: float, draw: Draw
 
 def test_a_row_with_nothing_to_choose_is_broken() -> None:
     assert sample(torch.full((1, 10), -math.inf), [GREEDY]) == [BROKEN_ROW]
+
+
+@pytest.mark.covers("A14")
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from([0.0, 1.0, 5.0]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.8]), st.data())
+def test_what_a_grammar_bans_is_drawn_as_if_the_model_had_ruled_it_out_and_other_rows_as_without(
+    seed: int, temperature: float, top_k: int, top_p: float, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed % (1 << 32))
+    logits = torch.from_numpy(rng.normal(0, 3, (4, 300)).astype(np.float32))
+    masks = rng.random((4, 300)) < data.draw(st.sampled_from([0.01, 0.5, 1.0]))
+    masks[:, 7] = True
+    draws = [Draw(SamplingParams(temperature, seed + row, top_k=top_k, top_p=top_p), row) for row in range(4)]
+    bound = [draw._replace(allowed=masks[row]) if row % 2 else draw for row, draw in enumerate(draws)]
+    before, ruled_out = logits.clone(), logits.clone()
+    for row in (1, 3):
+        ruled_out[row, torch.from_numpy(~masks[row])] = -math.inf
+    kernels = data.draw(st.sampled_from([None, choose_kernels(KERNELS, torch.float32).kernels]))
+    assert sample(logits, bound, kernels) == sample(ruled_out, draws, kernels)
+    assert torch.equal(logits, before), "logprobs are of what the model said"
+
+
+@pytest.mark.covers("A14")
+def test_a_bound_row_to_which_nothing_is_allowed_or_whose_logits_are_no_numbers_is_broken() -> None:
+    logits, nothing, one = torch.zeros(2, 100), np.zeros(100, np.bool_), np.zeros(100, np.bool_)
+    one[5] = True
+    for draw in (GREEDY, draw_at(1.0, 0, 0)):
+        assert sample(logits, [draw._replace(allowed=nothing), draw._replace(allowed=one)]) == [BROKEN_ROW, 5]
+        assert sample(logits * math.nan, [draw._replace(allowed=one)] * 2) == [BROKEN_ROW] * 2
+    logits[0, 9] = math.nan  # banned, and yet a sign of broken KV
+    assert sample(logits, [GREEDY._replace(allowed=one)] * 2) == [BROKEN_ROW, 5]
 
 
 def test_no_rows_give_no_tokens() -> None:

@@ -10,6 +10,7 @@ _ENGINE: Final = ("tests/engine_torch/test_grammars.py",)
 _HELD: Final = ("tests/node/test_held.py",)
 _GATE: Final = ("tests/node/test_grammar_gate.py",)
 _BOOK: Final = ("tests/node/test_grammar_book.py",)
+_ASKED: Final = ("tests/node/test_grammar_asked.py",)
 _PROCESSES: Final = ("tests/node/test_grammar_processes.py",)
 _SCHEMAS: Final = ("tests/router/test_structured.py",)
 
@@ -58,8 +59,8 @@ MUTANTS: Final = (
         "half-characters",
         "Any continuing byte may follow any first one: surrogates, and numbers beyond Unicode.",
         "engine/grammars.py",
-        "return allowed if behind is None else allowed & behind",
-        "return allowed",
+        "return self._bits if behind is None else self._bits & behind",
+        "return self._bits",
         _ENGINE,
     ),
     Mutant(
@@ -156,6 +157,54 @@ MUTANTS: Final = (
         "node/grammar_processes.py",
         "if self._book.is_refused(grammar):",
         "if False:",
+        _PROCESSES,
+    ),
+    Mutant(
+        "answers-that-nobody-reads-are-kept",
+        "What may follow in a row that has ended is kept for ever.",
+        "node/grammar_asked.py",
+        "if told.row in self._told:",
+        "if True:",
+        _ASKED,
+    ),
+    Mutant(
+        "both-ends-wait-to-be-read",
+        "A node that has much to say to a grammar's process reads no answer, for which that one waits.",
+        "node/grammar_asked.py",
+        "                    if ready[0]:",
+        "                    if False:",
+        _ASKED,
+    ),
+    Mutant(
+        "asked-behind-its-end",
+        "What may follow the end of a text is asked, and the row stays open.",
+        "node/grammar_asked.py",
+        "if token_id in self._process.grammar.end_token_ids:",
+        "if False:",
+        _ASKED,
+    ),
+    Mutant(
+        "followed-though-it-gave-way",
+        "A grammar's process is not told that a row gave way.",
+        "engine/runner.py",
+        "        self._counts[slot] = None\n        self._unbind(slot)\n",
+        "        self._counts[slot] = None\n",
+        _ENGINE,
+    ),
+    Mutant(
+        "drawn-out-of-its-grammar",
+        "A bound row takes what it would have taken without its grammar.",
+        "engine/sampler.py",
+        "_LIMITS.take(allowed.view(np.uint8))",
+        "np.inf",
+        ("tests/engine_torch/test_sampler.py",),
+    ),
+    Mutant(
+        "killed-and-not-reaped",
+        "A grammar's process that was killed is left unreaped.",
+        "node/grammar_process.py",
+        "                os.waitpid(pid, 0)  # at once: nothing of it is left then\n",
+        "",
         _PROCESSES,
     ),
     Mutant(

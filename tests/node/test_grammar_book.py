@@ -126,7 +126,7 @@ def test_a_rows_tokens_arrive_in_order_however_many_and_the_last_message_asks(ro
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300), st.integers(0, 2**32 - 1))
 def test_a_mask_arrives_as_it_was_sent(allowed: list[bool], row: int) -> None:
-    found = read_told(told(row, np.array(allowed, np.bool_), 0.25, 7))
+    found = read_told(told(row, np.packbits(allowed, bitorder="little"), 0.25, 7))
     assert (found.row, found.cost_s, found.num_tokens) == (row, 0.25, 7)
     if any(allowed):
         assert found.outcome is Outcome.MASK

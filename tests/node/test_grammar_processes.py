@@ -17,6 +17,7 @@ from engine.grammars import GrammarError, Grammars
 from engine.plan import Grammar
 from node.grammar_book import STALL_S, GrammarsBusyError
 from node.grammar_processes import GrammarProcesses
+from tests.e2e.role_by_role import wait_until
 from tests.stopping import stop
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
@@ -87,8 +88,9 @@ def stalled_at(processes: GrammarProcesses, letters: Sequence[int]) -> tuple[int
 def test_a_grammar_that_is_slow_only_later_costs_a_bounded_time_and_is_refused_from_then_on(
     processes: GrammarProcesses,
 ) -> None:
-    processes.check(SLOW_LATER)
     processes.check(WORDS)
+    before_pids = pids_of(processes.pid or 0)
+    processes.check(SLOW_LATER)
     beside = processes.constraint(WORDS)
     before = beside.allowed()
     spelled = Grammars(DEMO_MODEL, VOCAB_SIZE)
@@ -97,6 +99,7 @@ def test_a_grammar_that_is_slow_only_later_costs_a_bounded_time_and_is_refused_f
     letters = [int(token_id) for token_id in random.Random(5).choices(ids.tolist(), k=400)]
     num_tokens, longest_s = stalled_at(processes, letters)
     assert num_tokens > 100, "it was tried on more than it should be"
+    wait_until("it is gone, and reaped", lambda: pids_of(processes.pid or 0) == before_pids)
     assert longest_s < STALL_S + 1, "and of that the machine's own delays"
     with pytest.raises(GrammarError, match="too many ways"):
         processes.check(SLOW_LATER)
