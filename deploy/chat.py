@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import readline
 import sys
 import termios
@@ -109,7 +110,8 @@ def with_names(words: Sequence[str]) -> list[str]:
 
 
 def _is_url(word: str) -> bool:
-    return word.startswith(("http://", "https://")) and not any(map(str.isspace, word))
+    """HOST:PORT is none, and told so rather than asked as a question."""
+    return re.fullmatch(r"https?://\S*|[\w.-]+:[0-9]+", word) is not None
 
 
 def _answer_once(config: ChatConfig, server: ChatServer) -> int:
