@@ -112,7 +112,8 @@ class ChatServer:
             yield
         except httpx.ConnectError as error:
             raise ChatProblem(
-                f"{self.url}: nobody answers there ({without_number(error)}); `make up` starts a cluster, --url names another server"
+                f"{self.url}: nobody answers there ({without_number(error)}); "
+                "`make up` starts a cluster, --url names another server"
             ) from None
         except httpx.TimeoutException:
             raise ChatProblem(f"{self.url}: is silent") from None

@@ -33,6 +33,8 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("plan",): ("bench.planner",),
 }
 
+ROLES: Final = ("router", "prefill", "decode", "mixed")  # which services run: known by their command lines
+
 HELP: Final = """\
 usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with their defaults
 
@@ -74,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for name, target in COMMANDS.items():
         if tuple(words[: len(name)]) == name:
+            starter = () if words[0] in ROLES else ("deploy.quiet_stop",)
             # -P: the current directory is the user's, a folder called `router` there is not ours
-            os.execv(sys.executable, [sys.executable, "-P", "-m", *target, *words[len(name) :]])
+            os.execv(sys.executable, [sys.executable, "-P", "-m", *starter, *target, *words[len(name) :]])
     known = [" ".join(name) for name in COMMANDS]
     if not words:
         fatal(f"baton: a command is missing, one of {', '.join(known)}; see baton --help")

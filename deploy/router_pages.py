@@ -74,7 +74,9 @@ class Pages:
         except httpx.TimeoutException:
             raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            raise NoAnswer(f"{url}: nobody answers there ({without_number(error)}); `make up` starts a cluster") from None
+            raise NoAnswer(
+                f"{url}: nobody answers there ({without_number(error)}); `make up` starts a cluster"
+            ) from None
         except httpx.UnsupportedProtocol:
             raise NoAnswer(f"{self.url}: must be http(s)://HOST[:PORT]") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
