@@ -85,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Chat, or answer; 0, 1 where there is no answer, 2 for what the user can mend, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(ChatConfig, PROG, DESCRIPTION, with_names(words))
+    for name in ("stdin", "stdout"):
+        if getattr(sys, name) is None:
+            fatal(f"{PROG}: {name} is closed; what is not needed can be </dev/null or >/dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
