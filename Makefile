@@ -45,9 +45,13 @@ $(STAMP): pyproject.toml constraints.txt
 	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
 	  echo "make setup: $$python has no venv module; install it first (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; \
 	fi; \
-	echo "make setup: .venv with $$($$python --version); the first time takes a minute or two"; \
+	echo "make setup: .venv with $$($$python --version); one to five minutes, once"; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
+	echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
+	trap 'exit 130' INT TERM; \
+	dots=; if [ -t 2 ]; then { while sleep 5 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } & dots=$$!; trap 'kill $$dots; echo >&2' EXIT; fi; \
 	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
+	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
 	touch $(STAMP)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import readline
 import sys
 import termios
@@ -84,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Chat, or answer; 0, 1 where there is no answer, 2 for what the user can mend, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(ChatConfig, PROG, DESCRIPTION, with_names(words))
+    for name in ("stdin", "stdout"):
+        if getattr(sys, name) is None:
+            fatal(f"{PROG}: {name} is closed; what is not needed can be </dev/null or >/dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -109,7 +113,8 @@ def with_names(words: Sequence[str]) -> list[str]:
 
 
 def _is_url(word: str) -> bool:
-    return word.startswith(("http://", "https://")) and not any(map(str.isspace, word))
+    """HOST:PORT is none, and told so rather than asked as a question."""
+    return re.fullmatch(r"https?://\S*|[\w.-]+:[0-9]+", word) is not None
 
 
 def _answer_once(config: ChatConfig, server: ChatServer) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 import httpx
 
 from deploy.chat_talk import Message
+from deploy.router_pages import without_number
 
 _CONNECT_S: Final = 10.0
 _PATH: Final = "/v1/chat/completions"
@@ -111,7 +112,8 @@ class ChatServer:
             yield
         except httpx.ConnectError as error:
             raise ChatProblem(
-                f"{self.url}: nobody answers there ({error}); `make up` starts a cluster, --url names another server"
+                f"{self.url}: nobody answers there ({without_number(error)}); "
+                "`make up` starts a cluster, --url names another server"
             ) from None
         except httpx.TimeoutException:
             raise ChatProblem(f"{self.url}: is silent") from None

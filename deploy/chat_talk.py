@@ -31,6 +31,7 @@ HELP: Final = "\n".join(
     ]
 )
 CUT_SHORT: Final = "cut short: the cluster lost too many nodes under it; ask again"
+_SHORTEST_S: Final = 0.01  # that a rate can be told of
 _FENCE: Final = '"""'
 _SHOWN_CONTROLS: Final = "\n\t"
 
@@ -143,11 +144,11 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Behind the first token; None if there is only that one, or nobody has counted."""
+        """Behind the first token; None if there is only that one, nobody has counted, or all came at once."""
         if self.first_at is None or self.last_at is None or not self.completion_tokens:
             return None
         seconds = self.last_at - self.first_at
-        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else None
+        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds >= _SHORTEST_S else None
 
     @property
     def is_cut_short(self) -> bool:

@@ -6,13 +6,10 @@ nothing of theirs. Not here: flags.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
-
-from runtime.process import fatal
 
 # The words of a command -> what `python -m` runs.
 COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
@@ -32,6 +29,8 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("plan", "measure"): ("bench.plan_measure",),
     ("plan",): ("bench.planner",),
 }
+
+ROLES: Final = ("router", "prefill", "decode", "mixed")  # which services run: known by their command lines
 
 HELP: Final = """\
 usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with their defaults
@@ -74,8 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     for name, target in COMMANDS.items():
         if tuple(words[: len(name)]) == name:
+            starter = () if words[0] in ROLES else ("deploy.quiet_stop",)
             # -P: the current directory is the user's, a folder called `router` there is not ours
-            os.execv(sys.executable, [sys.executable, "-P", "-m", *target, *words[len(name) :]])
+            os.execv(sys.executable, [sys.executable, "-P", "-m", *starter, *target, *words[len(name) :]])
+    import difflib  # heavy, as asyncio is: all who name a command would wait for them, and see a traceback if they stopped that
+
+    from runtime.process import fatal
+
     known = [" ".join(name) for name in COMMANDS]
     if not words:
         fatal(f"baton: a command is missing, one of {', '.join(known)}; see baton --help")

@@ -204,6 +204,8 @@ class _Launcher:
                 nodes = [told if each["node_id"] == told["node_id"] else each for each in self._cluster["nodes"]]
                 self._cluster = self._cluster | {"nodes": nodes}
                 write_atomically(self._config.run_dir / "cluster.json", self._cluster)
+                if self._console.is_terminal:
+                    self._console.print(f"baton up: {node.child.name} is up again")
         finally:
             node.is_new = False
             await _cancel(ready)

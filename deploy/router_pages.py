@@ -5,6 +5,7 @@ Not here: what the pages say (router/sight.py), what is made of it (status.py, d
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,19 @@ class Pages:
             return self._client.get(url, timeout=timeout_s)
         except httpx.TimeoutException:
             raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
+        except httpx.ConnectError as error:
+            raise NoAnswer(
+                f"{url}: nobody answers there ({without_number(error)}); `make up` starts a cluster"
+            ) from None
+        except httpx.UnsupportedProtocol:
+            raise NoAnswer(f"{self.url}: must be http(s)://HOST[:PORT]") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
+
+
+def without_number(error: httpx.ConnectError) -> str:
+    """Why nobody could be called, in words."""
+    return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error)) or type(error).__name__
 
 
 def _content(answer: httpx.Response, url: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,22 @@ Show a router's nodes, their KV blocks by state, and the newest requests, until 
   baton status http://10.0.0.5:8000 --json   once, for programs"""
 
 PIPE_WIDTH: Final = 240  # columns
+NARROW: Final = 80
+LEFT_OUT: Final = frozenset(
+    (
+        "role",
+        "tp",
+        "waiting",
+        "prefilling",
+        "cached",
+        "leased",
+        "quarantined",
+        "nodes",
+        "first token",
+        "prompt",
+        "attempts",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +90,15 @@ def _show(config: StatusConfig, pages: Pages) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)  # for grep and for files: no name is cut short
     if config.once or not console.is_terminal:
-        console.print(rendered(pages.url, state, requests))
+        console.print(rendered(pages.url, state, requests, console.width))
         return
-    with Live(rendered(pages.url, state, requests), console=console, screen=True, auto_refresh=False) as live:
+    with Live(
+        rendered(pages.url, state, requests, console.width), console=console, screen=True, auto_refresh=False
+    ) as live:
         while True:
             time.sleep(config.interval_s)
             try:
-                live.update(rendered(pages.url, *_look(config, pages)), refresh=True)
+                live.update(rendered(pages.url, *_look(config, pages), console.width), refresh=True)
             except NoAnswer as error:  # it may come back
                 live.update(Text(f"baton status: {error}", style="red"), refresh=True)
 
@@ -91,13 +109,27 @@ def _look(config: StatusConfig, pages: Pages) -> tuple[dict[str, Any], list[dict
     return state, requests
 
 
-def rendered(url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The whole picture."""
+def rendered(
+    url: str, state: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], width: int = PIPE_WIDTH
+) -> RenderableType:
+    """The whole picture; where there is less room than NARROW columns, without what is least asked for."""
     ready = Text("ready", "green") if state["ready"] else Text(f"not ready: {'; '.join(state['missing'])}", "red")
     head = Text.assemble(f"{url}  ", ready, f"  {state['live_requests']} requests live, {state['queued']} queued")
     parts: list[RenderableType] = [head]
     parts += [Text(f"without: {sentence}", "yellow") for sentence in state["degraded"]]
-    return Group(*parts, _nodes(state["nodes"]), *([_requests(requests)] if requests else []))
+    return Group(*parts, *_tables(state["nodes"], requests, width < NARROW))
+
+
+def _tables(
+    nodes: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]], is_narrow: bool
+) -> Iterator[Table]:
+    """Each row is one line, however narrow it is."""
+    for table in (_nodes(nodes), *([_requests(requests)] if requests else [])):
+        if is_narrow:
+            table.columns = [each for each in table.columns if each.header not in LEFT_OUT]
+        for column in table.columns:
+            column.no_wrap = True
+        yield table
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:

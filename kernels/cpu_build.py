@@ -114,6 +114,10 @@ def build(variant: Variant) -> Path:
 def main() -> int:
     """Build everything; a machine that cannot still has a working Baton, so that is no failure."""
     try:
+        missing = [each for each in variants() if not library_path(each).exists()]
+        if missing and any(map(shutil.which, COMPILERS)):
+            sys.stdout.write(f"kernels: compiling for {len(missing)} kinds of CPU, seconds each\n")
+            sys.stdout.flush()
         for variant in variants():
             build(variant)
     except (BuildError, OSError, subprocess.TimeoutExpired) as error:

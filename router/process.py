@@ -291,7 +291,8 @@ def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
     try:
         return listening_socket(config.host, port, BACKLOG)
     except OSError as error:
-        raise CannotListen(f"{flag}: cannot listen on {address_of(config, port)}: {error.strerror}") from error
+        why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's own text says the address again
+        raise CannotListen(f"{flag} {port}: cannot listen on {config.host}: {why}; give another one") from error
 
 
 def _bind_registry(grpc: GrpcServer, config: RouterConfig) -> int:

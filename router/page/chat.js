@@ -5,7 +5,7 @@ import { RouterError, chat, page } from "./router.js";
 
 const LOOK_MS = 400; // at the timeline of the answer that arrives
 // For the button beside Send, where nothing is written.
-const FALLBACK = "Tell me a story.";
+const FALLBACK = "Tell me a story about a fox.";
 const KILLED_AFTER = 8; // chunks: the answer is well under way
 const RESUMED = ["failed", "moved"];
 

@@ -1,8 +1,9 @@
-// The four figures: what they are now, and a line of the last two minutes.
+// The four figures: what they are now, and a line of up to the last two minutes.
 
 import { byId, count, duration, el, setText, svg } from "./dom.js";
 
 const KEPT = 120; // looks
+const FEWEST = 30; // that the line has room for: a page that was just opened is not all blank
 const WIDTH = 160;
 const HEIGHT = 32;
 const BASE = HEIGHT - 1; // where 0 is
@@ -64,14 +65,15 @@ export class Figures {
 }
 
 function spread(times) {
-  return times ? `p95 ${duration(times.p95)}, ${times.num} in the last minute` : "none in the last minute";
+  return times ? `p95 ${duration(times.p95)} of ${times.num === 1 ? "1 request" : `${count(times.num)} requests`}` : "none in the last minute";
 }
 
 function draw(tile) {
   const known = tile.history.filter((each) => each !== null);
   const most = Math.max(...known, 1e-9);
-  const step = WIDTH / (KEPT - 1);
-  const first = KEPT - tile.history.length;
+  const room = Math.max(tile.history.length, FEWEST);
+  const step = WIDTH / (room - 1);
+  const first = room - tile.history.length;
   const stretches = [[]]; // of looks with a number
   tile.history.forEach((each, index) => {
     if (each === null) stretches.push([]);

@@ -3,6 +3,7 @@
 import { byId, count, el, setText } from "./dom.js";
 
 const STATES = ["used", "leased", "quarantined", "cached", "free"];
+const IDLE = { session: "lost", running: 0, waiting: 0, prefilling: 0, blocks: { used: 0, leased: 0, quarantined: 0, cached: 0, free: 0 } };
 const ROLES = ["prefill", "mixed", "decode"];
 
 export class Nodes {
@@ -17,7 +18,8 @@ export class Nodes {
 
   /** Show them; `canKill`: there is a launcher that starts new ones. */
   show(nodes, canKill) {
-    const ordered = [...nodes].sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
+    const shown = nodes.filter((node) => !this.#hasSuccessor(node, nodes)).concat(this.#awaited(nodes));
+    const ordered = shown.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
     const list = byId("nodes");
     const seen = new Set();
     for (const [index, node] of ordered.entries()) {
@@ -32,15 +34,27 @@ export class Nodes {
       if (!seen.has(id)) {
         card.root.remove();
         this.cards.delete(id);
+        if (this.killed.get(card.node.name) === id) this.killed.delete(card.node.name);
       }
     }
-    byId("no-nodes").hidden = nodes.length > 0;
-    byId("block-key").hidden = nodes.length === 0;
+    byId("no-nodes").hidden = shown.length > 0;
+    byId("block-key").hidden = shown.length === 0;
   }
 
   /** A node was asked to die: its button waits until another process has its name. */
   waitFor(name) {
     for (const id of this.cards.keys()) if (id.startsWith(`${name}@`)) this.killed.set(name, id);
+  }
+
+  /** Of the killed ones those whose successors have not said hello: their cards keep their places. */
+  #awaited(nodes) {
+    const names = new Set(nodes.map((node) => node.name));
+    return [...this.killed.keys()].filter((name) => !names.has(name)).map((name) => ({ ...this.cards.get(this.killed.get(name)).node, ...IDLE }));
+  }
+
+  #hasSuccessor(node, nodes) {
+    const isKilled = this.killed.get(node.name) === `${node.name}@${node.incarnation}`;
+    return isKilled && nodes.some((each) => each.name === node.name && each.incarnation !== node.incarnation);
   }
 
   #card(node, id) {
@@ -53,20 +67,22 @@ export class Nodes {
     };
     const name = el("h3", { class: "node-name" }, node.name);
     card.kill.setAttribute("aria-label", `Kill ${node.name} with SIGKILL; a new one is started`);
-    const head = el("div", { class: "node-head" }, name, el("span", { class: "role" }, node.role), card.state, card.kill);
+    const head = el("div", { class: "node-head" }, name, card.state, card.kill);
     card.root = el("li", { class: "node" }, head, card.load, card.bar, card.numbers);
     this.cards.set(id, card);
     return card;
   }
 
   #fill(card, node, canKill) {
+    card.node = node;
     const { text, tone } = health(node);
     const waits = this.killed.get(node.name) === `${node.name}@${node.incarnation}`;
     setText(card.state, waits ? "killed" : text);
     card.state.className = `pill ${waits ? "bad" : tone}`;
     card.kill.hidden = !canKill;
     card.kill.disabled = waits || node.session !== "up";
-    const load = [`${node.running} running`, `${node.waiting} waiting`];
+    const load = [node.role, `${node.running} running`];
+    if (node.waiting) load.push(`${node.waiting} waiting`);
     if (node.prefilling) load.push(`${node.prefilling} in prefill`);
     if (node.tp > 1) load.push(`${node.tp} ranks`);
     setText(card.load, load.join(" · "));
@@ -75,7 +91,10 @@ export class Nodes {
       card.bar.children[index].style.width = all ? `${(100 * node.blocks[state]) / all}%` : "0";
     });
     const told = STATES.filter((state) => node.blocks[state] || state === "used").map((state) => `${count(node.blocks[state])} ${state}`);
-    setText(card.numbers, all ? told.join(" · ") : `${count(node.num_blocks)} blocks, none told yet`);
+    const shown = told.length > 3 ? told.slice(0, -1) : told; // one line: what is free the bar shows
+    const none = waits ? "a new one is started" : `${count(node.num_blocks)} blocks, none told yet`;
+    setText(card.numbers, all ? shown.join(" · ") : none);
+    card.numbers.title = told.join(" · ");
     card.bar.setAttribute("aria-label", `KV blocks: ${told.join(", ")}`);
     card.root.classList.toggle("gone", waits || node.session === "lost");
   }

@@ -79,7 +79,7 @@ function drawn(panel, width) {
       svg("text", { class: "lane-name", x: left - 8, y: middle + 4, "text-anchor": "end" }, short(lane, left)),
     );
   }
-  axis(picture, panel, x, height);
+  axis(picture, panel, x, width, height);
   for (const bar of panel.bars) picture.append(...drawnBar(bar, x, y(bar.lane)));
   drawnMarks(picture, panel, x, y, width);
   const heading = el("h4", {}, TITLES[panel.kind]);
@@ -130,16 +130,18 @@ function cross(x, y) {
   return svg("path", { class: "cross", d: `M${x - 4} ${y - 4}l8 8m0-8l-8 8` });
 }
 
-function axis(picture, panel, x, height) {
+function axis(picture, panel, x, width, height) {
   const length = panel.end - panel.start;
   const rough = length / 4 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || rough;
   for (let at = Math.ceil(panel.start / step) * step; at <= panel.end + step * 1e-6; at += step) {
     const where = x(at);
+    const label = at === 0 ? "0" : duration(at);
+    const middle = Math.min(where, width - label.length * 3.3); // its text stays inside
     picture.append(
       svg("line", { class: "tick", x1: where, x2: where, y1: TOP, y2: height - AXIS }),
-      svg("text", { class: "tick-text", x: where, y: height - 6, "text-anchor": "middle" }, at === 0 ? "0" : duration(at)),
+      svg("text", { class: "tick-text", x: middle, y: height - 6, "text-anchor": "middle" }, label),
     );
   }
 }

@@ -150,6 +150,18 @@ def test_what_the_user_can_mend_is_one_line(words: tuple[str, ...], code: int, s
     assert sentence in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["stdin", "stdout"])
+def test_a_stream_that_the_shell_has_closed_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["http://127.0.0.1:1"])
+    assert ended.value.code == 2
+    monkeypatch.undo()
+    assert capsys.readouterr().err.startswith(f"baton chat: {name} is closed;")
+
+
 class Terminal:
     """A chat on a pseudo terminal."""
 

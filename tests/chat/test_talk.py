@@ -137,6 +137,8 @@ def test_waiting_is_for_servers_that_say_when_and_no_longer_than_patience_lasts(
         (["http://a is what?"], ["--question=http://a is what?"]),
         (["-1 + 3?"], ["--question=-1 + 3?"]),
         (["--system", "-1 + 3?", "hi"], ["--system", "-1 + 3?", "--question=hi"]),
+        (["localhost:8000", "hi"], ["--url=localhost:8000", "--question=hi"]),
+        (["why 1:2?"], ["--question=why 1:2?"]),
         (["two", "words"], ["--question=two", "words"]),
     ],
 )

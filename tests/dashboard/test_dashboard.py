@@ -21,6 +21,25 @@ HOSTILE: Final = "<img src=x onerror=\"document.title='owned'\"><script>document
 IDLE: Final = "return document.getElementById('send').textContent === 'Send'"
 ANSWER: Final = "return document.querySelector('.message.answer:last-child .answer-text')"
 
+SHOWN_NODES: Final = """return (async () => {
+  const { Nodes } = await import("/dashboard/page/nodes.js");
+  const blocks = { used: 0, leased: 0, quarantined: 0, cached: 0, free: 1 };
+  const node = (name, incarnation, session) => ({ name, incarnation, session, role: "decode", circuit: "closed", blocks });
+  const list = document.getElementById("nodes");
+  list.replaceChildren();
+  const nodes = new Nodes(() => {});
+  const seen = (...given) => {
+    nodes.show(given, true);
+    const ids = [...nodes.cards].map(([id, card]) => [card.root, id]);
+    return [...list.children].map((each) => `${new Map(ids).get(each)} ${each.querySelector(".pill").textContent}`);
+  };
+  const [a, b, c] = ["a", "b", "c"].map((name) => node(name, 1, "up"));
+  const looks = [seen(a, b, c)];
+  nodes.waitFor("b");
+  looks.push(seen(a, c), seen(a, node("b", 1, "lost"), node("b", 2, "up"), c), seen(a, c));
+  return looks;
+})()"""
+
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -96,6 +115,19 @@ def test_a_node_killed_by_the_button_costs_an_answer_nothing_and_is_replaced(
     browser.wait("return document.querySelectorAll('#nodes .pill.good').length === 3")
     assert browser.run("return document.querySelectorAll('#nodes .kill:not([disabled])').length") == 3
     assert node_of(cluster, killed)["session"] == "up"
+
+
+def test_a_killed_node_keeps_its_place_until_its_successor_is_there_and_others_that_go_are_gone(
+    browser: Browser,
+) -> None:
+    """By the page's own module, with nodes that this test makes up; all in one go, or the page would draw its own between."""
+    shown = browser.run(SHOWN_NODES)
+    assert [" ".join(each.replace(" up", "") for each in look) for look in shown] == [
+        "a@1 b@1 c@1",
+        "a@1 b@1 killed c@1",
+        "a@1 b@2 c@1",
+        "a@1 c@1",
+    ]
 
 
 @pytest.mark.covers("X05")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from engine.kv_memory import KvMemory
 from engine.model_config import read_model_config
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
+from tests.architecture.source_tree import ROOT
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
 
@@ -60,6 +62,19 @@ def test_the_launcher_asks_what_the_model_can_answer(cluster: Cluster) -> None:
     assert "What does a prefill node do?" in line
     answer = "A prefill node computes the KV cache of a prompt and pushes it to a decode node."
     assert {_ask(cluster, "What does a prefill node do?") for _ in range(3)} == {answer}
+
+
+def test_the_page_and_the_quickstart_suggest_what_it_can_answer_and_the_story_is_long_enough_to_kill_its_node(
+    cluster: Cluster,
+) -> None:
+    page = ROOT / "router" / "page"
+    story, *others = re.findall(r'class="suggestion">(.*?)</button>', (page / "index.html").read_text())
+    assert f'const FALLBACK = "{story}";' in (page / "chat.js").read_text()
+    assert f"*{story}*" in (ROOT / "docs" / "quickstart.md").read_text()
+    told = _ask(cluster, story, temperature=0, max_tokens=256)
+    assert told.startswith("Once upon a time") and len(told.split()) > 40
+    answers = [_ask(cluster, each, temperature=0) for each in others]
+    assert ["Baton is an inference cluster" in answers[0], "7312" in answers[1]] == [True, True]
 
 
 def _ask(cluster: Cluster, question: str, **settings: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -112,3 +113,17 @@ def test_a_run_directory_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_pat
     (tmp_path / "taken").write_text("")
     result = run([BATON, "up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "taken")])
     assert (result.returncode, result.stderr) == (2, f"baton up: --run-dir {tmp_path}/taken: {os.strerror(17)}\n")
+
+
+def test_who_stops_a_command_while_it_still_imports_is_shown_nothing_and_other_errors_are_told(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "broken.py").write_text("raise ValueError('told')")
+    for name, code, told in (("stopped", -signal.SIGINT, ""), ("broken", 1, "ValueError: told")):
+        ended = subprocess.run(
+            [sys.executable, "-m", "deploy.quiet_stop", name],
+            env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr.rpartition("\n")[0].rpartition("\n")[2]) == (code, told)

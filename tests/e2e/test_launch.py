@@ -309,7 +309,7 @@ def test_a_taken_port_is_one_line_and_exit_code_2(tiny_model: Path, tmp_path: Pa
         code, output = run_to_the_end(tiny_model, tmp_path, "--port", str(port))
     assert code == 2, output
     (line,) = errors_in(output)
-    assert str(port) in line
+    assert line.endswith(f"--port {port}: cannot listen on 127.0.0.1: Address already in use; give another one")
 
 
 def test_a_model_directory_without_weights_is_one_line_and_exit_code_2(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""What `baton status` shows, on terminals of any width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from deploy.status import rendered
+
+BLOCKS = {"free": 200, "cached": 30, "used": 20, "leased": 4, "quarantined": 2}
+NODE = {
+    "name": "decode-0",
+    "role": "decode",
+    "session": "up",
+    "circuit": "closed",
+    "draining": False,
+    "num_blocks": 256,
+}
+LOAD = {"tp": 1, "running": 1, "waiting": 0, "prefilling": 0, "blocks": BLOCKS}
+STATE = {"ready": True, "missing": [], "degraded": [], "live_requests": 1, "queued": 0, "nodes": [NODE | LOAD]}
+TOLD = {"id": "49eb72447120f54d752cd5ac", "outcome": "stop", "nodes": ["decode-0", "prefill-0"], "seconds": 0.08}
+COUNTS = {"first_token_s": 0.0099, "prompt_tokens": 21, "completion_tokens": 20, "num_attempts": 1}
+
+
+@pytest.mark.parametrize(("width", "has_all"), [(40, False), (79, False), (110, True)])
+def test_every_node_and_request_is_one_line_and_a_narrow_terminal_is_shown_less_of_it(
+    width: int, has_all: bool
+) -> None:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(rendered("http://127.0.0.1:8000", STATE, [TOLD | COUNTS], width))
+    lines = captured.get().splitlines()[-4:]
+    assert [line.split()[0][:4] for line in lines] == ["node", "deco", "requ", "49eb"]
+    assert ("quarantined" in lines[0], "attempts" in lines[2]) == (has_all, has_all)
+    assert all(("used" in lines[0], "20" in lines[1], "stop" in lines[3], max(map(len, lines)) <= width))
