@@ -15,7 +15,7 @@ from router.events import RESCHEDULED, NodeRef
 from router.live import LiveRequests
 from router.moves import Moves
 from router.ownership import Verdict, Word, judge
-from router.phases import CommitUnknown, MoveDoubted, Moving, Waiting, ends_of
+from router.phases import CommitUnknown, Decoding, MoveDoubted, Moving, Waiting, ends_of
 from router.placement import Draw, Pair
 from router.requests import LiveBranch
 from router.retry import Cost, Over, culprit
@@ -73,7 +73,7 @@ class AttemptEnds:
             self._live.cancel(branch, now)
             self._live.finish_when_scored(branch, "stop" if branch.ended_by_stop_token else "length", now)
         else:
-            self._retry(branch, pair, error, now)
+            self._retry(branch, pair, error, now, may_be_scored=isinstance(branch.phase, Decoding))
 
     def unscored(self, branch: LiveBranch, pair: Pair, now: float, *, has_drained: bool = False) -> None:
         """The prompt's logprobs have not come, and will not: the prefill node died with them, or its session.
@@ -97,8 +97,13 @@ class AttemptEnds:
             token_ids = token_ids[: len(branch.log)]  # of those beyond nobody told the logprobs: they are drawn again
         return self._live.take_tokens(branch, 0, token_ids, (), now)
 
-    def _retry(self, branch: LiveBranch, pair: Pair, error: pb.PDError, now: float) -> None:
-        """Put the branch back to its old place in the queue, or end it."""
+    def _retry(
+        self, branch: LiveBranch, pair: Pair, error: pb.PDError, now: float, *, may_be_scored: bool = False
+    ) -> None:
+        """Put the branch back to its old place in the queue, or end it.
+
+        `may_be_scored`: the prompt's logprobs, if they are awaited, may be on their way from the prefill node.
+        """
         ends = ends_of(branch.phase)
         blamed = culprit(error, *ends)
         if error.code == pb.NODE_LOST:
@@ -106,7 +111,7 @@ class AttemptEnds:
         is_at_decode = blamed != pair.prefill or pair.prefill == pair.decode
         again = branch.tries.after(error, is_at_decode, self._draw)
         if isinstance(again, Over):
-            self._give_up(branch, again, error, now)
+            self._give_up(branch, again, error, now, may_be_scored=may_be_scored)
             return
         if again.cost is not Cost.NOTHING:
             self._live.count("retries", pb.ErrorCode.Name(error.code))
@@ -126,11 +131,12 @@ class AttemptEnds:
         branch.waits_since = now
         self._live.enqueue(branch, now)
 
-    def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float) -> None:
+    def _give_up(self, branch: LiveBranch, why: Over, error: pb.PDError, now: float, *, may_be_scored: bool) -> None:
+        may_finish = may_be_scored or not branch.awaits_prompt_logprobs
         self._live.note(branch, "given_up", branch.attempt, (), pb.ErrorCode.Name(error.code))
         if why is Over.FINAL:
             self._live.fail(branch, error.code, error.message, now)
-        elif (branch.log or self._live.has_told(branch.key.request_id)) and not branch.awaits_prompt_logprobs:
+        elif may_finish and (branch.log or self._live.has_told(branch.key.request_id)):
             self._live.cancel(branch, now)
             self._live.finish_when_scored(branch, RESCHEDULED, now)
         else:

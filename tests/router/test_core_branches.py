@@ -294,6 +294,23 @@ def test_a_stop_string_found_ahead_of_the_prompts_logprobs_waits_for_them() -> N
     world.assert_nothing_is_left()
 
 
+@pytest.mark.covers("A02", "R08")
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_a_choice_given_up_ahead_of_its_prompts_logprobs_is_handed_up_with_them(is_scored: bool) -> None:
+    world = CoreWorld.with_nodes("p1", "d1", preempt_retry_count=0, prompt_logprobs_grace_s=2.0)
+    world.submit("a", num_logprobs=0, wants_prompt_logprobs=True)
+    world.tokens_from("d1", "a", 0, [7, 8], **scored(1, 2))
+    world.error_from("d1", "a", pb.PREEMPTED, completion_token_ids=[7, 8])
+    assert not world.ends
+    if is_scored:
+        world.tokens_from("p1", "a", 0, [7], **scored(1), prompt_logprobs=SCORE[:2])
+        assert (world.ends["a"], len(world.prompt_logprobs["a"])) == (Finished("a", "pd_reschedule", (7, 8)), 2)
+    else:
+        world.pass_time(2.1)
+        assert world.failure("a").status == 503, "nothing of it was told"
+    world.assert_nothing_is_left()
+
+
 @pytest.mark.covers("A02")
 @pytest.mark.parametrize("ended_by", ["itself", "a stop string"])
 def test_prompt_logprobs_that_died_with_their_node_are_computed_by_another(ended_by: str) -> None:
