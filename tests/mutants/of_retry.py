@@ -125,9 +125,17 @@ MUTANTS: Final = (
         "given-up-without-its-tokens",
         "When the retries run out a stream that has begun ends with an error, and its tokens are lost.",
         "router/attempt_ends.py",
-        "elif (branch.log or self._live.has_told(branch.key.request_id)) and not branch.awaits_prompt_logprobs:",
+        "elif may_finish and (branch.log or self._live.has_told(branch.key.request_id)):",
         "elif self._live.find(branch.key) is None:",
         _RETRY,
+    ),
+    Mutant(
+        "given-up-ahead-of-its-scores",
+        "A choice that is given up while its prompt's logprobs are on their way fails its request instead of being handed up.",
+        "router/attempt_ends.py",
+        "may_finish = may_be_scored or not branch.awaits_prompt_logprobs",
+        "may_finish = not branch.awaits_prompt_logprobs",
+        ("tests/router/test_core_branches.py",),
     ),
     Mutant(
         "restart-fails-requests",
