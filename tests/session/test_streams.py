@@ -122,7 +122,7 @@ def test_a_black_hole_is_found_within_2_s_by_both_ends_and_delays_nobody_else() 
                 assert loop.time() - start < 2 * FOUND_S
             assert loop.time() - start > 1.0, "by silence, not by a reset"
             assert node.handler.lost == [ROUTER]
-            assert slowest_s < 0.5
+            assert slowest_s < 1.0, "less than what finds the black hole"
             assert router.count("broken", other.peer) == 0
             proxy.heal()
             proxy.cut()
