@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import Bench, check_files
+from bench.frame import Bench, check_files, whole_numbers
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
 
@@ -57,10 +57,7 @@ class OverlapConfig:
 
     def batch_sizes(self) -> list[int]:
         """The numbers of --batches. ValueError: they are none."""
-        parts = [part for part in self.batches.split(",") if part]
-        if not parts or not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):
-            raise ValueError(f"--batches {self.batches}: must be whole numbers from 1 to 4096 with commas between")
-        return [int(part) for part in parts]
+        return whole_numbers("--batches", self.batches, high=4096)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,6 @@ class ChildProcess:
             try:
                 await asyncio.wait_for(self._process.wait(), timeout_s)
             except TimeoutError:
-                self._process.kill()
+                self.kill()
                 await self._process.wait()
         self._ready_path.unlink(missing_ok=True)
