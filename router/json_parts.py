@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Final
 
 ENTRIES_PER_SLICE: Final = 256  # names with a number each: about 4 ms
@@ -29,8 +30,26 @@ def dump_ascii(value: object) -> str:
 
 
 def dump_unicode(value: object) -> str:
-    """All of it at once; half a surrogate pair, which no UTF-8 can hold, is left to the reader of the text."""
-    return _UNICODE.encode(value)
+    """All of it at once, in one line; half a surrogate pair, which no UTF-8 can hold, is left to the reader of the text."""
+    return _in_one_line(_UNICODE.encode(value))
+
+
+def dump_text(text: str) -> str:
+    """What `dump_unicode` makes of a string, without what else it can do."""
+    return _in_one_line(encode_basestring(text))
+
+
+def _in_one_line(written: str) -> str:
+    """JSON without what some readers take for the end of a line: of Unicode's, three are no control characters, which JSON escapes.
+
+    Server-sent events end theirs at CR and LF alone, but httpx's `iter_lines` at these, too, like Python's `splitlines`: whoever
+    reads events with it would get half an event.
+    """
+    if written.isascii():
+        return written
+    for end, escaped in _LINE_ENDS.items():
+        written = written.replace(end, escaped)
+    return written
 
 
 def json_parts(value: object, dump: Dump) -> Iterator[str]:
@@ -68,5 +87,6 @@ def _as_list(value: object) -> list[object]:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
+_LINE_ENDS: Final = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 _ASCII: Final = json.JSONEncoder(separators=(",", ":"), default=_as_list)
 _UNICODE: Final = json.JSONEncoder(separators=(",", ":"), default=_as_list, ensure_ascii=False)

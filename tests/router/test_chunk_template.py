@@ -58,6 +58,19 @@ def test_the_short_cut_changes_no_byte(
     assert short.stream_end() == ordinary.stream_end(), "tokens are counted either way"
 
 
+@pytest.mark.covers("A08")
+@given(st.text(max_size=6) | st.text("a\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029", max_size=6))
+def test_an_event_is_one_line_also_to_those_who_end_lines_at_more_than_events_do(text: ModelText, part: str) -> None:
+    options = AnswerOptions("m", includes_usage=False, returns_token_ids=False, num_logprobs=None)
+    for kind in (AnswerWriter, Ordinary):
+        writer = kind([asked(text, 1)], CompletionForm(), options, text.spelling)
+        list(writer.chunk(0, Piece(text="a")))  # behind the first one the short cut is taken
+        written = b"".join(writer.chunk(0, Piece(text=part, token_ids=[7]))).decode()
+        line, *nothing = written.splitlines() or [""]
+        assert nothing == ([""] if part else [])
+        assert not part or json.loads(line.removeprefix("data: "))["choices"][0]["text"] == part
+
+
 def test_half_a_surrogate_pair_is_an_error_of_the_short_cut_too(text: ModelText) -> None:
     options = AnswerOptions("m", includes_usage=False, returns_token_ids=False, num_logprobs=None)
     writer = AnswerWriter([asked(text, 1)], CompletionForm(), options, text.spelling)
