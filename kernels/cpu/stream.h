@@ -67,8 +67,8 @@ class KvStream {
     }
 
   private:
-    static constexpr int NUM_COMING = 8;  // stretches whose pages were asked for
-    static constexpr int NUM_FAR = 56;    // chunks on their way into the second level, or there
+    static constexpr int NUM_COMING = 5;  // stretches whose pages were asked for
+    static constexpr int NUM_FAR = 24;    // chunks on their way into the second level, or there
     static constexpr int NUM_CLOSE = 8;   // chunks on their way from there into the first
 
     struct Stretch {
