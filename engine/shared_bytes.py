@@ -110,7 +110,7 @@ def _not_to_be_had(num_bytes: int, error: OSError) -> ValueError:
 
 
 def _populate(descriptor: int, num_bytes: int) -> None:
-    """Give the file all its pages; says how far it is where that takes its time (a third of a second per GiB)."""
+    """Give the file all its pages; says how far it is where that takes long (a GiB: a third of a second, of huge pages a tenth)."""
     began_at = said_at = time.monotonic()
     os.ftruncate(descriptor, num_bytes)
     mapping, offset = _mapped(descriptor, num_bytes)
