@@ -2,7 +2,9 @@
 //
 // engine/sampler.py draws argmax(score + noise) with noise = -log(-log(u)), u a hash of (stream, token). That is the least
 // -log(u) / exp(score): an exponential race. As -log(u) >= 1 - u, whoever has 1 - u above exp(score) times the least quotient
-// so far is out, for the price of a hash and an exp. What is left is a superset, decided in double precision by the sampler.
+// so far is out. Most are out by logarithms already: the bits of a number, taken for an integer, are a straight line between its
+// powers of two and never above its logarithm, so that one multiplication tells of a token that it cannot be in. The rest pay an
+// exp. What is left is a superset, decided in double precision by the sampler.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +17,9 @@ namespace baton {
 using Wide = uint64_t __attribute__((vector_size(64)));
 using Signed = int64_t __attribute__((vector_size(64)));  // CPUs without AVX-512 convert nothing else to floats
 using Eight = float __attribute__((vector_size(32)));
+using Integers = int32_t __attribute__((vector_size(64)));
 constexpr float MARGIN = 1.001f;  // thousandfold what fp32 loses of a score between -41 and 0
+constexpr float OCTAVE = 0x1p23f;  // from a power of two to the next, in bits taken for an integer
 
 struct Contest {
     const float *temperatures;  // [num_rows]; 0: only the greatest is wanted
@@ -42,6 +46,15 @@ BATON_INLINE Eight complements(Wide states) {
     x = (x ^ (x >> 31)) >> 12;
     const Wide rest = ((uint64_t(1) << 52) - 1) - x;
     return __builtin_convertvector((Signed)rest, Eight);
+}
+
+BATON_INLINE bool any_at_most(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ);
+#else
+    const Bits is = (Bits)(a <= b), any = is | (Bits)shifted<8>((Floats)is);
+    return (((Wide)any)[0] | ((Wide)any)[1] | ((Wide)any)[2] | ((Wide)any)[3]) != 0;
+#endif
 }
 
 template <class T> void find_greatest(const T *logits, const Contest &contest, int row) {
@@ -80,6 +93,10 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
         return -std::log((double(mixed(stream + uint64_t(id + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52);
     };
     float least = float(exponential_of(contest.greatest_ids[row])) * MARGIN;
+    // The line of a number that is not above exp(score) * least; scores in octaves, with what is not exact on the side of more.
+    auto line_of_least = [&] { return (std::log2(least) + 127.0f) * OCTAVE + 1000.0f; };
+    float line = line_of_least();
+    const float octaves = std::min(sharpness * 1.44269504f * OCTAVE, std::numeric_limits<float>::max());
     int32_t *ids = contest.ids + size_t(row) * contest.limit;
     Wide states = Wide{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN + stream, more_states = states + 8 * GOLDEN;
     for (int id = 0; id < contest.vocab_size; id += LANES, states += 16 * GOLDEN, more_states += 16 * GOLDEN) {
@@ -87,16 +104,18 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
         const Eight low = complements(states), high = complements(more_states);
         const Floats complement =
             (__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + 0.5f) * 0x1p-52f;
-        const Floats weight = exponential((load_some(logits + id, left) - greatest) * sharpness);
+        const Floats below = load_some(logits + id, left) - greatest;
+        const Floats lines = __builtin_convertvector((Integers)complement, Floats);
+        if (!any_at_most(lines, multiply_add(below, all(octaves), all(line)))) continue;
+        const Floats weight = exponential(below * sharpness);
         const Bits in = (Bits)(complement <= weight * least);
-        const Bits any = in | (Bits)shifted<8>((Floats)in);
-        if (!((Wide)any)[0] && !((Wide)any)[1] && !((Wide)any)[2] && !((Wide)any)[3]) continue;
         for (int i = 0; i < std::min(LANES, left); i++) {
             if (!in[i]) continue;
             if (contest.counts[row] < contest.limit) ids[contest.counts[row]] = id + i;
             contest.counts[row]++;
             if (weight[i] > 0) least = std::min(least, float(exponential_of(id + i)) / weight[i] * MARGIN);
         }
+        line = line_of_least();
     }
 }
 

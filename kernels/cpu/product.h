@@ -136,13 +136,6 @@ template <class T> constexpr int steps_of(int summed) { return ceil_div(summed, 
 // Numbers in one panel.
 template <class T> constexpr size_t panel_size(int summed) { return size_t(steps_of<T>(summed)) * Step<T>::WIDTH * PANEL; }
 
-constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
-
-BATON_INLINE void bring(const char *chunk) {
-#pragma GCC unroll 8
-    for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 3);
-}
-
 // Which memory a pass brings nearer while it computes: hardware prefetchers stop at each page and at each panel's end.
 struct Ahead {
     size_t distance = 0;         // bytes ahead of the panels being read; 0: no

@@ -8,7 +8,7 @@
 // so that 4 x 4 cells within quarters of registers are all that must be transposed. Elsewhere a score is one chain.
 #pragma once
 
-#include "paged.h"
+#include "stream.h"
 
 namespace baton {
 
@@ -74,7 +74,7 @@ BATON_INLINE Floats add_quarters(Floats a, Floats b) {
 // scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
 template <class T, int M>
 void score_where_they_lie(const T *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim, float *scores,
-                          size_t score_stride, const char *const *ahead) {
+                          size_t score_stride, const Nearer *ahead) {
     constexpr int W = Step<T>::WIDTH, PAIR = 2;
     for (int head = 0; head < num_heads; head++, queries += query_stride, scores += score_stride) {
         Floats halves[2][M];

@@ -1,7 +1,10 @@
 // Brings KV nearer before it is read: the blocks of a thread's part of a layer, in the order in which it will read them.
 //
-// Blocks lie scattered, and hardware prefetchers begin anew at each. So two lines of each page are asked for some blocks ahead,
-// which sets them going, and every line once more a few KiB ahead, a few at a time: a CPU has a few dozen under way at most.
+// Blocks lie scattered, and hardware prefetchers begin anew at each. A line that is asked for into the first level of the cache
+// keeps one of its few places for misses until memory has answered (24 on Zen 4); one that is asked for into the second level
+// only until that level has taken the request, and that level has twice as many. So every line is asked for twice: far ahead into
+// the second level, and close before it is read into the first. Of each page, one line is asked for some blocks earlier: its
+// address is then translated when the others are wanted.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +13,25 @@
 #include "paged.h"
 
 namespace baton {
+
+constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
+
+// What to bring into the second level, and what lies there already and is to come into the first.
+struct Nearer {
+    const char *far, *close;
+};
+
+BATON_INLINE void bring_far(const char *chunk) {
+#pragma GCC unroll 8
+    for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 2);
+}
+
+BATON_INLINE void bring_close(const char *chunk) {
+#pragma GCC unroll 8
+    for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 3);
+}
+
+BATON_INLINE void bring(const Nearer &chunks) { bring_far(chunks.far), bring_close(chunks.close); }
 
 class KvStream {
   public:
@@ -22,12 +44,15 @@ class KvStream {
     }
 
     // Chunks to be brought nearer: `fresh` new ones, the last one again where there are no more; `count` can be read.
-    const char *const *take(int fresh, int count) {
-        if (int(taken_.size()) < count) taken_.resize(count, chunk_);
+    const Nearer *take(int fresh, int count) {
+        if (int(taken_.size()) < count) taken_.resize(count, {chunk_, chunk_});
         for (int i = 0; i < fresh; i++) {
             if (at_ >= end_) begin_next();
             if (at_ < end_) chunk_ = at_, at_ += CHUNK;
-            taken_[i] = chunk_;
+            const char *&oldest = far_[turn_of_far_];
+            taken_[i] = {chunk_, oldest};
+            oldest = chunk_;
+            turn_of_far_ = (turn_of_far_ + 1) % NUM_FAR;
         }
         return taken_.data();
     }
@@ -35,14 +60,16 @@ class KvStream {
     // The thread begins with this unit. What it read without taking chunks need not be brought any more.
     void reach(const Unit *unit) {
         if (unit_ < unit) go_to(unit);
-        if (is_new_)
-            for (size_t bytes = 0; bytes < AHEAD_BYTES; bytes += CHUNK) bring(*take(1, 1));
+        if (!is_new_) return;
+        for (int i = 0; i < NUM_FAR; i++) bring_far(take(1, 1)->far);
+        for (int i = 0; i < NUM_CLOSE; i++) bring(*take(1, 1));
         is_new_ = false;
     }
 
   private:
-    static constexpr int NUM_COMING = 6;             // stretches whose pages were asked for
-    static constexpr size_t AHEAD_BYTES = 18 << 10; // of the lines, before what is read
+    static constexpr int NUM_COMING = 5;  // stretches whose pages were asked for
+    static constexpr int NUM_FAR = 24;    // chunks on their way into the second level, or there
+    static constexpr int NUM_CLOSE = 8;   // chunks on their way from there into the first
 
     struct Stretch {
         const char *begin, *end;
@@ -66,10 +93,8 @@ class KvStream {
     Stretch coming() {
         constexpr uintptr_t PAGE = 4096;
         const Stretch stretch = next_stretch();
-        for (const char *at = stretch.begin; at < stretch.end; at += PAGE - reinterpret_cast<uintptr_t>(at) % PAGE) {
-            __builtin_prefetch(at, 0, 3);
-            __builtin_prefetch(at + 64, 0, 3);
-        }
+        for (const char *at = stretch.begin; at < stretch.end; at += PAGE - reinterpret_cast<uintptr_t>(at) % PAGE)
+            __builtin_prefetch(at, 0, 2);
         return stretch;
     }
 
@@ -112,7 +137,9 @@ class KvStream {
     int position_ = 0, plane_ = 0, turn_ = 0;
     bool is_new_ = true;
     const char *at_ = nullptr, *end_ = nullptr, *chunk_ = nullptr;
-    std::vector<const char *> taken_;
+    std::vector<Nearer> taken_;
+    const char *far_[NUM_FAR] = {};  // the last ones, from the oldest at turn_of_far_ on
+    int turn_of_far_ = 0;
     Stretch coming_[NUM_COMING];
 };
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.shared_bytes import SharedBytes, mapped_bytes
+from engine.shared_bytes import HUGE_PAGE, SharedBytes, mapped_bytes
 
 MIB = 1 << 20
 
@@ -27,15 +27,43 @@ def test_it_is_zeroed_writable_here_and_seen_by_whoever_maps_it() -> None:
         assert seen[14_999] == 77
 
 
-def test_all_of_it_is_there_before_anybody_uses_it() -> None:
-    shared = SharedBytes(8, MIB)
-    assert os.fstat(shared.descriptor).st_blocks * 512 >= 8 * MIB
+def kib_mapped(shared: SharedBytes) -> dict[str, int]:
+    """What /proc/self/smaps says of the bytes' mapping, by its own names."""
     lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
     begin = next(
         i for i, line in enumerate(lines) if "/memfd:baton-kv" in line and f"{shared.bytes.ctypes.data:x}-" in line
     )
-    rss = next(line for line in lines[begin:] if line.startswith("Rss:"))
-    assert int(rss.split()[1]) == 8 * 1024  # KiB: no step pays for a page fault
+    words = (line.split() for line in lines[begin + 1 : begin + 25])
+    return {name.removesuffix(":"): int(rest[0]) for name, *rest in words if rest[-1] == "kB"}
+
+
+def test_all_of_it_is_there_before_anybody_uses_it() -> None:
+    shared = SharedBytes(8, MIB)
+    assert os.fstat(shared.descriptor).st_blocks * 512 >= 8 * MIB
+    assert kib_mapped(shared)["Rss"] == 8 * 1024  # no step pays for a page fault
+
+
+def has_huge_pages() -> bool:
+    """Whether this kernel makes huge pages of a memfd when it is asked to."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return version >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_whole_huge_pages_of_it_are_huge_where_the_kernel_has_them_and_the_rest_is_there_too() -> None:
+    shared = SharedBytes(9, MIB)  # four of them, and a half
+    assert shared.bytes.ctypes.data % HUGE_PAGE == 0
+    mapped = kib_mapped(shared)
+    assert (mapped["ShmemPmdMapped"] > 0) == has_huge_pages()
+    assert mapped["Rss"] == 9 * 1024
+    assert not shared.bytes.any()
+
+
+def test_all_of_it_is_there_where_the_kernel_refuses_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.shared_bytes._MADV_COLLAPSE", -1)
+    shared = SharedBytes(9, MIB)
+    mapped = kib_mapped(shared)
+    assert (mapped["ShmemPmdMapped"], mapped["Rss"]) == (0, 9 * 1024)
+    shared.bytes[:] = 1
 
 
 @pytest.mark.parametrize(
