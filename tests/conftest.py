@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.coverage_table import COVERS, CoverageTable
 
 RUN_SEED: Final = pytest.StashKey[int]()
+# Whose tests start clusters: seconds a test, in which the machine often waits. The others' compute, and take less.
+ROOMS_OF_CLUSTERS: Final = frozenset({"bench", "by_hand", "chaos", "dashboard", "e2e", "security"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,9 +41,31 @@ def pytest_configure(config: pytest.Config) -> None:
     if (told := getattr(config, "workerinput", None)) is not None:  # one of several processes of a run
         given = told["run_seed"]
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would keep for the end what is slow: few tests a file
+        config.option.loadscopereorder = False
     table: Path | None = config.getoption("--coverage-table")
     if table is not None and told is None:
         config.pluginmanager.register(CoverageTable(table))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in turn, those of clusters and the others, so that what waits runs beside what computes; and short ones at the end."""
+    items[:] = in_turn(items)
+
+
+def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The same tests, a file's together and in its order."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slow = [tests for path, tests in files.items() if path.parent.name in ROOMS_OF_CLUSTERS]
+    quick = [tests for path, tests in files.items() if path.parent.name not in ROOMS_OF_CLUSTERS]
+    quick.sort(key=len, reverse=True)
+    num_early = len(quick) * 3 // 4  # by then the last file of a cluster is to have begun
+    keyed = [(place * num_early / len(slow), tests) for place, tests in enumerate(slow)]
+    keyed += [(place + 0.5, tests) for place, tests in enumerate(quick)]
+    keyed.sort(key=itemgetter(0))
+    return [item for _, tests in keyed for item in tests]
 
 
 @pytest.hookimpl(optionalhook=True)
