@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.coverage_table import COVERS, CoverageTable
 
 RUN_SEED: Final = pytest.StashKey[int]()
-# Whose tests start clusters: seconds a test, in which the machine often waits. The others' compute, and take less.
+# Whose tests start clusters: seconds a test, in which the machine often waits.
 ROOMS_OF_CLUSTERS: Final = frozenset({"bench", "by_hand", "chaos", "dashboard", "e2e", "security"})
+# Whose files take moments, most of them.
+QUICK_ROOMS: Final = frozenset({"chat", "clients", "engine_pure", "handoff", "kv_pool", "router", "transport"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,23 +51,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in turn, those of clusters and the others, so that what waits runs beside what computes; and short ones at the end."""
+    """Have what waits run beside what computes, and what is short come last, so that all processes of a run end together."""
     items[:] = in_turn(items)
 
 
 def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The same tests, a file's together and in its order."""
+    """The same tests, a file's together and in its order: files of clusters in turn with those that compute, then quick ones."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    slow = [tests for path, tests in files.items() if path.parent.name in ROOMS_OF_CLUSTERS]
-    quick = [tests for path, tests in files.items() if path.parent.name not in ROOMS_OF_CLUSTERS]
-    quick.sort(key=len, reverse=True)
-    num_early = len(quick) * 3 // 4  # by then the last file of a cluster is to have begun
-    keyed = [(place * num_early / len(slow), tests) for place, tests in enumerate(slow)]
-    keyed += [(place + 0.5, tests) for place, tests in enumerate(quick)]
-    keyed.sort(key=itemgetter(0))
-    return [item for _, tests in keyed for item in tests]
+    rooms = [(path.parent.name, tests) for path, tests in files.items()]
+    waiting = [tests for room, tests in rooms if room in ROOMS_OF_CLUSTERS]
+    computing = [tests for room, tests in rooms if room not in ROOMS_OF_CLUSTERS | QUICK_ROOMS]
+    quick = sorted((tests for room, tests in rooms if room in QUICK_ROOMS), key=len, reverse=True)
+    turns = [(place / len(some), tests) for some in (waiting, computing) for place, tests in enumerate(some)]
+    ordered = [tests for _, tests in sorted(turns, key=itemgetter(0))] + quick
+    return [item for tests in ordered for item in tests]
 
 
 @pytest.hookimpl(optionalhook=True)

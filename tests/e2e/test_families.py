@@ -14,7 +14,7 @@ import torch
 
 from tests.e2e.cluster import Cluster, started_cluster
 
-NUM_PROMPTS = 50
+NUM_PROMPTS = 20
 MAX_TOKENS = 64
 LENGTHS = (1, 200)  # across blocks of 16, chunks of 64 and mistral-tiny's window of 100
 FAMILIES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny")
