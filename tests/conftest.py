@@ -1,4 +1,4 @@
-"""What all tests share: the seed of the run, and `--coverage-table`.
+"""What all tests share: the seed of the run, the order of its files, and `--coverage-table`.
 
 A test that draws at random takes the fixture `fresh_seed`: a new number each run, shown when the test fails, and drawn again
 with `--seed`. Hypothesis shows how to reproduce its own failures.

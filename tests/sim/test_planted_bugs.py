@@ -48,8 +48,9 @@ MAX_SEEDS = 120
 
 # Where the search begins, to save time: the first of the seeds from 0 on that found it when this was written.
 FIRST_SEEDS: dict[Callable[[Patch], None], int] = {
-    promises_are_kept_for_ever: 30,
-    senders_ignore_their_timers: 31,
+    promises_are_kept_for_ever: 39,
+    the_fence_admits_everything: 30,
+    senders_ignore_their_timers: 72,
     writes_run_on_into_blocks_that_are_free: 47,
     sent_blocks_are_dropped_before_they_are_read: 5,
 }
