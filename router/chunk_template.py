@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring
 from typing import Final
 
+from router.json_parts import in_one_line
+
 MARK_TEXT: Final = "\0"  # what no model's text is, and where one is it stands before: the last one is cut at
 MARK_IDS: Final = [-1]
 _TEXT: Final = encode_basestring(MARK_TEXT)
@@ -32,7 +34,7 @@ class ChunkTemplate:
 
     def event(self, text: str, token_ids: Sequence[int]) -> bytes:
         """One server-sent event; half a surrogate pair in the text raises UnicodeEncodeError, as anywhere."""
-        shown = encode_basestring(text)
+        shown = in_one_line(encode_basestring(text))
         if self._tail is None:
             return f"data: {self._head}{shown}{self._middle}\n\n".encode()
         return f"data: {self._head}{shown}{self._middle}{','.join(map(str, token_ids))}{self._tail}\n\n".encode()

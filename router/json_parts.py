@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 ENTRIES_PER_SLICE: Final = 256  # names with a number each: about 4 ms
+# What Unicode takes for a line's end and neither JSON nor server-sent events do; clients that read lines (httpx's do) cut there.
+_LINE_ENDS: Final = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 Dump = Callable[[object], str]
 
@@ -29,8 +31,13 @@ def dump_ascii(value: object) -> str:
 
 
 def dump_unicode(value: object) -> str:
-    """All of it at once; half a surrogate pair, which no UTF-8 can hold, is left to the reader of the text."""
-    return _UNICODE.encode(value)
+    """All of it at once, in one line; half a surrogate pair, which no UTF-8 can hold, is left to the reader of the text."""
+    return in_one_line(_UNICODE.encode(value))
+
+
+def in_one_line(text: str) -> str:
+    """The same JSON without what any reader may take for a line's end; the others JSON escapes by itself."""
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def json_parts(value: object, dump: Dump) -> Iterator[str]:
