@@ -16,7 +16,7 @@ def test_files_of_clusters_and_of_computing_come_in_turn_and_quick_ones_last() -
     items: list[Any] = [
         SimpleNamespace(path=ROOT / f"{name}.py", number=n) for name, number in numbers.items() for n in range(number)
     ]
-    ordered = [(item.path.stem, item.number) for item in in_turn(items)]
+    ordered = [(item.path.stem, item.number) for item in list[Any](in_turn(items))]
     files = list(dict.fromkeys(stem for stem, _ in ordered))
     assert files == ["a", "e", "b", "f", "g", "h", "d", "c"]
     assert ordered == [

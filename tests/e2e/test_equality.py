@@ -138,7 +138,10 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
         pytest.skip("NIXL is not installed: pip install baton[nixl]")
     tiny_model = made_model(like)
     cases = draw_cases(fresh_seed)
-    if num_nodes == 1 and (dtype, transport) != ("bf16", "zmq"):  # two have all of them, the others a third of their own
+    if num_nodes == 1 and (dtype, transport) != (
+        "bf16",
+        "zmq",
+    ):  # two have all of them, the others a third of their own
         cases = cases[fresh_seed % 3 :: 3]
     expected = alone(tiny_model, dtype, cases)
     assert all(len(tokens) == MAX_TOKENS for tokens in expected)
