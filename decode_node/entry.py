@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from decode_node.core import DecodeCore
 from node.config import NodeConfig
 from node.validate import SECRET_BYTES
+from runtime.collecting import loading
 from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
     set_thread_environment(config.num_threads)
     silence_grpc()
-    from node.process import run_node
+    with loading():
+        from node.process import run_node
 
     return run_node("decode", config, {**(make_others or {}), "decode": make_core})
 

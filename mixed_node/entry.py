@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mixed_node.core import FetchingPart, LeasingPart, MixedCore
 from node.config import NodeConfig
+from runtime.collecting import loading
 from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def run(argv: Sequence[str] | None, make_cores: Mapping[RoleName, CoreMaker]) ->
     config = load(NodeConfig, "baton mixed", "Compute prompts and generate, in one process over one pool of KV.", argv)
     set_thread_environment(config.num_threads)
     silence_grpc()
-    from node.process import run_node
+    with loading():
+        from node.process import run_node
 
     return run_node("mixed", config, make_cores)
 

@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn
 from engine.grammars import Constraint, GrammarError, Grammars
 from engine.plan import Grammar
 from node.grammar_lines import MAX_BYTES, Asks, read_asked, ready, told
+from runtime.collecting import loading
 from runtime.process import die_with_parent
 
 MAX_GROWTH_BYTES: Final = 1 << 30  # of a grammar's process, beyond what is there when it begins
@@ -45,7 +46,8 @@ def main() -> NoReturn:
     problem = ""
     _leave_out_transformers()
     try:
-        grammars.open()
+        with loading():
+            grammars.open()
     except GrammarError as error:
         problem = str(error)
     try:

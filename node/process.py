@@ -30,7 +30,7 @@ from typing import Final
 
 import uvloop
 import zmq
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from connector.choosing import ChoosingTransport, choose_transports
 from connector.kv_store import KvStore
@@ -306,7 +306,7 @@ class _NodeProcess:
         started.callback(http.stop)
         return port, view
 
-    def _http_server(self, app: FastAPI, listener: socket.socket) -> HttpServer:
+    def _http_server(self, app: ASGIApp, listener: socket.socket) -> HttpServer:
         count = partial(self._measures.add, "refused_http")
         return HttpServer(app, listener, tls=self._credentials.http_context(partial(count, "tls")), on_refused=count)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Final, Literal, TextIO
 
+from runtime.collecting import loading
 from runtime.process import EXIT_USAGE, die_with_parent
 
 LOADED: Final = "loaded"
@@ -68,16 +69,17 @@ def main() -> int:
 
 def _run(job: RankJob, steps: IO[bytes], answers: TextIO) -> int:
     # Behind the job: until then nobody has said with how many threads. It takes seconds.
-    import torch
+    with loading():
+        import torch
 
-    from engine.device import rank_device
-    from engine.kv_memory import mapped_kv
-    from engine.lockstep import follow
-    from engine.model import load_model
-    from engine.model_config import read_model_config
-    from engine.probe import find_inexactness
-    from engine.ranks import join_ranks, meeting_store
-    from engine.split import Split
+        from engine.device import rank_device
+        from engine.kv_memory import mapped_kv
+        from engine.lockstep import follow
+        from engine.model import load_model
+        from engine.model_config import read_model_config
+        from engine.probe import find_inexactness
+        from engine.ranks import join_ranks, meeting_store
+        from engine.split import Split
 
     torch.set_num_threads(job.threads)
     split, device, path = Split(job.rank, job.size), rank_device(torch.device(job.device), job.rank), Path(job.model)

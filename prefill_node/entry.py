@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
 from prefill_node.core import PrefillCore
+from runtime.collecting import loading
 from runtime.config import load, set_thread_environment, silence_grpc
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
     set_thread_environment(config.num_threads)
     silence_grpc()
-    from node.process import run_node
+    with loading():
+        from node.process import run_node
 
     return run_node("prefill", config, {**(make_others or {}), "prefill": make_core})
 

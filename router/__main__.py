@@ -19,7 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from router.workers import run_workers
 
         return run_workers(config)
-    from router.process import run_router  # heavy: --help and a wrong flag answer without it
+    from runtime.collecting import loading  # heavy, as what is loaded is: --help and a wrong flag answer without them
+
+    with loading():
+        from router.process import run_router
 
     return run_router(config)
 

@@ -23,6 +23,7 @@ from proto import baton_pb2 as pb
 from router.config import RouterConfig
 from router.rate_limit import Taken
 from router.worker_link import WorkerLink, read_blocking
+from runtime.collecting import loading
 from runtime.config import from_json, silence_grpc
 from runtime.listing import Listed, Missed, Unlisted
 from runtime.logs import log_event
@@ -146,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
     listener, end = (socket.socket(fileno=int(number)) for number in argv)
     for inherited in (listener, end):
         os.set_inheritable(inherited.fileno(), False)
-    from router.process import run_router
+    with loading():
+        from router.process import run_router
 
     worker = WorkerEnd(listener, end)
     return run_router(worker.config, worker)

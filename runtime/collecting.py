@@ -10,13 +10,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 REST_S: Final = 5.0  # from one full walk to the next, where the process is at rest
 LONGEST_S: Final = 120.0  # the same, where it never is: a walk of 10 ms is then a ten-thousandth of the time
 LOOK_EVERY_S: Final = 1.0
 _NEVER: Final = 1 << 30  # young walks to a full one
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """No walk while modules are imported, and none ever over what they hold, which stays: torch takes a fifth longer with them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class FullWalks:

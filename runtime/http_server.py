@@ -13,7 +13,6 @@ from functools import partial
 from typing import Final
 
 import uvicorn
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from runtime.http_protocol import BoundedHttp, HttpBounds
@@ -27,7 +26,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: FastAPI | ASGIApp,
+        app: ASGIApp,
         listener: socket.socket,
         *,
         bounds: HttpBounds | None = None,

@@ -1,4 +1,4 @@
-"""What all tests share: the seed of the run, and `--coverage-table`.
+"""What all tests share: the seed of the run, the order of its files, and `--coverage-table`.
 
 A test that draws at random takes the fixture `fresh_seed`: a new number each run, shown when the test fails, and drawn again
 with `--seed`. Hypothesis shows how to reproduce its own failures.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,10 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.coverage_table import COVERS, CoverageTable
 
 RUN_SEED: Final = pytest.StashKey[int]()
+# Whose tests start clusters: seconds a test, in which the machine often waits.
+ROOMS_OF_CLUSTERS: Final = frozenset({"bench", "by_hand", "chaos", "dashboard", "e2e", "security"})
+# Whose files take moments, most of them.
+QUICK_ROOMS: Final = frozenset({"chat", "clients", "engine_pure", "handoff", "kv_pool", "router", "transport"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,9 +43,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if (told := getattr(config, "workerinput", None)) is not None:  # one of several processes of a run
         given = told["run_seed"]
     config.stash[RUN_SEED] = random.SystemRandom().getrandbits(32) if given is None else given
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would keep for the end what is slow: few tests a file
+        config.option.loadscopereorder = False
     table: Path | None = config.getoption("--coverage-table")
     if table is not None and told is None:
         config.pluginmanager.register(CoverageTable(table))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have what waits run beside what computes, and what is short come last, so that all processes of a run end together."""
+    items[:] = in_turn(items)
+
+
+def in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The same tests, a file's together and in its order: files of clusters in turn with those that compute, then quick ones."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    rooms = [(path.parent.name, tests) for path, tests in files.items()]
+    waiting = [tests for room, tests in rooms if room in ROOMS_OF_CLUSTERS]
+    computing = [tests for room, tests in rooms if room not in ROOMS_OF_CLUSTERS | QUICK_ROOMS]
+    quick = sorted((tests for room, tests in rooms if room in QUICK_ROOMS), key=len, reverse=True)
+    turns = [(place / len(some), tests) for some in (waiting, computing) for place, tests in enumerate(some)]
+    ordered = [tests for _, tests in sorted(turns, key=itemgetter(0))] + quick
+    return [item for tests in ordered for item in tests]
 
 
 @pytest.hookimpl(optionalhook=True)

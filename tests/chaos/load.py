@@ -17,6 +17,7 @@ from typing import Any, Final
 import httpx
 
 from tests.chaos.answers import Told, Verdict, ask, drawn_request, judge, undisturbed
+from tests.plain_http import NO_CERTIFICATES
 
 KNOWN: Final = 200  # requests that are asked again
 NEW_SHARE: Final = 0.3
@@ -97,7 +98,7 @@ class Load:
 
     def _run(self, rng: random.Random) -> None:
         try:
-            with httpx.Client(trust_env=False) as client:
+            with httpx.Client(trust_env=False, verify=NO_CERTIFICATES) as client:
                 while not self._stopping.is_set():
                     self._ask_one(client, rng)
         except BaseException as error:

@@ -18,6 +18,7 @@ from bench.fleet import wait_until
 from tests.chaos.answers import Told, ask
 from tests.chaos.conftest import Broken, started_town
 from tests.chaos.test_real_faults import long_requests
+from tests.plain_http import NO_CERTIFICATES
 
 NUM_CLIENTS: Final = 4
 NUM_BODIES: Final = 6
@@ -107,7 +108,7 @@ class SteadyClients:
 
     def run(self, url: str, rng: random.Random) -> None:
         """One client, of the router there."""
-        with httpx.Client(trust_env=False) as client:
+        with httpx.Client(trust_env=False, verify=NO_CERTIFICATES) as client:
             while not self._stopping.is_set():
                 body = rng.choice(self._bodies)
                 self.told.append((body, ask(client, url, body, is_stream=rng.random() < 0.6)))

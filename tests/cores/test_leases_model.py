@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
@@ -13,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from node import events as ev
 from proto.attempt_key import AttemptKey
+from tests.copied import Copier
 from tests.cores.lease_world import PROMPTS, LeaseWorld
 from tests.cores.nodes import ROUTER
 
@@ -171,10 +171,11 @@ def test_in_every_reachable_state_of_two_attempts_floors_leases_and_answers_are_
     asked = [tuple(AttemptKey("r", choice, k) for choice in chosen) for k, chosen in enumerate(choices_of_attempts)]
     start = LeaseWorld()
     seen, queue = {start.model.key(start.now)}, deque([start])
+    copier = Copier()
     while queue:
         world = queue.popleft()
         for move in moves(world, asked, with_time):
-            after = copy.deepcopy(world)
+            after = copier.copied(world)
             move(after)  # compares core and model
             key = (*after.model.key(after.now), tuple(map(after.place, after.unquiet)))
             if key not in seen:

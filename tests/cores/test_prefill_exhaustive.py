@@ -4,7 +4,6 @@ against every answer, step, read, timer and broken link.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +17,7 @@ from engine.plan import NO_TOKEN, Plan, SlotResult, StepResult
 from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
+from tests.copied import Copier
 from tests.cores.nodes import ROUTER, Prefill, grant
 
 KEYS = (AttemptKey("r", 0, 0), AttemptKey("r", 0, 1))
@@ -206,10 +206,11 @@ def test_in_every_reachable_state_fences_hold_lent_blocks_stay_and_each_attempt_
     start = SenderWorld()
     seen, queue = {start.key()}, deque([start])
     happened: Counter[str] = Counter()
+    copier = Copier()
     while queue:
         world = queue.popleft()
         for number in range(sum(1 for _ in world.moves())):
-            after = copy.deepcopy(world)
+            after = copier.copied(world)
             list(after.moves())[number]()
             if (key := after.key()) not in seen:
                 seen.add(key)

@@ -20,6 +20,8 @@ from typing import Any, Final
 
 import httpx
 
+from tests.plain_http import NO_CERTIFICATES
+
 DRIVER: Final = "chromedriver"
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 FLAGS: Final = (
@@ -120,7 +122,7 @@ def opened_browser() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(prefix="browser") as folder, _driver(folder) as url:
         options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={folder}/profile"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=url, timeout=60, trust_env=False, verify=NO_CERTIFICATES) as http:
             answer = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
             assert "sessionId" in answer, answer
             browser = Browser(http, answer["sessionId"])

@@ -20,6 +20,8 @@ from typing import Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.plain_http import NO_CERTIFICATES
+
 BATON: Final = str(Path(sys.executable).with_name("baton"))
 LAST_LINE: Final = "baton up: Ctrl-C stops everything"
 # Handoffs are what most tests are about, however short their prompts: flags of a test that is about the other way win over this.
@@ -42,7 +44,7 @@ class Cluster:
         self.router_pid: int = content["router"]["pid"]
         self.routers: list[dict[str, Any]] = content["routers"]
         self.nodes: list[dict[str, Any]] = content["nodes"]
-        self._trusted = trusted or True
+        self._trusted = trusted or NO_CERTIFICATES
         self._http = httpx.Client(
             timeout=60, trust_env=False, verify=self._trusted
         )  # one for all looks at nodes: making one takes longer

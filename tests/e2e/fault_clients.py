@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from tests.e2e.role_by_role import BOUND_S
+from tests.plain_http import NO_CERTIFICATES
 
 
 class Serves(Protocol):
@@ -37,7 +38,9 @@ def body(rng: random.Random, prompt_len: int, max_tokens: int) -> dict[str, Any]
 
 def ask(cluster: Serves, fields: dict[str, Any]) -> httpx.Response:
     """One plain request on a connection of its own; may run on any thread."""
-    return httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120, trust_env=False)
+    return httpx.post(
+        f"{cluster.url}/v1/completions", json=fields, timeout=120, trust_env=False, verify=NO_CERTIFICATES
+    )
 
 
 def tokens_of(response: httpx.Response) -> list[int]:
@@ -103,7 +106,9 @@ class Stream:
 
     def _read(self, url: str, fields: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", url, json=fields, timeout=120, trust_env=False) as response:
+            with httpx.stream(
+                "POST", url, json=fields, timeout=120, trust_env=False, verify=NO_CERTIFICATES
+            ) as response:
                 assert response.status_code == 200, response.read()
                 self.request_id = response.headers["X-Request-Id"]
                 for line in response.iter_lines():

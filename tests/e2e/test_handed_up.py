@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.test_serving import wait_until_nothing_is_held
+from tests.plain_http import NO_CERTIFICATES
 from tests.router.upper_router import UpperRouter
 
 NUM_REQUESTS = 14
@@ -58,7 +59,9 @@ def test_handed_up_by_real_nodes_and_sent_again_every_answer_is_that_of_an_undis
     bodies = [drawn(rng, path) for path in paths]
 
     async def ask(cluster: Cluster) -> int:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=cluster.url, timeout=60, trust_env=False, verify=NO_CERTIFICATES
+        ) as client:
             upper = UpperRouter(client, "llama-tiny", rng)
             undisturbed = [await upper.answer(path, body) for path, body in zip(paths, bodies, strict=True)]
             assert upper.num_handed_up == upper.num_turned_away == 0
@@ -80,7 +83,9 @@ def test_clients_that_leave_while_their_requests_are_tried_again_leave_nothing(
     rng = random.Random(fresh_seed)
 
     async def leave(cluster: Cluster) -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=cluster.url, timeout=60, trust_env=False, verify=NO_CERTIFICATES
+        ) as client:
             fields = [drawn(rng, PATHS[0]) | {"max_tokens": 230, "stop": None} for _ in range(2 * NUM_REQUESTS)]
             streams = [{"model": "llama-tiny", "stream": number % 2 == 0} for number in range(len(fields))]
             posts = [

@@ -24,6 +24,7 @@ from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from runtime.http_server import HttpServer
 from tests.node.scripted_core import ScriptedCore
+from tests.plain_http import NO_CERTIFICATES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics_nodes.md"
 
@@ -67,7 +68,11 @@ async def _get(counters: Counters, measures: Measures, *paths: str, is_draining:
     view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        asyncio.timeout(20),
+        asyncio.TaskGroup() as tasks,
+        httpx.AsyncClient(base_url=url, verify=NO_CERTIFICATES) as client,
+    ):
         server = HttpServer(make_app(view), listener)
         tasks.create_task(server.run())
         answers = [await client.get(path) for path in paths]

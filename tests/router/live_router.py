@@ -22,6 +22,7 @@ from router.shell import RouterShell
 from router.text import ModelText
 from runtime.http_server import HttpServer
 from runtime.session import Peer, SessionTiming
+from tests.plain_http import NO_CERTIFICATES
 from tests.router.scripted_nodes import Script, ScriptedNode, ScriptedPair, replying
 
 MODEL_NAME = "tiny"
@@ -71,7 +72,7 @@ async def live_router(
     async with (
         ScriptedNode("prefill", pb.ROLE_PREFILL, max_model_len, timing) as prefill,
         ScriptedNode("decode", pb.ROLE_DECODE, max_model_len, timing) as decode,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, verify=NO_CERTIFICATES) as client,
     ):
         pair = ScriptedPair(prefill, decode, script or replying(b"hello"))
         pair.start()

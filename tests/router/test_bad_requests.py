@@ -13,6 +13,7 @@ import pytest
 from router.api import Api, ApiSettings
 from router.shell import RouterShell
 from router.text import ModelText
+from tests.plain_http import NO_CERTIFICATES
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router
 from tests.router.tiny_model import EOS_ID, VOCAB_SIZE, write_model_text
 
@@ -316,7 +317,7 @@ def test_a_bug_is_one_500_in_the_same_shape_under_an_id_that_the_log_has(
     async def run() -> httpx.Response:
         api = Api(cast(RouterShell, _BrokenShell()), ModelText(model), ApiSettings(MODEL_NAME, 30.0, 1 << 20))
         transport = httpx.ASGITransport(api.app(), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://router", verify=NO_CERTIFICATES) as client:
             return await client.get("/ready")
 
     answer = asyncio.run(run())

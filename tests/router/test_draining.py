@@ -19,6 +19,7 @@ import pytest
 from proto import baton_pb2 as pb
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
 from runtime.session import SessionTiming
+from tests.plain_http import NO_CERTIFICATES
 from tests.router.live_router import until
 from tests.router.scripted_nodes import ScriptedAttempt, ScriptedNode, ScriptedPair
 from tests.router.tiny_model import write_model_text
@@ -69,7 +70,7 @@ async def streaming_router(folder: Path, *flags: str) -> AsyncIterator[Scene]:
             registrations = [RegistryClient([registry], node.entry, refused) for node in (prefill, decode)]
             for each in registrations:
                 each.start()
-            async with httpx.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            async with httpx.AsyncClient(base_url=ready["url"], timeout=20, verify=NO_CERTIFICATES) as client:
                 await until_ready_says(client, 200)
                 body = BODY | {"model": model.name}
                 async with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -6,7 +6,6 @@ Each has a clock of its own, so that nothing depends on how fast the other runs.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from runtime.session import Peer, SessionTiming, State
 from runtime.session_book import SessionBook
 from runtime.session_end import SessionEnd
 from runtime.session_events import Input, Output
+from tests.copied import Copier
 
 TIMING: Final = SessionTiming(
     ack_s=0.0,
@@ -78,6 +78,7 @@ class Ends:
     """Works out, and remembers, what an end does with an input: (its next key, outputs and frames, by session id)."""
 
     def __init__(self) -> None:
+        self._copier = Copier()
         self._sides: list[Router | Node] = []
         self._numbers: dict[Hashable, int] = {}  # by key: the place in _sides
         self._effects: dict[tuple[int, Hashable], Effect] = {}
@@ -105,7 +106,7 @@ class Ends:
     def apply(self, number: int, what: Hashable, act: Callable[[Router | Node], list[tuple[int, Output]]]) -> Effect:
         """`what` names the input; `act` performs it on a copy."""
         if (number, what) not in self._effects:
-            side = copy.deepcopy(self._sides[number])
+            side = self._copier.copied(self._sides[number])
             outputs = act(side)
             ends = [side.end] if isinstance(side, Router) else list(side.book.sessions())
             frames: list[tuple[int, int, bytes]] = []

@@ -6,7 +6,7 @@ import asyncio
 import gc
 from random import Random
 
-from runtime.collecting import LONGEST_S, REST_S, FullWalks, collect_at_rest
+from runtime.collecting import LONGEST_S, REST_S, FullWalks, collect_at_rest, loading
 
 
 def test_walks_keep_their_distance_and_none_is_put_off_for_ever(fresh_seed: int) -> None:
@@ -50,3 +50,12 @@ def test_a_process_walks_when_it_is_at_rest_and_leaves_the_collector_as_it_was()
 
     asyncio.run(run())
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+def test_nothing_walks_while_modules_load_nor_ever_over_what_they_hold() -> None:
+    try:
+        with loading():
+            assert not gc.isenabled() and gc.get_freeze_count() == 0
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

@@ -6,7 +6,6 @@ delivered after LOST, and that what is unacknowledged stays within its bound, is
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,7 @@ import pytest
 
 from runtime.session import State
 from runtime.session_events import Broken, Lost, OpenStream, Refused, Up
+from tests.copied import Copier
 from tests.session.clocks import tick_on_time
 from tests.session.real_ends import TIMING
 from tests.session.world import Budget, Cluster, World
@@ -107,14 +107,14 @@ def test_from_every_reachable_world_both_ends_can_still_come_to_agree(budget: Bu
 @pytest.mark.covers("R12", "C10")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_each_end_alone_loses_a_silent_session_within_the_grace(budget: Budget) -> None:
-    explored = explore(budget)
+    explored, copier = explore(budget), Copier()
     for router_key in {world.router for world in explored.moves}:
-        router = copy.deepcopy(explored.cluster.ends.router(router_key))
+        router = copier.copied(explored.cluster.ends.router(router_key))
         if router.end is not None and router.end.state is not State.CONNECTING:
             tick_on_time(router.end, router.now + TIMING.grace_s)
             assert router.end.state is State.LOST
     for node_key in {world.node for world in explored.moves if world.node is not None}:
-        node = copy.deepcopy(explored.cluster.ends.node(node_key))
+        node = copier.copied(explored.cluster.ends.node(node_key))
         for end in node.book.sessions():
             tick_on_time(end, node.now + TIMING.grace_s)
             assert end.state is State.LOST
