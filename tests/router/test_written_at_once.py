@@ -118,7 +118,7 @@ def test_a_bug_in_writing_is_its_answers_and_not_that_of_who_brought_the_token(m
     asyncio.run(scenario())
 
 
-class _Core:
+class SilentCore:
     """Takes events and does nothing."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Core:
 
 def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
     async def scenario() -> None:
-        core = _Core()
+        core = SilentCore()
         shell = RouterShell(cast(RouterCore, core), Peer("router", 1), SessionTiming())
         for name in ("a", "b", "c", "d"):
             shell.on_broken(Peer(name, 1))
