@@ -1,8 +1,9 @@
 """Streams that go on by themselves, a token a step, for what takes a model's place behind a router (or in it).
 
 Streams are in groups; a group says a token of each of its streams once a step, all at once, as a decode node's step does. Groups
-are spread evenly over the step, and each says its tokens at its own instant: nodes share no clock. Whoever started the process steers it by lines of JSON on its stdin, and asks there when each token was
-said: instants of time.monotonic, which all processes of a host share. Not here: how a token is said.
+are spread evenly over the step, and each says its tokens at an instant of its own: nodes share no clock. Whoever started the
+process steers it by lines of JSON on its stdin, and asks there when each token was said: instants of time.monotonic, which all
+processes of a host share. Not here: how a token is said.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ class Delivery:
         return not self._news and all(answer.is_complete for answer in self.answers)
 
     def forget(self) -> None:
-        """Let go of everything: nobody takes or puts any more. What is here refers to itself in circles, and would stay until a full
-        walk (runtime/collecting.py), which a busy router makes every other minute: 20,000 answers later."""
+        """Let go of everything: nobody takes or puts any more. What is here refers to itself in circles, which would stay until a
+        full walk (runtime/collecting.py): a busy router makes one every other minute, 20,000 answers later."""
         self.write_now = None
         self._choices.clear()
         self.answers.clear()

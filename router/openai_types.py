@@ -172,8 +172,10 @@ class GenerationBody(SamplingDefaults):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = Field(
-        default_factory=dict  # of a literal pydantic makes a deep copy for each body
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = (
+        Field(
+            default_factory=dict  # of a literal pydantic makes a deep copy for each body
+        )
     )
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     stop: StopStrings = Field(default_factory=list)
@@ -234,7 +236,8 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
     if not isinstance(values, dict):
         raise bad_request(None, f"The body must be a JSON object, not {shown(values)}.", "invalid_json")
     asked = {name: value for name, value in values.items() if value is not None}
-    for name in [name for name in asked if name not in body_type.model_fields]:
+    served = body_type.model_fields  # asked for once: the look-up is a call
+    for name in [name for name in asked if name not in served]:
         _check_unserved(body_type.unserved, name, asked.pop(name))
     return validated(body_type, asked)
 
