@@ -156,7 +156,9 @@ def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
 
 def test_an_answer_that_has_ended_leaves_nothing_to_the_collector(model: Path) -> None:
     def is_left() -> bool:
-        return any(type(each) in (Delivery, DirectWay) for each in gc.get_objects())  # isinstance asks some objects more
+        return any(
+            type(each) in (Delivery, DirectWay) for each in gc.get_objects()
+        )  # isinstance asks some objects more
 
     async def scenario() -> None:
         async with live_router(model) as router:
