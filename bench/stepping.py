@@ -1,8 +1,9 @@
 """Streams that go on by themselves, a token a step, for what takes a model's place behind a router (or in it).
 
 Streams are in groups; a group says a token of each of its streams once a step, all at once, as a decode node's step does. Groups
-are spread over the step. Whoever started the process steers it by lines of JSON on its stdin, and asks there when each token was
-said: instants of time.monotonic, which all processes of a host share. Not here: how a token is said.
+are spread evenly over the step, and each says its tokens at an instant of its own: nodes share no clock. Whoever started the
+process steers it by lines of JSON on its stdin, and asks there when each token was said: instants of time.monotonic, which all
+processes of a host share. Not here: how a token is said.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_TICK_S: Final = 0.001  # what uvloop's timers can tell apart
+from bench.fine_timer import FineTimer
+
+_TICK_S: Final = 0.001
 _NEVER: Final = 1 << 30  # young walks to a full one
 _GOLDEN: Final = 0.618033988749895  # multiples of it, modulo 1, are spread evenly however many there are
 
@@ -84,9 +87,8 @@ class Stepper:
         """Let a stream go on; streams of different kinds share no group."""
         group = next((g for g in self._groups if g.kind == kind and len(g.streams) < self._pace.group), None)
         if group is None:
-            offset_s = self._pace.step_ms / 1000 * (self._num_groups * _GOLDEN % 1)
+            group = _Group(kind, first_due(self._num_groups, self._pace.step_ms / 1000, time.monotonic()), [])
             self._num_groups += 1
-            group = _Group(kind, time.monotonic() + offset_s, [])
             self._groups.append(group)
         group.streams.append(stream)
         self._group_of[stream.name] = group
@@ -106,14 +108,18 @@ class Stepper:
 
     async def run(self) -> None:
         """Step for ever."""
-        while True:
-            if not self._groups:
-                self._wake.clear()
-                await self._wake.wait()
-            elif self._pace.step_ms == 0:
-                await self._pour()
-            else:
-                await self._step_those_due()
+        timer = FineTimer()
+        try:
+            while True:
+                if not self._groups:
+                    self._wake.clear()
+                    await self._wake.wait()
+                elif self._pace.step_ms == 0:
+                    await self._pour()
+                else:
+                    await self._step_those_due(timer)
+        finally:
+            timer.close()
 
     async def _pour(self) -> None:
         for group in list(self._groups):
@@ -122,13 +128,13 @@ class Stepper:
             self._step(group)
         await asyncio.sleep(0)
 
-    async def _step_those_due(self) -> None:
+    async def _step_those_due(self, timer: FineTimer) -> None:
         step_s, now = self._pace.step_ms / 1000, time.monotonic()
         for group in [group for group in self._groups if group.due_at <= now]:
             self._step(group)
             group.due_at = next_due(group.due_at, step_s, now)
-        next_at = min((group.due_at for group in self._groups), default=now)
-        await asyncio.sleep(max(next_at - time.monotonic(), _TICK_S))
+        # Not beyond a tick: a group that comes meanwhile may be due before all others.
+        await timer.sleep_until(min([now + _TICK_S, *(group.due_at for group in self._groups)]))
 
     def _step(self, group: _Group) -> None:
         now, streams = time.monotonic(), group.streams
@@ -147,6 +153,12 @@ class Stepper:
     def _drop_if_empty(self, group: _Group) -> None:
         if not group.streams and group in self._groups:
             self._groups.remove(group)
+
+
+def first_due(number: int, step_s: float, now: float) -> float:
+    """When the group with this number steps first: behind `now`, at its own place in every step since the clock began."""
+    place = number * _GOLDEN % 1
+    return (math.floor(now / step_s - place) + 1 + place) * step_s if step_s else now
 
 
 def next_due(due_at: float, step_s: float, now: float) -> float:

@@ -217,6 +217,13 @@ class Delivery:
         """Every choice is over, and all of it has been taken."""
         return not self._news and all(answer.is_complete for answer in self.answers)
 
+    def forget(self) -> None:
+        """Let go of everything: nobody takes or puts any more. What is here refers to itself in circles, which would stay until a
+        full walk (runtime/collecting.py): a busy router makes one every other minute, 20,000 answers later."""
+        self.write_now = None
+        self._choices.clear()
+        self.answers.clear()
+
     def _notifier(self, index: int) -> Callable[[], None]:
         def notify() -> None:
             if self.write_now is None or self._news or not self._is_awaited or not self._is_written(index):

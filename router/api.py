@@ -251,6 +251,7 @@ class Api:
                 account.admit()
             async with asyncio.timeout_at(arrived_at + self._settings.request_timeout_s):
                 content = await self._read(request)
+                await self._shell.step_aside()
                 body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
                     headers[REQUEST_ID] = client_id = body.request_id

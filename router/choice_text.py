@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from router.detokenizer import IncrementalDetokenizer
 from router.stop_strings import StopMatcher
@@ -30,9 +31,8 @@ class TextRules:
     spelled: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text here, and which
 
 
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """What some tokens gave."""
+class TextPart(NamedTuple):
+    """What some tokens gave; made for every message, so a tuple."""
 
     text: str
     offsets: list[int]  # for each token taken: the completion's characters before it, those held back included

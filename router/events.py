@@ -1,6 +1,6 @@
 """The vocabulary of the router's core: what it hears, and what it asks of the shell.
 
-What is made for every token is a named tuple, which costs a third of a frozen dataclass.
+What is made for every token or several times for a request is a named tuple, which costs a third of a frozen dataclass.
 Requests arrive parsed, validated and tokenized; text never enters the core. Messages of nodes arrive in the order of their
 session, each once; there is no order between sessions.
 """
@@ -197,8 +197,7 @@ class Degraded:
     sentences: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ToNode:
+class ToNode(NamedTuple):
     """Send on the node's session; dropped if that session is lost."""
 
     node: NodeRef
@@ -224,8 +223,7 @@ class PromptScored:
     logprobs: tuple[pb.TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """A choice's only result; everything was emitted before."""
 
     request_id: str
@@ -245,8 +243,7 @@ class Failed:
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(NamedTuple):
     """Raise a counter; `name` is one of the router's counters (see router/metrics.py)."""
 
     name: str
@@ -254,16 +251,14 @@ class Count:
     amount: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Observe:
+class Observe(NamedTuple):
     """Add to a histogram; `name` is one of the core's (see router/metrics.py)."""
 
     name: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(NamedTuple):
     """Something has happened to a choice that its timeline is to show (router/timelines.py); nothing is decided by it."""
 
     request_id: str

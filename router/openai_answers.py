@@ -226,10 +226,9 @@ class AnswerWriter:
         if piece.handed_up_ids is not None:
             content["completion_token_ids"] = piece.handed_up_ids
         choice.is_first = False
-        frame = self._chunk_frame(iter([content]))
         num_scored = len(piece.token_ids) + len(piece.prompt_logprobs)
         is_long = num_scored * (1 + (self._options.num_logprobs or 0)) > ENTRIES_PER_SLICE
-        return _event_parts(frame) if is_long else (event(frame),)
+        return _event_parts(self._chunk_frame(iter([content]))) if is_long else (event(self._chunk_frame([content])),)
 
     def _told(self, choice: _Choice, piece: Piece) -> tuple[dict[str, Any], bool]:
         """What the chunk of a piece says, and whether that is anything."""

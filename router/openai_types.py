@@ -172,17 +172,21 @@ class GenerationBody(SamplingDefaults):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = {}
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = (
+        Field(
+            default_factory=dict  # of a literal pydantic makes a deep copy for each body
+        )
+    )
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
-    stop: StopStrings = []
-    stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop: StopStrings = Field(default_factory=list)
+    stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     ignore_eos: Flag = False
     response_format: Structured = None  # see structured.py
     structured_outputs: Structured = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
-    generated_token_ids: list[StrictInt] = []
+    generated_token_ids: list[StrictInt] = Field(default_factory=list)
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: StrictStr | None = None
     request_id: (
@@ -203,6 +207,8 @@ class GenerationBody(SamplingDefaults):
     def with_defaults(self, defaults: SamplingDefaults) -> Self:
         """The body with what it does not say taken from there."""
         missing = defaults.model_fields_set - self.model_fields_set
+        if not missing:
+            return self
         return self.model_copy(update={name: getattr(defaults, name) for name in missing})
 
 
@@ -230,7 +236,8 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
     if not isinstance(values, dict):
         raise bad_request(None, f"The body must be a JSON object, not {shown(values)}.", "invalid_json")
     asked = {name: value for name, value in values.items() if value is not None}
-    for name in [name for name in asked if name not in body_type.model_fields]:
+    served = body_type.model_fields  # asked for once: the look-up is a call
+    for name in [name for name in asked if name not in served]:
         _check_unserved(body_type.unserved, name, asked.pop(name))
     return validated(body_type, asked)
 
@@ -238,7 +245,7 @@ def parse_body(body_type: type[Body], content: bytes) -> Body:
 def _parsed(content: bytes) -> object:
     """JSON; what is wrong with it in words that are not Python's."""
     try:
-        return json.loads(content, parse_constant=_refuse_constant)
+        return _DECODER.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
     except json.JSONDecodeError as error:
         problem = str(error)
     except UnicodeDecodeError:
@@ -301,3 +308,6 @@ def _check_token_list(field: str, token_ids: list[object]) -> None:
 
 def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is no number", "", 0)
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads would make one for each body

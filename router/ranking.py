@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from proto.prefill_speed import PrefillSpeed
 from router.events import NodeRef
@@ -24,8 +23,7 @@ NOBODY: Final = NodeRef("", -1)  # before every name
 _TRIES: Final = 16  # at drawing a node that meets a condition, before all that do are listed
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A node with room for one more attempt."""
 
     node: NodeRef

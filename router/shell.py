@@ -46,6 +46,7 @@ from router.events import (
     ToNode,
 )
 from router.metrics import RouterMetrics
+from router.newcomers import Newcomers
 from router.node_state import Node
 from router.spans import RequestSpans
 from router.timeline import Record
@@ -83,11 +84,21 @@ class RouterShell:
         self._answers: dict[str, Answer] = {}  # by request id
         self.ended_tokens = 0  # completion tokens of requests that have ended
         self._events: deque[Event] = deque()
+        self._newcomers = Newcomers[asyncio.Future[None]]()
         self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
         self.metrics = RouterMetrics(core.snapshot)
 
     # ---------------------------------------------------------------- the HTTP side
+
+    async def step_aside(self) -> None:
+        """Return when a new request may begin: tokens that are here go before it."""
+        if not (self._events or self._newcomers):
+            return  # a turn for nothing costs a twentieth of what the request does
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._newcomers.add(turn, self._loop.time())
+        self._wake()
+        await turn
 
     def submit(self, answer: Answer) -> None:
         """Start a request; the handle gets its tokens and its ends."""
@@ -219,7 +230,9 @@ class RouterShell:
         """Take one event, and leave the next to the loop's next turn: what the first has clients written goes out before it."""
         self._is_woken = False
         self._take_one()
-        if self._events:
+        if (turn := self._newcomers.next(self._loop.time(), bool(self._events))) is not None and not turn.done():
+            turn.set_result(None)
+        if self._events or self._newcomers:
             self._wake()
         else:
             self._alarm.arm(self._core.next_deadline())

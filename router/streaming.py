@@ -87,7 +87,7 @@ class GenerationResponse(Response):
         on_end: Callable[[int], None] | None = None,
     ) -> None:
         """`on_end` hears how many tokens were generated, however it ended."""
-        super().__init__()
+        self.background = None  # and no more of Response's own: it makes a body and headers, and this one's come later
         self._shell = shell
         self._delivery = delivery
         self._writer = writer
@@ -119,6 +119,8 @@ class GenerationResponse(Response):
             self._abort()
             if self._on_end is not None:
                 self._on_end(sum(answer.num_tokens for answer in self._delivery.answers))
+            self._delivery.forget()
+            scope.get("extensions", {}).pop(DIRECT, None)  # its way leads back to the scope
 
     def _abort(self) -> None:
         """End what has not ended, the last one first: else the room that one leaves goes to the next, for nothing."""

@@ -88,6 +88,8 @@ def grammar_of(
 
     `end_token_ids`: the model's own stop tokens. `ignores_end`: the client does not want them to end anything.
     """
+    if response_format is None and structured_outputs is None:
+        return None
     values = {"response_format": response_format, "structured_outputs": structured_outputs}
     asked = validated(_Asked, {name: value for name, value in values.items() if value is not None})
     first = None if asked.response_format is None else _of_format(asked.response_format)

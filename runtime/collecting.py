@@ -3,6 +3,7 @@
 Such a walk stops the process for 10 ms and more where some hundred streams are open, and Python's own rule, so many objects more
 than there were, has one begin just when streams come. What is young is looked at as often as ever: that takes a fraction of a
 millisecond. Reference counts free nearly all that there is; a full walk is for cycles that have lived through two young ones.
+Answers break their own circles (router/answer.py), so a walk does not grow with how many there were since the last.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class HttpServer:
             ws="none",
             http=partial(BoundedHttp, bounds or HttpBounds(), on_refused),  # type: ignore[arg-type]  # makes one
             server_header=False,
+            proxy_headers=False,  # nobody here asks where a request came from
             backlog=BACKLOG,
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,

@@ -53,6 +53,7 @@ PURE_FILES: Final = {
     "links.py",
     "listing.py",
     "messages.py",
+    "newcomers.py",
     "node_state.py",
     "nodes.py",
     "ownership.py",

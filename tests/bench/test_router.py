@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from bench.fine_timer import FineTimer
 from bench.router_figures import split_cost, streams_for
 from bench.router_load import Heard, Window, window_of
 from bench.router_placement import PLACEMENT_POLICIES
 from bench.router_report import BEGIN, END, with_figures
-from bench.stepping import next_due
+from bench.stepping import first_due, next_due
 from tests.architecture.source_tree import ROOT
 from tests.router.tiny_model import write_model_text
 
@@ -115,3 +119,24 @@ def test_a_tokens_delay_is_from_its_being_said_to_its_being_read() -> None:
 def test_a_stream_that_is_not_what_was_said_is_no_measurement(parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError):
         window_of([heard(*parts)], {"a": (10.1, [10.3, 10.4, 12.0])}, 10.0, 11.0, {}, 3)
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.025])
+def test_groups_step_evenly_spread_whenever_they_begin(step_s: float) -> None:
+    firsts = [first_due(number, step_s, 50.0 + 0.0037 * number) for number in range(25)]
+    assert all(0 < first - 50.0 - 0.0037 * number <= step_s * 1.001 for number, first in enumerate(firsts))
+    places = sorted(first / step_s % 1 for first in firsts)
+    gaps = [after - before for before, after in pairwise([*places, places[0] + 1])]
+    assert max(gaps) < 2.7 / len(places) and min(gaps) > 0.35 / len(places)
+
+
+def test_the_fine_timer_wakes_in_order_and_never_early() -> None:
+    async def scenario() -> list[float]:
+        timer, late = FineTimer(), list[float]()
+        for at in (time.monotonic() + ahead for ahead in (0.0003, -1.0, 0.0007, 0.0001)):
+            await timer.sleep_until(at)
+            late.append(time.monotonic() - at)
+        timer.close()
+        return late
+
+    assert all(each >= 0 for each in uvloop.run(scenario()))

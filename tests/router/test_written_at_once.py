@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import cast
@@ -14,8 +15,9 @@ from router.answer import Delivery
 from router.core import RouterCore
 from router.shell import RouterShell
 from router.streaming import GenerationResponse
-from runtime.http_protocol import DIRECT
+from runtime.http_protocol import DIRECT, DirectWay
 from runtime.session import Peer, SessionTiming
+from tests.router.live_router import live_router, until
 from tests.router.test_answers import ARRIVAL, asked, writer
 from tests.router.tiny_model import write_model_text
 
@@ -118,7 +120,7 @@ def test_a_bug_in_writing_is_its_answers_and_not_that_of_who_brought_the_token(m
     asyncio.run(scenario())
 
 
-class _Core:
+class SilentCore:
     """Takes events and does nothing."""
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class _Core:
 
 def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
     async def scenario() -> None:
-        core = _Core()
+        core = SilentCore()
         shell = RouterShell(cast(RouterCore, core), Peer("router", 1), SessionTiming())
         for name in ("a", "b", "c", "d"):
             shell.on_broken(Peer(name, 1))
@@ -148,5 +150,26 @@ def test_what_one_message_brings_goes_out_before_the_next_is_taken() -> None:
             assert len(core.received) == number, "one in each turn of the loop"
         await shell.close()
         assert len(core.received) == 4
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_has_ended_leaves_nothing_to_the_collector(model: Path) -> None:
+    def is_left() -> bool:
+        return any(
+            type(each) in (Delivery, DirectWay) for each in gc.get_objects()
+        )  # isinstance asks some objects more
+
+    async def scenario() -> None:
+        async with live_router(model) as router:
+            gc.collect()
+            gc.disable()
+            try:
+                for is_stream in (True, False):
+                    answer = await router.post(stream=is_stream, max_tokens=5)
+                    assert answer.status_code == 200
+                await until(lambda: not is_left())
+            finally:
+                gc.enable()
 
     asyncio.run(scenario())
