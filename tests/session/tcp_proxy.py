@@ -39,6 +39,7 @@ class TcpProxy:
     ) -> None:
         assert self._server is not None
         self._server.close()
+        await asyncio.sleep(0)  # who has just been taken is in _tasks then
         self._flowing.set()
         self.cut()
         for task in self._tasks:
@@ -70,7 +71,7 @@ class TcpProxy:
         task.add_done_callback(self._tasks.discard)
         try:
             node_reader, node_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        except OSError:
+        except (OSError, asyncio.CancelledError):  # nobody is there, or the proxy closes
             writer.transport.abort()
             return
         pair = {writer, node_writer}
