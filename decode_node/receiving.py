@@ -87,7 +87,8 @@ class Receiving:
         lease = self.leases.get(request.lease_id)
         if lease is None or lease.secret != request.secret or lease.state not in OPEN:
             self.out.append(ev.Count("stale_refused"))
-            return pb.RenewReply(life_ms=0)
+            is_too_late = lease is not None and lease.secret == request.secret and lease.refusal == pb.DEADLINE
+            return pb.RenewReply(life_ms=0, is_too_late=is_too_late)
         self._prolong(lease, now)
         return pb.RenewReply(life_ms=int(lease.life_s * 1000))
 
@@ -130,9 +131,11 @@ class Receiving:
     def _lease_due(self, lease: Lease, now: float) -> None:
         if lease.state in OPEN:
             expired = now >= lease.expires_at
-            lease.outcome = "expired" if expired else "DEADLINE"
             if expired:
+                lease.outcome = "expired"
                 self.out.append(ev.Count("leases_expired"))
+            else:
+                lease.refusal, lease.outcome = pb.DEADLINE, "DEADLINE"
             self._step(lease, ReceiverEvent.EXPIRE if expired else ReceiverEvent.CANCEL, now)
         elif lease.state is ReceiverState.RELEASED:
             self.leases.forget(lease)
@@ -222,7 +225,7 @@ class Receiving:
                 self._refuse_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:
-        """Forget a lease that is over; one that a bad write ended stays for its life, to tell its Commit why."""
+        """Forget a lease that is over; one that a bad write or its deadline ended stays for its life, to tell its sender why."""
         if lease.refusal == pb.LEASE_EXPIRED:
             self.leases.forget(lease)
             self._timers.set(lease.lease_id, None)

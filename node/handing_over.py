@@ -205,7 +205,8 @@ class Handovers:
         if handover is None or reply is None:
             return []  # unanswered: the next one may get through before the lease ends
         if reply.life_ms == 0:
-            error = self.error(pb.LEASE_EXPIRED, f"{handover.offer.target.node.name} has no such lease any more")
+            code = pb.DEADLINE if reply.is_too_late else pb.LEASE_EXPIRED
+            error = self.error(code, f"{handover.offer.target.node.name} has no such lease any more")
             return self.step(handover, SenderEvent.LEASE_GONE, now, error)
         if handover.state is SenderState.WRITING:
             handover.overdue_at = now + reply.life_ms / 1000

@@ -1795,16 +1795,20 @@ class RenewReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIFE_MS_FIELD_NUMBER: _builtins.int
+    IS_TOO_LATE_FIELD_NUMBER: _builtins.int
     life_ms: _builtins.int
     """0: there is no such lease any more"""
+    is_too_late: _builtins.bool
+    """because the request's deadline has passed, by the receiver's clock"""
     def __init__(
         self,
         *,
         life_ms: _builtins.int = ...,
+        is_too_late: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["life_ms", b"life_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_too_late", b"is_too_late", "life_ms", b"life_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -158,6 +158,23 @@ def test_a_checksum_that_does_not_match_ends_the_lease_and_its_commit_hears_why(
     assert decode.core.snapshot()["leases_by_state"] == {}, "what a bad write ended is remembered for a lease life only"
 
 
+@pytest.mark.covers("R17", "H07")
+def test_a_lease_that_the_deadline_ended_tells_its_renewal_and_its_commit_so() -> None:
+    """By this node's clock it is over first; as LEASE_EXPIRED it would cost a retry, and count against the node."""
+    decode = Decode()
+    lease = decode.ask(reserve_request(KEY, PROMPT, 4, ms_left=5_000)).lease
+    assert only(list(decode.core.tick(5.0)), ev.Ended).outcome == "DEADLINE"
+    decode.core.receive(RevokeDone(lease.lease_id), 5.0)
+    renew = pb.RenewRequest(key=KEY.to_proto(), lease_id=lease.lease_id, secret=lease.secret)
+    renewed = only(list(decode.core.receive(ev.RenewAsked(2, renew), 5.1)), ev.AnswerRenew).reply
+    assert renewed == pb.RenewReply(life_ms=0, is_too_late=True)
+    actions = list(decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 4)), 5.1))
+    error = only(actions, ev.AnswerCommit).message.answer.error
+    assert error.code == pb.DEADLINE and not error.retryable
+    decode.core.tick(60.0)
+    assert decode.core.snapshot()["leases_by_state"] == {}, "remembered for a lease life only"
+
+
 @pytest.mark.covers("H05")
 @pytest.mark.parametrize(
     "field", ["secret", "attempt", "prompt", "length", "length below the keys", "token", "max_tokens"]

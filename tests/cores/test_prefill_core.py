@@ -233,6 +233,17 @@ def test_a_lease_is_renewed_every_third_of_its_life_while_it_is_written() -> Non
     assert messages(actions)[0].error.code == pb.LEASE_EXPIRED
 
 
+@pytest.mark.covers("R17", "H07")
+def test_a_lease_that_ended_with_the_request_ends_the_attempt_as_that() -> None:
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4)
+    prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 14, life_ms=9_000)), 0.0)
+    prefill.core.tick(3.0)
+    actions = list(prefill.core.receive(ev.RenewAnswered(KEY, pb.RenewReply(is_too_late=True)), 3.5))
+    error = messages(actions)[0].error
+    assert error.code == pb.DEADLINE and not error.retryable
+
+
 @pytest.mark.covers("R04")
 def test_a_dispatch_behind_its_own_cancel_is_refused_and_counted() -> None:
     prefill = Prefill()
