@@ -343,9 +343,11 @@ class Mover:
         key = branch.key._replace(attempt=message.next_attempt)
         if not message.HasField("target") or message.next_attempt <= branch.key.attempt or key in self._lent:
             return None
+        if not self._scheduler.can_move(branch.key):  # it gave way meanwhile, and is queued here again
+            return None
         most = branch.max_total_tokens - 2  # at least one more is said there
         num_tokens = self._scheduler.num_planned(branch.key)
-        if not self._scheduler.can_move(branch.key) or num_tokens > most:  # it is about to say its last one
+        if num_tokens > most:  # it is about to say its last one
             return None
         if move.state is not MoveState.HELD:
             num_tokens = min(num_tokens + SLACK_BLOCKS * self._block_size, most)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
 
 from node import events as ev
 from proto import baton_pb2 as pb
+from proto.attempt_key import BranchKey
 from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, Stream, decode_nodes, dispatch_of
 from tests.cores.nodes import ROUTER
@@ -274,6 +276,28 @@ def test_a_mixed_node_drains_as_a_decode_node_does() -> None:
     assert not world.has_drained("mixed-0")
     world.run()
     assert stream.end == "finished" and world.happened["moved"] == 1 and world.has_drained("mixed-0")
+    world.run_out()
+    world.check_end()
+
+
+@pytest.mark.covers("D08", "Q02")
+def test_who_is_queued_again_while_the_router_looks_for_a_target_stays_where_it_is() -> None:
+    """Found by a seed of sim: the target comes for a sequence that has no blocks any more."""
+    target = decode_nodes(1, num_blocks=32)[0]
+    world = MovingWorld(Mixed(num_blocks=16, num_slots=2, policy="none"), target)
+    world.start("mixed-0", dispatch_of("old", PROMPT, max_tokens=40))
+    world.start("mixed-0", dispatch_of("young", PROMPT[::-1], max_tokens=40))
+    node, young = world.nodes["mixed-0"], world.streams[BranchKey("young", 0)]
+    while node.pool.counts().free > 1:
+        assert world.do_something()
+    world.drain("mixed-0")
+    while not node.scheduler.is_waiting(young.key):
+        node.to_router, unheard = deque(), node.to_router
+        assert world.do_something()
+        node.to_router = unheard + node.to_router
+    world.run()
+    assert world.happened["wants MOVE_DRAINING"] >= 2
+    assert [stream.end for stream in world.streams.values()] == ["finished", "finished"]
     world.run_out()
     world.check_end()
 

@@ -271,7 +271,7 @@ def test_a_killed_decode_node_is_gone_at_once_and_back_as_a_new_incarnation_at_i
     fields = body(rng, 40, 50)
     tokens = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
-    long_fields = body(rng, 40, 600)
+    long_fields = body(rng, 40, 1500)
     stream = Stream(cluster, threads, long_fields)
     stream.take_tokens(5)
     half_written = threads.submit(ask, cluster, body(rng, 1500, 8))
@@ -298,18 +298,19 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
 ) -> None:
     """The successor has other addresses; the old one wakes with the work of its last life."""
     rng = random.Random(fresh_seed)
-    first = body(rng, 40, 600)
-    stream = Stream(cluster, threads, first)
-    stream.take_tokens(5)
     fields = body(rng, 40, 600)
     undisturbed = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
+    first = body(rng, 40, 2000)  # not at its end before its node hangs, however slowly this process reads
+    stream = Stream(cluster, threads, first)
+    stream.take_tokens(5)
     cluster.freeze("decode-0")
     old_process = cluster.disown("decode-0")
+    assert stream.is_running, "it was over before its node hung"
     cluster.start("decode-0")
     stream.take_all()
-    assert stream.last == "[DONE]" and stream.token_ids == tokens_of(ask(cluster, first))
     cluster.wait_until_ready()
+    assert stream.last == "[DONE]" and stream.token_ids == tokens_of(ask(cluster, first))
     assert cluster.state("decode-0")["incarnation"] != old["incarnation"]
     new_stream = Stream(cluster, threads, fields)
     new_stream.take_tokens(5)

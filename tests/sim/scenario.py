@@ -152,6 +152,11 @@ class Knobs:
     keeps_names: bool = True  # a restarted node has the old one's name
     keeps_addresses: bool = True
 
+    @property
+    def links_outlast_leases(self) -> bool:
+        """Whether a lease may be over while its writes wait behind others' on the link, though nothing is struck."""
+        return self.network == "heavy" and self.lease_life_s < 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
