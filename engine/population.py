@@ -176,11 +176,13 @@ class Population:
 
     def snapshot(self) -> dict[str, object]:
         """Every sequence with its phase, and who holds the slots."""
+        again = (self.waiting, self.admitted, self.paused)
         return {
             "phases": dict.fromkeys(self.lent, Phase.FINISHED)
             | dict.fromkeys(self.waiting, Phase.WAITING)
             | {sequence_id: self.slots.phase_of(sequence) for sequence_id, sequence in self.admitted.items()}
             | dict.fromkeys(self.paused, Phase.PAUSED),
             **self.slots.snapshot(),
-            "num_lent": len(self.lent),
+            # Of those that are here again, while a link still reads what they left.
+            "references_left_lent": sum(len(self.lent[name]) for name in self.lent if any(name in each for each in again)),
         }
