@@ -184,5 +184,7 @@ class Population:
             | dict.fromkeys(self.paused, Phase.PAUSED),
             **self.slots.snapshot(),
             # Of those that are here again, while a link still reads what they left.
-            "references_left_lent": sum(len(self.lent[name]) for name in self.lent if any(name in each for each in again)),
+            "references_left_lent": sum(
+                len(self.lent[name]) for name in self.lent if any(name in each for each in again)
+            ),
         }

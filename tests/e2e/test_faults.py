@@ -201,7 +201,7 @@ def test_a_stop_shorter_than_the_grace_is_a_pause_without_gap_repeat_or_prefill(
 ) -> None:
     """A short one delays the stream; a longer one breaks the session, which is resumed."""
     cluster = patient_cluster
-    fields = body(random.Random(fresh_seed), 40, 600)
+    fields = body(random.Random(fresh_seed), 40, 1500)
     undisturbed = tokens_of(ask(cluster, fields))
     num_dispatches = cluster.metric("dispatches_total")
     stream = Stream(cluster, threads, fields)
@@ -250,7 +250,7 @@ def test_a_router_that_was_held_up_serves_at_once_as_if_nothing_had_been(
 ) -> None:
     """What it did not hear meanwhile is not held against the nodes, for they did not stop saying it."""
     cluster = patient_cluster
-    fields = body(random.Random(fresh_seed), 40, 600)
+    fields = body(random.Random(fresh_seed), 40, 1500)
     undisturbed = tokens_of(ask(cluster, fields))
     stream = Stream(cluster, threads, fields)
     stream.take_tokens(50)
@@ -298,7 +298,7 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
 ) -> None:
     """The successor has other addresses; the old one wakes with the work of its last life."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 600)
+    fields = body(rng, 40, 1500)
     undisturbed = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
     first = body(rng, 40, 2000)  # not at its end before its node hangs, however slowly this process reads

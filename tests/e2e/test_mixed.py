@@ -116,7 +116,7 @@ def test_a_mixed_node_started_by_hand_ends_aborted_work_and_takes_no_stream_with
         ) as it:
             next(it.iter_lines())
         cluster.wait_until_nothing_is_held("mixed-0", "mixed-1")
-        streams, bodies = [], [body(rng, 40, 500) for _ in range(4)]
+        streams, bodies = [], [body(rng, 40, 1500) for _ in range(4)]
         for each in bodies:  # by turns, since each node decodes less than the other when it is asked
             streams.append(Stream(cluster, threads, each))
             streams[-1].take_tokens(1)

@@ -98,12 +98,12 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
                 f"{cluster.url}/v1/completions", json=fields, headers=headers, trust_env=False, timeout=60
             )
             request = answer.headers["X-Request-Id"]
-            stream = Stream(cluster, threads, body(rng, 40, 300))
+            stream = Stream(cluster, threads, body(rng, 40, 1500))
             stream.take_tokens(5)
             listed = cluster.get("/v1/requests").json()["data"][0]
             cluster.kill(next(name for name in listed["nodes"] if name.startswith("decode")))
             stream.take_all()
-            assert len(stream.token_ids) == 300
+            assert len(stream.token_ids) == 1500
             other = stream.request_id
             wait_until(
                 "all spans are told",
