@@ -102,7 +102,7 @@ def test_a_request_whose_decode_node_was_killed_says_so(
     cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
-    stream = Stream(cluster, threads, body(rng, 40, 1500))
+    stream = Stream(cluster, threads, body(rng, 40, 460))
     stream.take_tokens(5)
     (before,) = (each for each in cluster.get("/v1/requests").json()["data"] if each["id"] == stream.request_id)
     assert before["outcome"] is None and before["completion_tokens"] is None
@@ -110,7 +110,7 @@ def test_a_request_whose_decode_node_was_killed_says_so(
     other = "decode-1" if killed == "decode-0" else "decode-0"
     cluster.kill(killed)
     stream.take_all()
-    assert stream.last == "[DONE]" and len(stream.token_ids) == 1500
+    assert stream.last == "[DONE]" and len(stream.token_ids) == 460
 
     shown = timeline(cluster, stream.request_id)
     lost, last = shown["choices"][0]["attempts"]
@@ -124,7 +124,7 @@ def test_a_request_whose_decode_node_was_killed_says_so(
     assert failed["nodes"] == [killed] and failed["code"] == "NODE_LOST"
     names = [(span["lane"], span["name"], span["attempt"]) for span in shown["spans"]]
     assert {("router", "attempt", 0), ("router", "attempt", 1), ("prefill-0", "prefill", 1)} <= set(names)
-    assert shown["outcome"] == "length" and shown["completion_tokens"] == 1500 and shown["num_attempts"] == 2
+    assert shown["outcome"] == "length" and shown["completion_tokens"] == 460 and shown["num_attempts"] == 2
     cluster.restore()
 
 
