@@ -31,7 +31,7 @@ from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity, NodeLimits
-from node.pd_error import pd_error
+from node.pd_error import TOO_LATE, pd_error
 from node.timers import Timers
 from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
@@ -221,7 +221,8 @@ class Receiving:
             case ReceiverAction.ACK_COMMIT:
                 self.out.append(ev.AnswerCommit(lease.reply_to, commit_answer(lease.received_commit, None)))
             case ReceiverAction.REFUSE_COMMIT:
-                reason = f"the lease is over: {pb.ErrorCode.Name(lease.refusal)}"
+                is_too_late = lease.refusal == pb.DEADLINE
+                reason = TOO_LATE if is_too_late else f"the lease is over: {pb.ErrorCode.Name(lease.refusal)}"
                 self._refuse_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:

@@ -20,7 +20,7 @@ from decode_node.running_branch import RunningBranch
 from engine.sequence import Progress
 from node import events as ev
 from node.identity import NodeIdentity
-from node.pd_error import ENDS_WITHOUT_TOKEN, pd_error
+from node.pd_error import ENDS_WITHOUT_TOKEN, TOO_LATE, pd_error
 from node.sampling import to_logprobs_message
 from node.timers import Timers
 from node.token_batches import TokenBatches
@@ -164,7 +164,7 @@ class RunningBranches:
             if self._mover.is_sent(key):
                 self._stop(branch, "DEADLINE", now)
             else:
-                self.give_up(branch, pb.DEADLINE, "the request's deadline has passed", now)
+                self.give_up(branch, pb.DEADLINE, TOO_LATE, now)
         self._obey(self._mover.expire(now), now)
 
     def next_deadline(self) -> float | None:

@@ -22,7 +22,7 @@ from node import handover_messages as messages
 from node.handover_messages import Offer
 from node.identity import NodeIdentity, NodeLimits
 from node.links import Links
-from node.pd_error import pd_error
+from node.pd_error import TOO_LATE, pd_error
 from node.timers import Timers
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
@@ -205,8 +205,8 @@ class Handovers:
         if handover is None or reply is None:
             return []  # unanswered: the next one may get through before the lease ends
         if reply.life_ms == 0:
-            code = pb.DEADLINE if reply.is_too_late else pb.LEASE_EXPIRED
-            error = self.error(code, f"{handover.offer.target.node.name} has no such lease any more")
+            gone = (pb.LEASE_EXPIRED, f"{handover.offer.target.node.name} has no such lease any more")
+            error = self.error(*((pb.DEADLINE, TOO_LATE) if reply.is_too_late else gone))
             return self.step(handover, SenderEvent.LEASE_GONE, now, error)
         if handover.state is SenderState.WRITING:
             handover.overdue_at = now + reply.life_ms / 1000

@@ -27,7 +27,7 @@ from node import events as ev
 from node.handing_over import GIVEN_UP, Due, Handover, Handovers
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report, tell_speed
-from node.pd_error import ENDS_WITHOUT_TOKEN, refusal
+from node.pd_error import ENDS_WITHOUT_TOKEN, TOO_LATE, refusal
 from node.sampling import to_logprobs_message
 from node.steps import plan_ahead, saves_of
 from node.timers import Timers
@@ -292,7 +292,7 @@ class PrefillCore:
         if task.handover.state in GIVEN_UP:
             return
         if task.handover.state is not SenderState.COMMITTING:  # after Commit the receiver says so
-            self._report(task, self._handovers.error(pb.DEADLINE, "the request's deadline has passed"))
+            self._report(task, self._handovers.error(pb.DEADLINE, TOO_LATE))
         self._step(task, SenderEvent.CANCEL, now)
 
     def settle(self, now: float) -> list[ev.Action]:
