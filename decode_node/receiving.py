@@ -85,10 +85,12 @@ class Receiving:
     def renew(self, request: pb.RenewRequest, now: float) -> pb.RenewReply:
         """Keep a lease for another life; the answer."""
         lease = self.leases.get(request.lease_id)
-        if lease is None or lease.secret != request.secret or lease.state not in OPEN:
+        if lease is None or lease.secret != request.secret:
             self.out.append(ev.Count("stale_refused"))
-            is_too_late = lease is not None and lease.secret == request.secret and lease.refusal == pb.DEADLINE
-            return pb.RenewReply(life_ms=0, is_too_late=is_too_late)
+            return pb.RenewReply(life_ms=0)
+        if lease.state not in OPEN:
+            self.out.append(ev.Count("stale_refused"))
+            return pb.RenewReply(life_ms=0, is_too_late=lease.refusal == pb.DEADLINE)
         self._prolong(lease, now)
         return pb.RenewReply(life_ms=int(lease.life_s * 1000))
 

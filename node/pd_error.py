@@ -9,7 +9,7 @@ from node.events import Action, Ended, RouterId, ToRouter
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
-TOO_LATE: Final = "the request's deadline has passed"  # the reason of every DEADLINE
+TOO_LATE: Final = "the request's deadline has passed"  # the reason of every DEADLINE that a node says
 NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE, pb.INVALID})
 # How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; its grammar
 # held up a step; others needed its blocks.

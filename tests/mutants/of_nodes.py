@@ -42,8 +42,8 @@ MUTANTS: Final = (
         "renewed-without-secret",
         "Anybody can renew a lease, whatever secret they show.",
         "decode_node/receiving.py",
-        "if lease is None or lease.secret != request.secret or",
-        "if lease is None or",
+        "if lease is None or lease.secret != request.secret:",
+        "if lease is None:",
         _DECODE,
     ),
     Mutant(

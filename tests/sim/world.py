@@ -151,9 +151,8 @@ class World:
             probe = self._submit(plan)
             within_s = _SERVED_WITHIN_S + self._patience_s
             self._run_until(partial(getattr, probe, "is_over"), within_s, f"{plan.name} does not end")
-            may_give_way = (
-                plan.num_choices > 1 and self.scenario.knobs.retries == 0
-            )  # to each other: that costs a retry
+            # Choices may give way to each other, which costs a part of a retry.
+            may_give_way = plan.num_choices > 1 and self.scenario.knobs.retries == 0
             ends = ("finished", "pd_reschedule") if may_give_way else ("finished",)
             assert probe.end in ends, f"{plan.name} failed in a whole cluster: {probe.end} {probe.error}"
         self._run_until(
