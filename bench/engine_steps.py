@@ -20,9 +20,9 @@ from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
-from engine.sampler import Draw, sample
+from engine.sampler import Draw, sample, sample_near
 from kernels.cpu_kernels import CpuModel
-from kernels.interface import AttentionBatch, Linear, StepRows
+from kernels.interface import AttentionBatch, Linear, NearLogits, StepRows
 
 _GENERATION: Final = 1  # every runner is new
 
@@ -91,13 +91,21 @@ class _TimedLinear:
 class _KeepsLogits:
     def __init__(self, model: CpuModel) -> None:
         self._model = model
-        self.result = torch.empty(0)
+        self.result: Tensor | NearLogits = torch.empty(0)
 
     def logits(
         self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
     ) -> None:
         self.result = logits
         self._model.logits(rows, cos, sin, kv, batch, logits)
+
+    def near_logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> NearLogits | None:
+        near = self._model.near_logits(rows, cos, sin, kv, batch, logits)
+        if near is not None:
+            self.result = near
+        return near
 
 
 class Steps:
@@ -127,8 +135,12 @@ class Steps:
         total = time.perf_counter() - begin
         draws = [Draw(sampling, 0) for sampling in self._sampling]
         begin = time.perf_counter()
+        logits = head.result if kept is None else kept.result
         for _ in range(num_steps):
-            sample(head.result if kept is None else kept.result, draws, self._model.kernels)
+            if isinstance(logits, Tensor):
+                sample(logits, draws, self._model.kernels)
+            else:
+                sample_near(logits, draws, self._model.kernels)
         parts = {"sampler": time.perf_counter() - begin, "head": head.seconds}
         if isinstance(whole, CpuModel):
             parts |= {name: seconds - before[name] for name, seconds in whole.seconds.items()}

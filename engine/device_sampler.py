@@ -1,6 +1,6 @@
 """Draw tokens where the logits are, so that a step can be launched before the tokens of the one before it have been read.
 
-Only what needs no more of a request than its temperature and its seed: greedy rows, and plain draws from the whole vocabulary.
+Only what needs no more of a request than its temperature and its seed (`is_decided_by_logits`).
 The same numbers in the same order as engine/sampler.py, over every token instead of the few that can win; on a device whose
 logarithm rounds otherwise a draw that is decided by the last bit of its noise may fall otherwise.
 """
@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.plan import BROKEN_ROW
-from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, changes_logits, is_drawn_plainly, noise_stream
+from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, noise_stream
 
 _SIGN: Final = 1 << 63
-
-
-def draws_on_device(draw: Draw) -> bool:
-    """Whether this row can be drawn here."""
-    return is_drawn_plainly(draw) or (draw.sampling.temperature == 0 and not changes_logits(draw))
 
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -28,7 +28,7 @@ from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
-from kernels.interface import Kernels, LayerStack, Linear, ModelEnds, StackLayer, StepRows, WholeModel
+from kernels.interface import Kernels, LayerStack, Linear, ModelEnds, NearLogits, StackLayer, StepRows, WholeModel
 from kernels.upload import upload
 
 
@@ -111,6 +111,15 @@ class Model:
             return self.ranks.gathered(self.ends.head(normed))[:, : self.config.vocab_size].contiguous()
         return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
+    @torch.inference_mode()
+    def near_forward(self, batch: Batch, kv: Tensor, memory: StepTensors) -> NearLogits | None:
+        """The same for rows that are all drawn plainly, in less time. None, and nothing is done: forward() is for this step."""
+        if self.whole is None:
+            return None
+        cos, sin = self.angles.up_to(batch.attention.block_tables.shape[1] * kv.shape[3])
+        logits = self._room_for_logits(len(batch.logit_rows), memory)
+        return self.whole.near_logits(StepRows(*batch[:3]), cos, sin, kv, batch.attention, logits)
+
     def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
         shape = (num_logits, self.config.vocab_size)
         if num_logits > memory.max_logits:
@@ -180,6 +189,8 @@ def load_model(
             # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
             head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
         )
+        if config.ties_embeddings and split.size == 1:  # others' heads are a small part of what a step reads
+            ends = ends._replace(near_head=kernels.near_head(ends.embedding))
         whole, stack = _in_one_call(kernels, config, layers, ends, split)
         return Model(
             config=config,

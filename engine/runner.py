@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, SlotTables
 from engine.binding import Binder, Binding
 from engine.device import HostCopies
-from engine.device_sampler import draws_on_device, sample_on_device
+from engine.device_sampler import sample_on_device
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -51,9 +51,11 @@ from engine.plan import (
     StepResult,
     TokenLogprobs,
 )
-from engine.sampler import Draw, sample
+from engine.sampler import Draw, is_decided_by_logits, sample, sample_near
 from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
+from engine.under_way import UnderWay
+from kernels.interface import NearLogits
 from kernels.upload import upload
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
@@ -105,6 +107,7 @@ class TorchRunner:
         self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
         self._branch_seeds: list[tuple[int, ...]] = [()] * num_slots  # until their first tokens are drawn
         self._is_told_more = np.zeros(num_slots, np.bool_)  # of whom an answer may be more than a token id
+        self._is_near_enough = np.zeros(num_slots, np.bool_)  # for whom near logits do, at every step of its life
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
@@ -131,24 +134,38 @@ class TorchRunner:
         written = self._blocks_of(chunks) if self._kv.is_mirrored else []
         led = self._lead(plan, batch, written)
         on_ready()
-        logits = self._model.forward(batch, self._kv.tensor, self._memory)
+        logits = self._logits(plan, batch)
         rows = _Rows.of(plan, chunks)
         drawn = self._draw_on_device(logits, rows.sampling, rows.num_logits) if self._is_asynchronous else None
         if drawn is not None:
             copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
             answers = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
             left = list(map(self._leave, plan.marks))
-            return _UnderWay(plan.step_id, answers, [*rows.sampling], left, copies, written, self._kv)
+            return UnderWay(plan.step_id, answers, [*rows.sampling], left, copies, written, self._kv)
         if written:  # before the result says that a sender may read them
             self._kv.to_host(written, self._kv.gather(written).cpu())
         self._meet(led)
-        return Done(self._read(plan, rows, logits.cpu()))  # the sampler's side; on a CPU no copy
+        return Done(self._read(plan, rows, logits))
 
-    def _read(self, plan: Plan, rows: _Rows, logits: Tensor) -> StepResult:
+    def _logits(self, plan: Plan, batch: Batch) -> Tensor | NearLogits:
+        """Compute the step; near ones where each row is drawn plainly, and nothing but its token is wanted."""
+        if self._is_a_token_each(plan) and not self._is_asynchronous and self._is_near_enough[plan.decodes.slots].all():
+            near = self._model.near_forward(batch, self._kv.tensor, self._memory)
+            if near is not None:
+                return near
+        return self._model.forward(batch, self._kv.tensor, self._memory)
+
+    def _is_a_token_each(self, plan: Plan) -> bool:
+        """Whether there are decode rows only, and nobody who is told more than a token, as nearly always."""
+        return not (plan.chunks or plan.marks or self._is_told_more[plan.decodes.slots].any())
+
+    def _read(self, plan: Plan, rows: _Rows, logits: Tensor | NearLogits) -> StepResult:
         """Draw, and answer every row and mark."""
+        if isinstance(logits, Tensor):
+            logits = logits.cpu()  # the sampler's side; on a CPU no copy
         sampled = self._sample(logits, rows.sampling)
         slots = plan.decodes.slots
-        if not (plan.chunks or plan.marks or self._is_told_more[slots].any()):  # as nearly always: a token for each
+        if not isinstance(logits, Tensor) or self._is_a_token_each(plan):
             token_ids = np.array([token_ids[0] for token_ids in sampled.values()], np.int64)
             return StepResult(plan.step_id, slots, plan.decodes.generations, token_ids, {})
         results = [
@@ -180,11 +197,13 @@ class TorchRunner:
         on_device[: len(slots)] = self._last_on_device[slots]
         return on_device
 
-    def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:
+    def _draw_on_device(
+        self, logits: Tensor | NearLogits, row_of_slot: dict[int, int], num_logits: int
+    ) -> Tensor | None:
         """Draw and note these slots' next tokens without waiting: [num_slots] int64; None if some row asks for more."""
         slots = [*row_of_slot]
         draws = self._draws(slots)
-        if len(slots) != num_logits or not all(map(self._is_plain, slots, draws)):
+        if not isinstance(logits, Tensor) or len(slots) != num_logits or not all(map(self._is_plain, slots, draws)):
             return None
         drawn = sample_on_device(logits[[*row_of_slot.values()]], draws)
         at = upload(torch.tensor(slots, dtype=torch.int64), drawn.device)
@@ -202,7 +221,7 @@ class TorchRunner:
     def _is_plain(self, slot: int, draw: Draw) -> bool:
         """Whether its answer is one token id that can be drawn on the device."""
         is_told_more = draw.sampling.num_logprobs is not None or self._prompt[slot] or self._branch_seeds[slot]
-        return not is_told_more and draws_on_device(draw)
+        return not is_told_more and is_decided_by_logits(draw)
 
     def _leave(self, mark: SlotMark) -> SlotResult:
         """Its owner's last row ran in an earlier step: nothing is under way."""
@@ -214,7 +233,7 @@ class TorchRunner:
         self._unbind(slot)
         return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
-    def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
+    def _sample(self, logits: Tensor | NearLogits, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
         """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them.
 
         Behind a slot's own token come those of its further branches, whose seeds are used up by this.
@@ -226,7 +245,10 @@ class TorchRunner:
         for at, seed in branches:
             draws.append(draws[at]._replace(sampling=replace(draws[at].sampling, seed=seed)))
             rows.append(rows[at])
-        drawn = sample(logits if rows == [*range(len(logits))] else logits[rows], draws, self._model.kernels)
+        if isinstance(logits, Tensor):
+            drawn = sample(logits if rows == [*range(len(logits))] else logits[rows], draws, self._model.kernels)
+        else:  # rows in order, no branches
+            drawn = sample_near(logits, draws, self._model.kernels)
         token_ids = {slot: [token_id] for slot, token_id in zip(slots, drawn, strict=False)}
         for (at, _), token_id in zip(branches, drawn[len(slots) :], strict=True):
             token_ids[slots[at]].append(token_id)
@@ -292,6 +314,8 @@ class TorchRunner:
         self._branch_seeds[slot] = start.branch_seeds
         is_scored = start.sampling.num_logprobs is not None
         self._is_told_more[slot] = is_scored or start.sampling.prompt_logprobs or bool(start.branch_seeds)
+        is_decided = is_decided_by_logits(Draw(start.sampling, start.next_index))
+        self._is_near_enough[slot] = is_decided and not start.sampling.looks_back
 
     def _unbind(self, slot: int) -> None:
         if (bound := self._constraints[slot]) is not None:
@@ -373,28 +397,3 @@ class _Rows(NamedTuple):
         """Of each row of the plan, decodes first: where its logits begin, and the first that is not its own."""
         ends = list(accumulate([1] * self.num_decodes + self.of_chunks))
         return list(zip([0, *ends], ends, strict=False))
-
-
-class _UnderWay(NamedTuple):
-    """A step whose tokens were drawn on the device; see Launched."""
-
-    step_id: int
-    rows: list[tuple[int, int]]  # slot and generation of each
-    drawn_slots: list[int]
-    marked: list[SlotResult]
-    copies: HostCopies  # of the drawn tokens, and of the blocks
-    written: list[int]  # blocks that senders may read once the step is told
-    kv: KvSides
-
-    def is_done(self) -> bool:
-        """See Launched."""
-        return self.copies.is_done()
-
-    def read(self) -> StepResult:
-        """See Launched."""
-        drawn, *gathered = self.copies.wait()
-        if gathered:
-            self.kv.to_host(self.written, gathered[0])
-        token_ids = dict(zip(self.drawn_slots, drawn.tolist(), strict=True))
-        answers = [SlotResult(slot, generation, token_ids.get(slot, NO_TOKEN)) for slot, generation in self.rows]
-        return StepResult.of(self.step_id, (*answers, *self.marked))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.token_counts import TokenCounts
-from kernels.interface import Contenders, Kernels
+from kernels.interface import Contenders, Kernels, NearLogits
 
 _MASK_64: Final = (1 << 64) - 1
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -72,7 +72,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
     few: list[int] = []  # rows whose draw is among a few tokens that are known
     bound: list[int] = []  # rows that are drawn like any other once what their grammars ban is out
     for row, draw in enumerate(draws):
-        greatest, ids = contenders.greatest[row], contenders.ids[row]
+        greatest = contenders.greatest[row]
         if not np.isfinite(greatest):
             token_ids.append(BROKEN_ROW)
         elif draw.allowed is not None and not changes_logits(draw._replace(allowed=None)):
@@ -89,13 +89,13 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
             token_ids.append(token_id)
         elif draw.sampling.temperature == 0:
             token_ids.append(int(contenders.greatest_ids[row]))
-        elif ids is None or not is_drawn_plainly(draw):
+        elif contenders.few[row] is None or not is_drawn_plainly(draw):
             token_ids.append(_draw_one(_below(logits[row], greatest), draw))
         else:
             few.append(row)
             token_ids.append(BROKEN_ROW)
     later = (
-        (few, _draw_among_few(logits, draws, contenders, few)),
+        (few, _draw_among_few(draws, contenders, few)),
         (bound, _draw_bound(logits, draws, bound, kernels)),
     )
     for rows, drawn in later:
@@ -116,15 +116,26 @@ def _draw_bound(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kern
     return sample(torch.from_numpy(values), [draws[row]._replace(allowed=None) for row in rows], kernels)
 
 
-def _draw_among_few(logits: Tensor, draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
+def sample_near(logits: NearLogits, draws: Sequence[Draw], kernels: Kernels) -> list[int]:
+    """The same where few logits are known in full; each row `is_decided_by_logits`."""
+    contenders = logits.contenders(*_warmth(draws))
+    if contenders is None:
+        return sample(logits.in_full(), draws, kernels)
+    token_ids: list[int] = contenders.greatest_ids.tolist()
+    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    for row, token_id in zip(drawn, _draw_among_few(draws, contenders, drawn), strict=True):
+        token_ids[row] = token_id
+    return token_ids
+
+
+def _draw_among_few(draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
     """Draw in each of these rows among its contenders; at once, because calls cost more than the numbers do."""
     if not rows:
         return []
-    ids = [found for row in rows if (found := contenders.ids[row]) is not None]
-    counts = [len(each) for each in ids]
-    token_ids = np.concatenate(ids).astype(np.int64)
-    at = torch.from_numpy(np.repeat(np.array(rows), counts) * logits.shape[1] + token_ids)
-    values: NDArray[np.float32] = logits.reshape(-1)[at].float().numpy()
+    few = [found for row in rows if (found := contenders.few[row]) is not None]
+    counts = [len(ids) for ids, _ in few]
+    token_ids = np.concatenate([ids for ids, _ in few]).astype(np.int64)
+    values = np.concatenate([values for _, values in few])
     scores = (values - np.repeat(contenders.greatest[[*rows]], counts)).astype(np.float64)
     with np.errstate(over="ignore"):
         scores /= np.repeat([draws[row].sampling.temperature for row in rows], counts)
@@ -138,17 +149,22 @@ def _draw_among_few(logits: Tensor, draws: Sequence[Draw], contenders: Contender
 def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) -> Contenders:
     """Each row's greatest logit and, where a back end can tell, the few tokens that a plain draw may take."""
     if kernels is not None:
-        # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
-        temperatures = [max(draw.sampling.temperature, _COLDEST) if is_drawn_plainly(draw) else 0.0 for draw in draws]
-        seeds = [(draw.sampling.seed, draw.token_index) for draw in draws]
-        streams = [noise_stream(*seed) if warm else 0 for seed, warm in zip(seeds, temperatures, strict=True)]
-        found = kernels.contenders(logits, np.array(temperatures, np.float32), np.array(streams, np.uint64))
+        found = kernels.contenders(logits, *_warmth(draws))
         if found is not None:
             return found
     wide = logits.float()
     greatest_ids = wide.argmax(-1, keepdim=True)  # the first of equals; a NaN counts as the greatest
     greatest = wide.gather(-1, greatest_ids)
     return Contenders(greatest[:, 0].numpy(), greatest_ids[:, 0].int().numpy(), [None] * len(logits))
+
+
+def _warmth(draws: Sequence[Draw]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+    """Of each row its temperature, 0 where it is not drawn plainly, and where its noise begins."""
+    # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
+    temperatures = [max(draw.sampling.temperature, _COLDEST) if is_drawn_plainly(draw) else 0.0 for draw in draws]
+    seeds = [(draw.sampling.seed, draw.token_index) for draw in draws]
+    streams = [noise_stream(*seed) if warm else 0 for seed, warm in zip(seeds, temperatures, strict=True)]
+    return np.array(temperatures, np.float32), np.array(streams, np.uint64)
 
 
 def _below(logits: Tensor, greatest: np.float32) -> NDArray[np.float64]:
@@ -192,6 +208,11 @@ def is_drawn_plainly(draw: Draw) -> bool:
     return sampling.temperature > 0 and not (
         sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or changes_logits(draw)
     )
+
+
+def is_decided_by_logits(draw: Draw) -> bool:
+    """Whether it is greedy or drawn plainly: no more of a request than its temperature and its seed counts."""
+    return is_drawn_plainly(draw) or (draw.sampling.temperature == 0 and not changes_logits(draw))
 
 
 def changes_logits(draw: Draw) -> bool:

@@ -18,23 +18,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu_contest import MAX_NEAR_ROWS, Contest, CpuNearHead, CpuNearLogits
 from kernels.cpu_library import (
     DTYPE_CODES,
     MAX_HEAD_DIM,
     NUM_PHASES,
     CBatch,
     CCache,
-    CContest,
     CEnds,
     CLayer,
-    CLinear,
     CRotation,
     CStack,
     Library,
     Workspace,
     reference,
 )
-from kernels.int8_weights import INT8_SUFFIX, quantized
+from kernels.cpu_linear import CpuLinear
+from kernels.int8_weights import INT8_SUFFIX, Int8Weight, quantized
 from kernels.interface import (
     AttentionBatch,
     Contenders,
@@ -46,58 +46,6 @@ from kernels.interface import (
 )
 from kernels.torch_reference import TorchBlockCopies
 from kernels.weight_memory import WeightMemory
-
-MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
-
-
-class CpuLinear:
-    """A weight in panels (kernels/cpu/product.h)."""
-
-    def __init__(
-        self,
-        library: Library,
-        memory: WeightMemory,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        is_gated: bool = False,
-        is_int8: bool = False,
-    ) -> None:
-        self._library = library
-        self._dtype_code = DTYPE_CODES[weight.dtype]
-        num_columns, in_features = weight.shape
-        out_features = num_columns // 2 if is_gated else num_columns
-        self.c: Final = CLinear(None, None, None, in_features, out_features, int(is_gated))
-        self._bias = None if bias is None else _in_panels(bias.float(), is_gated)
-        self._scales: Tensor | None = None
-        if is_int8:
-            weight, scales = quantized(weight)
-            self._scales = _in_panels(scales, is_gated)
-            self.c.scales = self._scales.data_ptr()
-        size = library.call.baton_packed_size(reference(self.c), self._dtype_code)
-        self._packed = memory.take(size, weight.dtype)
-        weight = weight.contiguous()
-        library.call.baton_pack(reference(self.c), weight.data_ptr(), self._packed.data_ptr(), self._dtype_code)
-        self.c.weight = self._packed.data_ptr()
-        if self._bias is not None:
-            self.c.bias = self._bias.data_ptr()
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply [num_rows, in_features] into [num_rows, out_features]; gated ones give silu(gate) * up."""
-        x = x.contiguous()
-        if out is None:
-            out = x.new_empty((x.shape[0], self.c.out_features))
-        arguments = x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads(), self._dtype_code
-        self._library.call.baton_linear(reference(self.c), *arguments)
-        return out
-
-
-def _in_panels(numbers: Tensor, is_gated: bool) -> Tensor:
-    """A number per column, fp32, in the order and with the padding of the weight's panels."""
-    if is_gated:
-        halves = torch.nn.functional.pad(numbers.view(2, -1), (0, -numbers.numel() // 2 % 16))
-        return halves.view(2, -1, 16).transpose(0, 1).contiguous().view(-1)
-    return torch.nn.functional.pad(numbers, (0, -numbers.numel() % 32))
 
 
 class _CStep:
@@ -205,22 +153,44 @@ class CpuModel(CpuStack):
         if not isinstance(ends.head, CpuLinear):
             raise TypeError("the head of a model is packed by its own back end")
         self._ends = ends  # keeps the weights
-        self._c_ends = CEnds(ends.embedding.data_ptr(), ends.final_norm.data_ptr(), ends.head.c)
+        self._head = ends.head
+        addresses = ends.embedding.data_ptr(), ends.final_norm.data_ptr()
+        self._c_ends = CEnds(*addresses, ends.head.c)
+        self._near_head = ends.near_head if isinstance(ends.near_head, CpuNearHead) else None
+        if self._near_head is not None:
+            self._normed = ends.embedding.new_empty((MAX_NEAR_ROWS, ends.embedding.shape[1]))
+            self._c_near_ends = CEnds(*addresses, self._near_head.linear.c)
+            self._c_near_ends.normed = self._normed.data_ptr()
         self._dtype_code = DTYPE_CODES[ends.embedding.dtype]
 
     def logits(
         self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
     ) -> None:
         """See WholeModel."""
-        step, ends = _CStep(kv, batch, self._num_heads), self._c_ends
+        self._forward(
+            self._c_ends, rows, CRotation(cos.data_ptr(), sin.data_ptr()), _CStep(kv, batch, self._num_heads), logits
+        )
+
+    def near_logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> CpuNearLogits | None:
+        """See WholeModel."""
+        if self._near_head is None or not self._near_head.begins(len(logits)):
+            return None
+        rotation = CRotation(cos.data_ptr(), sin.data_ptr())
+        self._forward(self._c_near_ends, rows, rotation, _CStep(kv, batch, self._num_heads), logits)
+        return CpuNearLogits(self._head, self._near_head, self._normed[: len(logits)], logits)
+
+    def _forward(self, ends: CEnds, rows: StepRows, rotation: CRotation, step: _CStep, logits: Tensor) -> None:
         ends.token_ids, ends.logit_rows = rows.token_ids.data_ptr(), rows.logit_rows.data_ptr()
         ends.logits, ends.num_logits = logits.data_ptr(), len(rows.logit_rows)
+        rotation.positions = rows.positions.data_ptr()
         is_done = self._library.call.baton_forward(
             self._workspace.address,
             reference(self._c),
             reference(step.cache),
             reference(step.batch),
-            reference(CRotation(cos.data_ptr(), sin.data_ptr(), rows.positions.data_ptr())),
+            reference(rotation),
             reference(ends),
             torch.get_num_threads(),
             self._seconds,
@@ -251,7 +221,7 @@ class CpuKernels(TorchBlockCopies):
         self._library = library
         self._memory = WeightMemory()
         self._is_int8 = is_int8
-        self._contest = _Contest(1)
+        self._contest = Contest(1)
         self.name: Final = f"cpu-{variant}{INT8_SUFFIX if is_int8 else ''}"
 
     @property
@@ -265,11 +235,18 @@ class CpuKernels(TorchBlockCopies):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay [out_features, in_features] out as panels."""
-        return CpuLinear(self._library, self._memory, weight, bias, is_int8=self._is_int8)
+        return CpuLinear(self._library, self._memory, weight, bias, rounded=self._rounded(weight))
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay gate and up out side by side, so that their product is taken in registers."""
-        return CpuLinear(self._library, self._memory, weight, bias, is_gated=True, is_int8=self._is_int8)
+        return CpuLinear(self._library, self._memory, weight, bias, is_gated=True, rounded=self._rounded(weight))
+
+    def _rounded(self, weight: Tensor) -> Int8Weight | None:
+        return quantized(weight) if self._is_int8 else None
+
+    def near_head(self, weight: Tensor) -> CpuNearHead | None:
+        """Half as many bytes to read again, unless the head has as few itself."""
+        return None if self._is_int8 else CpuNearHead(self._library, self._memory, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalise in fp32 and round before the weight."""
@@ -322,32 +299,9 @@ class CpuKernels(TorchBlockCopies):
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
         if num_rows > self._contest.max_rows:
-            self._contest = _Contest(1 << (num_rows - 1).bit_length())
-        contest = self._contest
-        contest.temperatures[:num_rows], contest.streams[:num_rows] = temperatures, streams
-        contest.c.num_rows, contest.c.vocab_size = num_rows, vocab_size
+            self._contest = Contest(1 << (num_rows - 1).bit_length())
+        self._contest.set(temperatures, streams, vocab_size)
         self._library.call.baton_contend(
-            reference(contest.c), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
+            reference(self._contest.c), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
         )
-        return contest.found(num_rows)
-
-
-class _Contest:
-    """What `contenders` asks for and is told, for so many rows at most: laid out once, and used again."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.max_rows: Final = num_rows
-        self.temperatures, self.streams = np.empty(num_rows, np.float32), np.empty(num_rows, np.uint64)
-        self._greatest, self._greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
-        self._ids, self._counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
-        arrays = (
-            *(self.temperatures, self.streams, self._greatest, self._greatest_ids),
-            *(self._ids, self._counts),
-        )
-        self.c: Final = CContest(*(array.ctypes.data for array in arrays), num_rows, 0, MAX_CONTENDERS)
-
-    def found(self, num_rows: int) -> Contenders:
-        """As of the last call, for so many rows; stays what it is."""
-        counts = self._counts[:num_rows].tolist()
-        ids = [row[:n].copy() if n <= MAX_CONTENDERS else None for row, n in zip(self._ids, counts, strict=False)]
-        return Contenders(self._greatest[:num_rows].copy(), self._greatest_ids[:num_rows].copy(), ids)
+        return self._contest.found()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 5
+INTERFACE: Final = 6
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 8
@@ -105,6 +105,7 @@ class CEnds(Structure):
         ("token_ids", c_void_p),
         ("logit_rows", c_void_p),
         ("logits", c_void_p),
+        ("normed", c_void_p),
         ("num_logits", c_int32),
     ]
 
@@ -118,10 +119,22 @@ class CContest(Structure):
         ("greatest", c_void_p),
         ("greatest_ids", c_void_p),
         ("ids", c_void_p),
+        ("values", c_void_p),
         ("counts", c_void_p),
         ("num_rows", c_int32),
         ("vocab_size", c_int32),
         ("limit", c_int32),
+    ]
+
+
+class CScreen(Structure):
+    """screen.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("weight", c_void_p),
+        ("radii", c_void_p),
+        ("rows", c_void_p),
+        ("in_features", c_int32),
     ]
 
 
@@ -139,6 +152,7 @@ _FUNCTIONS: Final = MappingProxyType(
         "baton_rotate": (None, (c_void_p, POINTER(CRotation), c_void_p, c_int64, c_void_p, c_int)),
         "baton_gate": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
         "baton_contend": (None, (POINTER(CContest), c_void_p, c_int, c_int)),
+        "baton_screen": (None, (POINTER(CScreen), POINTER(CContest), c_void_p, c_void_p, c_int, c_int)),
         "baton_attend": (
             None,
             (c_void_p, POINTER(CCache), POINTER(CBatch), c_void_p, c_void_p, c_int, c_int, c_int, c_int),

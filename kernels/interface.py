@@ -75,12 +75,17 @@ class StackLayer(NamedTuple):
     window: int | None = None  # as in StepAttention.attend
 
 
+class NearHead(Protocol):
+    """A head once more, in fewer bytes, by the back end that is to run it; only that knows what is in it."""
+
+
 class ModelEnds(NamedTuple):
     """What comes before a model's layers and behind them."""
 
     embedding: Tensor  # [vocab_size, hidden_size]
     final_norm: Tensor  # [hidden_size]
     head: Linear  # hidden_size to vocab_size, packed by the back end that is to run it
+    near_head: NearHead | None = None
 
 
 class StepRows(NamedTuple):
@@ -98,6 +103,25 @@ class LayerStack(Protocol):
         """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
 
 
+class Contenders(NamedTuple):
+    """What can win the draws of a step's rows (engine/sampler.py)."""
+
+    greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
+    greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
+    # Of each row whose temperature is not 0: a superset of what can win, ids ascending, and their logits. None: too many to tell.
+    few: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None]
+
+
+class NearLogits(Protocol):
+    """Logits of a step that are known nearly, and in full where that decides."""
+
+    def contenders(self, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders | None:
+        """As Kernels.contenders would tell of the logits in full. None: it takes those."""
+
+    def in_full(self) -> Tensor:
+        """All of them, [num_logits, vocab_size], at the cost of the head once more; nothing can be told from near ones then."""
+
+
 class WholeModel(Protocol):
     """A model from token ids to logits in one call, where a back end is faster so. Same arithmetic as layer by layer."""
 
@@ -110,14 +134,10 @@ class WholeModel(Protocol):
         token id is none of the vocabulary's.
         """
 
-
-class Contenders(NamedTuple):
-    """What can win the draws of a step's rows (engine/sampler.py)."""
-
-    greatest: NDArray[np.float32]  # [num_rows]; not finite where the row is broken
-    greatest_ids: NDArray[np.int32]  # [num_rows]; of equals the lowest
-    # Of each row whose temperature is not 0, ascending, a superset of what can win; None: too many to tell.
-    ids: list[NDArray[np.int32] | None]
+    def near_logits(
+        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
+    ) -> NearLogits | None:
+        """The same where plain draws are all that is wanted, in less time. None, and nothing is done: this step has no such way."""
 
 
 class BlockCopies(Protocol):
@@ -145,6 +165,9 @@ class Kernels(BlockCopies, Protocol):
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take [2 * width, in_features], gate first; the product is silu_gate of the plain linear's."""
+
+    def near_head(self, weight: Tensor) -> NearHead | None:
+        """Take a head without bias, [vocab_size, hidden_size], that stays where it is. None: this back end has no use for it."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Scale each row of [num_rows, width] to unit mean square, then by weight [width]. `out` as in Linear.

@@ -145,6 +145,9 @@ class TorchKernels(TorchBlockCopies):
     def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
         """Nor here."""
 
+    def near_head(self, weight: Tensor) -> None:
+        """Nor is there another head."""
+
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""
 

@@ -165,6 +165,9 @@ class TritonKernels:
     def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
         """What is outside the layers is little beside launching them."""
 
+    def near_head(self, weight: Tensor) -> None:
+        """Nor is there another head."""
+
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""
 

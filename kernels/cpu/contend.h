@@ -27,6 +27,7 @@ struct Contest {
     float *greatest;            // [num_rows]; a NaN where the row has one
     int32_t *greatest_ids;      // [num_rows], of equals the lowest
     int32_t *ids;               // [num_rows, limit], ascending
+    float *values;              // [num_rows, limit]: their logits
     int32_t *counts;            // [num_rows]; above limit where more contend
     int32_t num_rows, vocab_size, limit;
 };
@@ -82,8 +83,9 @@ template <class T> void find_greatest(const T *logits, const Contest &contest, i
     contest.greatest_ids[row] = int32_t(where[best]);
 }
 
-template <class T> void contend(const T *logits, const Contest &contest, int row) {
-    find_greatest(logits, contest, row);
+// List those of a row that can win its draw. between(id, left, low, high): the next 16 logits, or what they are at least and at most;
+// `left` of them are in the vocabulary. The row's greatest is known.
+template <class F> void race(const Contest &contest, int row, F &&between) {
     contest.counts[row] = 0;
     const float greatest = contest.greatest[row];
     if (contest.temperatures[row] <= 0 || !std::isfinite(greatest)) return;
@@ -101,14 +103,16 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
     Wide states = Wide{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN + stream, more_states = states + 8 * GOLDEN;
     for (int id = 0; id < contest.vocab_size; id += LANES, states += 16 * GOLDEN, more_states += 16 * GOLDEN) {
         const int left = contest.vocab_size - id;
-        const Eight low = complements(states), high = complements(more_states);
+        const Eight some = complements(states), others = complements(more_states);
         const Floats complement =
-            (__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + 0.5f) * 0x1p-52f;
-        const Floats below = load_some(logits + id, left) - greatest;
+            (__builtin_shufflevector(some, others, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + 0.5f) * 0x1p-52f;
+        Floats low, high;
+        between(id, left, low, high);
+        const Floats below = at_most(0, high - greatest);
         const Floats lines = __builtin_convertvector((Integers)complement, Floats);
         if (!any_at_most(lines, multiply_add(below, all(octaves), all(line)))) continue;
-        const Floats weight = exponential(below * sharpness);
-        const Bits in = (Bits)(complement <= weight * least);
+        const Bits in = (Bits)(complement <= exponential(below * sharpness) * least);
+        const Floats weight = exponential((low - greatest) * sharpness);
         for (int i = 0; i < std::min(LANES, left); i++) {
             if (!in[i]) continue;
             if (contest.counts[row] < contest.limit) ids[contest.counts[row]] = id + i;
@@ -117,6 +121,15 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
         }
         line = line_of_least();
     }
+}
+
+// Of a row of logits [vocab_size].
+template <class T> void contend(const T *logits, const Contest &contest, int row) {
+    find_greatest(logits, contest, row);
+    race(contest, row, [&](int id, int left, Floats &low, Floats &high) { low = high = load_some(logits + id, left); });
+    const size_t first = size_t(row) * contest.limit;
+    for (int i = 0; i < std::min(contest.counts[row], contest.limit); i++)
+        contest.values[first + i] = load_some(logits + contest.ids[first + i], 1)[0];
 }
 
 }  // namespace baton

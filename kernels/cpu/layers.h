@@ -42,6 +42,7 @@ struct Ends {
     const int64_t *token_ids;   // [num_rows]
     const int64_t *logit_rows;  // [num_logits]
     void *logits;               // [num_logits, vocab_size]
+    void *normed;               // [num_logits, hidden_size]: what the head multiplies; or null, where nobody asks
     int32_t num_logits;
 };
 
@@ -169,6 +170,7 @@ class Workspace {
             }
             if (ends && ends->num_logits) {
                 norm_rows(ends->final_norm, ends->num_logits, ends->logit_rows);
+                if (ends->normed && share == 0) std::copy_n(normed, size_t(ends->num_logits) * width, static_cast<T *>(ends->normed));
                 const Output<T> logits{static_cast<T *>(ends->logits), nullptr, ends->head.out};
                 linear_of(ends->head, normed, ends->num_logits, logits, 7);
             }

@@ -1,6 +1,7 @@
 // What Python calls (kernels/cpu_library.py), by plain C rules: pointers and integers, nothing is kept but a workspace.
 #include "contend.h"
 #include "layers.h"
+#include "screen.h"
 
 using namespace baton;
 
@@ -33,7 +34,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 5; }
+int baton_interface() { return 6; }
 
 // Pieces of work that a thread has done because the one that had begun them had lost its core.
 uint64_t baton_num_taken_over() { return num_taken_over.load(); }
@@ -139,6 +140,16 @@ void baton_contend(const Contest *contest, const void *logits, int num_threads, 
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && contest->num_rows > 1)
         for (int row = 0; row < contest->num_rows; row++)
             contend(static_cast<const T *>(logits) + size_t(row) * contest->vocab_size, *contest, row);
+    });
+}
+
+// The same told from near logits, [num_rows, vocab_size], and of few; `is_told` [num_rows]: 0 where it cannot be.
+void baton_screen(const Screen *screen, const Contest *contest, const void *near, int32_t *is_told, int num_threads, int dtype) {
+    in_dtype(dtype, [&](auto t) {
+        using T = decltype(t);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && contest->num_rows > 1)
+        for (int row = 0; row < contest->num_rows; row++)
+            is_told[row] = screen_row(static_cast<const T *>(near) + size_t(row) * contest->vocab_size, *screen, *contest, row);
     });
 }
 

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 import torch
 
-from engine.device_sampler import draws_on_device, sample_on_device
+from engine.device_sampler import sample_on_device
 from engine.plan import BROKEN_ROW, SamplingParams
-from engine.sampler import Draw, sample
+from engine.sampler import Draw, is_decided_by_logits, sample
 
 VOCAB_SIZE = 4099
 
@@ -26,7 +26,7 @@ def test_a_device_draws_what_the_host_draws(dtype: torch.dtype, fresh_seed: int)
             Draw(SamplingParams(rng.choice([0.0, 1e-40, 0.3, 1.0, 5.0]), rng.getrandbits(64)), rng.randint(0, 5000))
             for _ in range(num_rows)
         ]
-        assert all(map(draws_on_device, draws))
+        assert all(map(is_decided_by_logits, draws))
         assert sample_on_device(logits, draws).tolist() == sample(logits, draws)
 
 
@@ -50,4 +50,4 @@ def test_of_equal_logits_the_lowest_id_is_the_greedy_one_and_a_row_without_numbe
     ],
 )
 def test_what_needs_more_than_a_temperature_is_left_to_the_host(params: SamplingParams) -> None:
-    assert not draws_on_device(Draw(params, 0))
+    assert not is_decided_by_logits(Draw(params, 0))

@@ -17,6 +17,7 @@ from kernels.interface import (
     LayerStack,
     Linear,
     ModelEnds,
+    NearHead,
     StackLayer,
     StepAttention,
 )
@@ -70,6 +71,9 @@ class OnDevice:
 
     def whole(self, ends: ModelEnds, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> None:
         """Layers are what is tested there."""
+
+    def near_head(self, weight: Tensor) -> NearHead | None:
+        return self._kernels.near_head(weight)
 
     def contenders(
         self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]

@@ -42,7 +42,7 @@ def test_few_are_left_and_the_winner_is_among_them(kernels: CpuKernels) -> None:
     found = kernels.contenders(logits, np.ones(8, np.float32), np.arange(8, dtype=np.uint64))
     assert (found.greatest_ids == logits.argmax(-1).numpy()).all()
     assert (found.greatest == logits.amax(-1).numpy()).all()
-    assert all(ids is not None and 1 <= len(ids) <= 200 for ids in found.ids)
+    assert all(few is not None and 1 <= len(few[0]) <= 200 for few in found.few)
 
 
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)

@@ -28,9 +28,9 @@ MUTANTS: Final = (
     Mutant(
         "int8-scales-of-a-gate-in-the-file-s-order",
         "A gated linear's scales lie as in the file, while its columns alternate between gate and up.",
-        "kernels/cpu_kernels.py",
-        "_in_panels(scales, is_gated)",
-        "_in_panels(scales, False)",
+        "kernels/cpu_linear.py",
+        "_in_panels(rounded.scales, is_gated)",
+        "_in_panels(rounded.scales, False)",
         _INT8,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Bugs of the overlap of steps on a device that computes by itself."""
+"""Bugs of how steps are run: their overlap on a device that computes by itself, and near logits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 
 _LAUNCH: Final = ("tests/engine_torch/test_launch.py",)
 _THREAD: Final = ("tests/node/test_runner_thread.py",)
+_NEAR: Final = ("tests/kernels/test_near_logits.py", "tests/engine_torch/test_near_steps.py")
 
 MUTANTS: Final = (
     Mutant(
@@ -57,5 +58,37 @@ MUTANTS: Final = (
         "        on_ready()\n",
         "",
         _LAUNCH,
+    ),
+    Mutant(
+        "near-radii-of-sums-alone",
+        "How far near logits may be off leaves out what 8 bits lose of the weights, and the wrong token wins.",
+        "kernels/cpu_contest.py",
+        ".norm(dim=1) * 1.001\n",
+        ".norm(dim=1) * 0\n",
+        _NEAR,
+    ),
+    Mutant(
+        "near-for-everybody",
+        "Rows with penalties or sets of likely tokens are drawn from near logits as if they had none.",
+        "engine/runner.py",
+        "is_decided and not start.sampling.looks_back",
+        "True",
+        _NEAR,
+    ),
+    Mutant(
+        "near-tried-again-and-again",
+        "A model whose draws near logits cannot tell pays for them at every step.",
+        "kernels/cpu_contest.py",
+        "self.num_untold + 1, _REST",
+        "self.num_untold + 1, 0",
+        _NEAR,
+    ),
+    Mutant(
+        "near-logits-for-full",
+        "What cannot be told is drawn from the near logits.",
+        "kernels/cpu_contest.py",
+        "        return self._head(self._normed, self._logits)\n",
+        "        return self._logits\n",
+        _NEAR,
     ),
 )

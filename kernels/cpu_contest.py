@@ -1,0 +1,132 @@
+"""What the compiled library tells of a step's draws: from all logits (contend.h), or from near ones (screen.h).
+
+A head that looks tokens up as well lies there row by row, as the embedding; in 8 bits beside it, it takes half as much again, and a
+step of few rows reads a third of what it read. Nothing of a draw changes by it. Not here: which steps may ask (engine/runner.py).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu_library import DTYPE_CODES, CContest, CScreen, Library, reference
+from kernels.cpu_linear import CpuLinear
+from kernels.int8_weights import Int8Weight, quantized
+from kernels.interface import Contenders
+from kernels.weight_memory import WeightMemory
+
+MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
+MAX_NEAR_ROWS: Final = 12  # of a step; more compute as long as they read
+_REST: Final = 64  # steps with the head in full, behind one that near logits could not tell
+_ROWS_AT_ONCE: Final = 4096  # of what is widened meanwhile
+
+
+class Contest:
+    """Draws, and what is told of them, for so many rows at most: laid out once, and used again."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.max_rows: Final = num_rows
+        self.temperatures, self.streams = np.empty(num_rows, np.float32), np.empty(num_rows, np.uint64)
+        self._greatest, self._greatest_ids = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+        self._ids, self._counts = np.empty((num_rows, MAX_CONTENDERS), np.int32), np.empty(num_rows, np.int32)
+        self._values = np.empty((num_rows, MAX_CONTENDERS), np.float32)
+        arrays = (
+            *(self.temperatures, self.streams, self._greatest, self._greatest_ids),
+            *(self._ids, self._values, self._counts),
+        )
+        self.c: Final = CContest(*(array.ctypes.data for array in arrays), num_rows, 0, MAX_CONTENDERS)
+
+    def set(self, temperatures: NDArray[np.float32], streams: NDArray[np.uint64], vocab_size: int) -> None:
+        """What is drawn next."""
+        num_rows = len(temperatures)
+        self.temperatures[:num_rows], self.streams[:num_rows] = temperatures, streams
+        self.c.num_rows, self.c.vocab_size = num_rows, vocab_size
+
+    def found(self) -> Contenders:
+        """As of the last call; stays what it is."""
+        num_rows = self.c.num_rows
+        counts = self._counts[:num_rows].tolist()
+        few = [
+            (ids[:n].copy(), values[:n].copy()) if n <= MAX_CONTENDERS else None
+            for ids, values, n in zip(self._ids, self._values, counts, strict=False)
+        ]
+        return Contenders(self._greatest[:num_rows].copy(), self._greatest_ids[:num_rows].copy(), few)
+
+
+class CpuNearHead:
+    """kernels.interface.NearHead: a head in 8 bits beside the one in full, and how far apart their logits may be."""
+
+    def __init__(self, library: Library, memory: WeightMemory, weight: Tensor) -> None:
+        """weight: [vocab_size, hidden_size], the head in full, which stays where it is."""
+        rounded = quantized(weight)
+        self.library: Final = library
+        self.weight: Final = weight
+        self.linear: Final = CpuLinear(library, memory, weight, rounded=rounded)
+        self.radii: Final = _radii(weight, rounded)
+        self.contest: Final = Contest(MAX_NEAR_ROWS)
+        self.is_told: Final = np.empty(MAX_NEAR_ROWS, np.int32)
+        self.num_told = self.num_untold = 0  # steps so far
+        self._rest = 0
+
+    def begins(self, num_rows: int) -> bool:
+        """Whether a step of so many rows is worth the try. A model whose draws it cannot tell is left alone for a while."""
+        self._rest = max(0, self._rest - 1)
+        return 0 < num_rows <= MAX_NEAR_ROWS and not self._rest
+
+    def ends(self, *, is_told: bool) -> None:
+        """How it went."""
+        if is_told:
+            self.num_told += 1
+        else:
+            self.num_untold, self._rest = self.num_untold + 1, _REST
+
+
+class CpuNearLogits:
+    """kernels.interface.NearLogits of one step; good until the next."""
+
+    def __init__(self, head: CpuLinear, near_head: CpuNearHead, normed: Tensor, logits: Tensor) -> None:
+        """normed: what the head multiplies. logits: the near ones, and room for those in full."""
+        self._head, self._near_head = head, near_head
+        self._normed, self._logits = normed, logits
+
+    def contenders(self, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders | None:
+        """See NearLogits."""
+        near, (num_rows, vocab_size) = self._near_head, self._logits.shape
+        near.contest.set(temperatures, streams, vocab_size)
+        screen = CScreen(near.weight.data_ptr(), near.radii.data_ptr(), self._normed.data_ptr(), near.weight.shape[1])
+        near.library.call.baton_screen(
+            reference(screen),
+            reference(near.contest.c),
+            self._logits.data_ptr(),
+            near.is_told.ctypes.data,
+            torch.get_num_threads(),
+            DTYPE_CODES[self._logits.dtype],
+        )
+        is_told = bool(near.is_told[:num_rows].all())
+        near.ends(is_told=is_told)
+        return near.contest.found() if is_told else None
+
+    def in_full(self) -> Tensor:
+        """See NearLogits."""
+        return self._head(self._normed, self._logits)
+
+
+def _radii(weight: Tensor, rounded: Int8Weight) -> Tensor:
+    """How far a near sum may be from the exact one, for an x of length 1: [vocab_size] fp32.
+
+    Rounding to 8 bits loses at most the length of what it loses of the row. A chain of n sums in fp32 loses at most n * 2^-24 of
+    the lengths multiplied (Higham, Accuracy and Stability of Numerical Algorithms, 3.1); twice that, for steps of two round twice,
+    and twice again for two chains.
+    """
+    radii = torch.empty(len(weight))
+    of_sums = 2.0**-22 * weight.shape[1]
+    for begin in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        wide = weight[rows].float()
+        lost = (wide - rounded.numbers[rows].float() * rounded.scales[rows, None]).norm(dim=1) * 1.001
+        radii[rows] = lost + of_sums * (wide.norm(dim=1) + lost)
+    return radii
