@@ -250,7 +250,7 @@ class DecodeCore:
         out = [action for each in outs for action in each]
         for each in outs:
             each.clear()
-        if self._is_drained() and not self._has_said_drained:
+        if self._drain_deadline < inf and not self._has_said_drained and self._is_empty():
             self._has_said_drained = True
             out.append(ev.Drained())
         return out
@@ -264,6 +264,6 @@ class DecodeCore:
         self._local.drain(now)
         self._running.drain(deadline)
 
-    def _is_drained(self) -> bool:
-        is_empty = not (self._leases.has_blocks or len(self._door.line) or self._scheduler.has_sequences)
-        return self._drain_deadline < inf and is_empty and self._running.is_quiet
+    def _is_empty(self) -> bool:
+        has_work = self._leases.has_blocks or len(self._door.line) or self._scheduler.has_sequences
+        return not has_work and self._running.is_quiet

@@ -303,9 +303,7 @@ class PrefillCore:
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
         self._fetching.cost.turned(self._scheduler.steps_in_flight > 0, now)
-        # What was cancelled is in the scheduler until the step that computes it has been read.
-        is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.has_sequences)
-        if self._drain_deadline < inf and is_empty and not self._has_said_drained:
+        if self._drain_deadline < inf and not self._has_said_drained and self._is_empty():
             self._has_said_drained = True
             self._out.append(ev.Drained())
         out = [*self._out]
@@ -313,6 +311,10 @@ class PrefillCore:
         return out
 
     # ------------------------------------------------------------ the node is to end
+
+    def _is_empty(self) -> bool:
+        # What was cancelled is in the scheduler until the step that computes it has been read.
+        return not (len(self._tasks) or self._handovers.num_asked or self._scheduler.has_sequences)
 
     def _drain(self, deadline: float, now: float) -> None:
         """Take nothing new, give back what is not begun; the rest goes on until it is taken or refused, or the deadline (H15)."""
