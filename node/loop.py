@@ -6,8 +6,8 @@
     KV pool's threads ----+      +- timer <-+ next_deadline()
 
 For every event: first `tick(now)` where something is due, so that what expired before the event came has expired when it is
-judged; then `receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new work
-arriving. Not here: any decision, and any state of a request beyond the handles that actions name.
+judged; then `receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new
+work arriving. Not here: any decision, and any state of a request beyond the handles that actions name.
 
 An exception out of the core, or out of performing an action, is a bug: it ends `run`, and the process with it.
 """

@@ -252,9 +252,7 @@ def _has_to_say(line: _Line) -> bool:
     return session.state is State.OPEN and session.num_unacknowledged > 0
 
 
-async def _run_stream(
-    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell
-) -> None:
+async def _run_stream(address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell) -> None:
     """Live one stream from its dial to its end; the session that opened it cancels this task to close it."""
     try:
         await _converse(address, credentials, driver, stream, wake)
@@ -271,9 +269,7 @@ async def _run_stream(
     driver.feed(ended)
 
 
-async def _converse(
-    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell
-) -> None:
+async def _converse(address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell) -> None:
     """Return if the node ends the stream with the status OK; ConnectionRefusedError if nobody listens."""
     is_answered = False
     channel = credentials.channel(address, CHANNEL_OPTIONS + _OWN_CONNECTION)

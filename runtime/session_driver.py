@@ -59,7 +59,8 @@ class SessionDriver:
     def next_frame(self, stream: int) -> pb.Frame | None:
         """What the writer of this stream must write now."""
         frame = self.session.next_frame(stream, self._loop.time())
-        self._arm()
+        if frame is not None:
+            self._arm()
         return frame
 
     def stop(self) -> None:
