@@ -43,6 +43,7 @@ from node.handing_over import Handovers
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.steps import StepsAhead, saves_of
+from node.timers import earliest
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
@@ -139,13 +140,12 @@ class DecodeCore:
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = (
+        return earliest(
             self._receiving.next_deadline(),
             self._running.next_deadline(),
             self._fence.next_expiry(),
             self._door.next_expiry(),
         )
-        return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
