@@ -295,6 +295,14 @@ MUTANTS: Final = (
         _LOOP,
     ),
     Mutant(
+        "deadline-of-the-turns-beginning",
+        "What an event made due has not expired when the next one of the same turn is judged.",
+        "node/loop.py",
+        "            self._due_at = self._core.next_deadline()\n            if self._inbox.is_empty:\n",
+        "            if self._inbox.is_empty:\n                self._due_at = self._core.next_deadline()\n",
+        _LOOP,
+    ),
+    Mutant(
         "drain-ends-before-its-words-arrive",
         "A drained node ends with its last batches unacknowledged, and its routers miss tokens.",
         "node/drain.py",
