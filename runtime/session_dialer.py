@@ -189,18 +189,18 @@ class SessionDialer:
 
     def _perform(self, line: _Line, driver: SessionDriver, output: Output) -> None:
         peer = line.peer
-        match output:
+        match output:  # what comes with every token first
+            case Deliver(message):
+                assert isinstance(message, pb.NodeMessage)  # the session refuses the other direction
+                self._handler.on_message(peer, message)
+            case WakeWriter():
+                line.wake.ring()
             case OpenStream(stream):
                 self._open_stream(line, driver, stream)
             case CloseStream():
                 if line.task is not None:
                     line.task.cancel()
                     line.task = None
-            case WakeWriter():
-                line.wake.ring()
-            case Deliver(message):
-                assert isinstance(message, pb.NodeMessage)  # the session refuses the other direction
-                self._handler.on_message(peer, message)
             case LoadArrived(load):
                 self._handler.on_load(peer, load)
             case Up(is_resumed):

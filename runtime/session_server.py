@@ -170,13 +170,13 @@ class SessionServer:
     def _perform(self, session: SessionEnd, output: Output) -> None:
         router = session.peer
         match output:
+            case WakeWriter():  # with every token
+                if session.stream is not None:
+                    self._streams[session.stream].wake.ring()
             case CloseStream(number):
                 stream = self._streams[number]
                 if not stream.closing.done():
                     stream.closing.set_result(output)
-            case WakeWriter():
-                if session.stream is not None:
-                    self._streams[session.stream].wake.ring()
             case Deliver(message):
                 assert isinstance(message, pb.RouterMessage)  # the session refuses the other direction
                 self._handler.on_message(router, message)
