@@ -93,9 +93,11 @@ class RunningBranches:
     def _say(self, branch: RunningBranch, token_id: int, item: Progress, batches: TokenBatches, now: float) -> None:
         index = len(branch.token_ids)
         tokens = batches.add(branch.router, branch.key, index, [token_id], item.finish, item.logprobs)
-        branch.logprobs.extend(tokens.logprobs)
-        tokens.prompt_logprobs.extend(branch.prompt_logprobs)
-        branch.prompt_logprobs.clear()
+        if item.logprobs is not None:
+            branch.logprobs.extend(tokens.logprobs)
+        if branch.prompt_logprobs:
+            tokens.prompt_logprobs.extend(branch.prompt_logprobs)
+            branch.prompt_logprobs.clear()
         branch.token_ids.append(token_id)
         if branch.times is not None:
             timing, goes_on = branch.times.next_token(branch.key, now)
