@@ -43,6 +43,7 @@ from node.handing_over import Handovers
 from node.identity import NodeIdentity, NodeLimits
 from node.load import load_report
 from node.steps import StepsAhead, saves_of
+from node.timers import earliest
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
@@ -139,13 +140,12 @@ class DecodeCore:
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = (
+        return earliest(
             self._receiving.next_deadline(),
             self._running.next_deadline(),
             self._fence.next_expiry(),
             self._door.next_expiry(),
         )
-        return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
@@ -250,7 +250,7 @@ class DecodeCore:
         out = [action for each in outs for action in each]
         for each in outs:
             each.clear()
-        if self._is_drained() and not self._has_said_drained:
+        if self._drain_deadline < inf and not self._has_said_drained and self._is_empty():
             self._has_said_drained = True
             out.append(ev.Drained())
         return out
@@ -264,6 +264,6 @@ class DecodeCore:
         self._local.drain(now)
         self._running.drain(deadline)
 
-    def _is_drained(self) -> bool:
-        is_empty = not (self._leases.has_blocks or len(self._door.line) or self._scheduler.has_sequences)
-        return self._drain_deadline < inf and is_empty and self._running.is_quiet
+    def _is_empty(self) -> bool:
+        has_work = self._leases.has_blocks or len(self._door.line) or self._scheduler.has_sequences
+        return not has_work and self._running.is_quiet

@@ -54,6 +54,7 @@ class Draining:
                 self._mover.want(branch, now)
         self._rests_until = rests
 
-    def next_deadline(self) -> float:
+    def next_deadline(self) -> float | None:
         """When somebody may be asked for again, or is given up."""
-        return min(self._ask_at, inf if self._is_over else self.deadline)
+        at = min(self._ask_at, inf if self._is_over else self.deadline)
+        return at if at < inf else None

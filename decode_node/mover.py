@@ -32,7 +32,7 @@ from node.handing_over import GIVEN_UP, Due, Handover, Handovers
 from node.handover_messages import Offer, ms_left
 from node.sampling import grammar_of
 from node.steps import STEPS_AHEAD
-from node.timers import Timers
+from node.timers import Timers, earliest
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 from proto.block_key import block_keys
@@ -195,8 +195,7 @@ class Mover:
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called at the latest."""
-        times = (self._handovers.next_deadline(), self._too_late.next())
-        return min((at for at in times if at is not None), default=None)
+        return earliest(self._handovers.next_deadline(), self._too_late.next())
 
     def look(self, now: float) -> None:
         """Write what has become final, stop who is far enough, commit who is through: behind each step, before the next plan."""

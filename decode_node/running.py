@@ -9,9 +9,7 @@ token, since the scheduler tells of it only after the last one. How it goes to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from math import inf
-from typing import cast
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from connector.fence import FenceFloor
 from decode_node.draining import Draining
@@ -22,7 +20,7 @@ from node import events as ev
 from node.identity import NodeIdentity
 from node.pd_error import ENDS_WITHOUT_TOKEN, TOO_LATE, pd_error
 from node.sampling import to_logprobs_message
-from node.timers import Timers
+from node.timers import Timers, earliest
 from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
@@ -36,7 +34,7 @@ class RunningBranches:
         self._fence = fence
         self._mover = mover
         self._draining = Draining(mover)
-        self._branches: dict[AttemptKey, RunningBranch] = {}
+        self._branches: dict[Hashable, RunningBranch] = {}  # by AttemptKey
         self._timers: Timers[AttemptKey] = Timers()
         self.out = mover.out  # the core takes them at the end of its turn
 
@@ -70,7 +68,7 @@ class RunningBranches:
         """Tell what a step gave; see PartOfCore."""
         batches, stopped = TokenBatches(from_receiver=True), list[tuple[RunningBranch, str]]()
         for item in progress:
-            branch = self._branches.get(cast(AttemptKey, item.sequence_id))
+            branch = self._branches.get(item.sequence_id)
             if branch is None:
                 continue
             branch.prompt_logprobs += map(to_logprobs_message, item.prompt_logprobs)
@@ -95,9 +93,11 @@ class RunningBranches:
     def _say(self, branch: RunningBranch, token_id: int, item: Progress, batches: TokenBatches, now: float) -> None:
         index = len(branch.token_ids)
         tokens = batches.add(branch.router, branch.key, index, [token_id], item.finish, item.logprobs)
-        branch.logprobs.extend(tokens.logprobs)
-        tokens.prompt_logprobs.extend(branch.prompt_logprobs)
-        branch.prompt_logprobs.clear()
+        if item.logprobs is not None:
+            branch.logprobs.extend(tokens.logprobs)
+        if branch.prompt_logprobs:
+            tokens.prompt_logprobs.extend(branch.prompt_logprobs)
+            branch.prompt_logprobs.clear()
         branch.token_ids.append(token_id)
         if branch.times is not None:
             timing, goes_on = branch.times.next_token(branch.key, now)
@@ -169,12 +169,11 @@ class RunningBranches:
 
     def next_deadline(self) -> float | None:
         """When `expire` or `settle` has something to do."""
-        times = (self._timers.next(), self._mover.next_deadline(), self._draining.next_deadline())
-        return min((at for at in times if at is not None and at < inf), default=None)
+        return earliest(self._timers.next(), self._mover.next_deadline(), self._draining.next_deadline())
 
     def end_older(self, floors: Mapping[BranchKey, int], now: float) -> None:
         """End every attempt below its branch's floor."""
-        for branch in [each for key, each in self._branches.items() if key.attempt < floors.get(key.branch, 0)]:
+        for branch in [each for each in self if each.key.attempt < floors.get(each.key.branch, 0)]:
             self._stop(branch, "cancelled", now)
 
     def end_of_router(self, router: ev.RouterId, now: float) -> None:

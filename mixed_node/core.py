@@ -25,6 +25,7 @@ from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity
 from node.steps import StepsAhead, saves_of
+from node.timers import earliest
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
@@ -130,8 +131,7 @@ class MixedCore:
 
     def next_deadline(self) -> float | None:
         """See NodeCore."""
-        times = (part.next_deadline() for part in self._parts)
-        return min((at for at in times if at is not None), default=None)
+        return earliest(self._prefill.next_deadline(), self._decode.next_deadline())
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore. What each core shows, and the fences of all."""

@@ -51,6 +51,7 @@ class CacheFeed:
         self._piece = piece
         self._of_pool = of_pool
         self._asks: dict[ev.RouterId, pb.CacheAsk | None] = {}  # None: it has been answered
+        self._told_to: int | None = None  # the change up to which no standing question has news; None: one is new
 
     @property
     def num_listeners(self) -> int:
@@ -60,6 +61,7 @@ class CacheFeed:
     def ask(self, router: ev.RouterId, ask: pb.CacheAsk) -> None:
         """A router wants to know what follows; a question that stands is replaced."""
         self._asks[router] = ask
+        self._told_to = None
         self._pool.key_log.switch(True)
 
     def forget(self, router: ev.RouterId) -> None:
@@ -74,6 +76,10 @@ class CacheFeed:
 
     def tell(self) -> list[ev.ToRouter]:
         """Answer every question to which there is news."""
+        last = self._pool.key_log.last
+        if last == self._told_to:
+            return []
+        self._told_to = last
         out: list[ev.ToRouter] = []
         for router, ask in self._asks.items():
             if ask is not None and (news := self._news(ask)) is not None:

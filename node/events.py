@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from connector.transport import LeaseRef, ReceiverEvent, SenderEvent
 from engine.plan import Plan, StepResult
@@ -18,8 +18,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
 
-@dataclass(frozen=True, slots=True)
-class RouterId:
+class RouterId(NamedTuple):
     """A router process that holds a session with this node."""
 
     name: str

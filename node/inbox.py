@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 from node.events import Event
+from runtime.bell import Bell
 
 
 class Inbox:
@@ -18,28 +19,26 @@ class Inbox:
     def __init__(self) -> None:
         """Made inside the running loop that takes the events."""
         self._events: deque[Event] = deque()
-        self._filled = asyncio.Event()
+        self._bell = Bell()
         self._loop = asyncio.get_running_loop()
 
     def post(self, event: Event) -> None:
         """Append an event; from any thread."""
         self._events.append(event)
-        # A wake-up costs a system call, so one serves all events that come before the loop looks. The taker clears the
-        # flag before it empties the queue: whoever saw it set has appended in time.
-        if not self._filled.is_set():
-            self._loop.call_soon_threadsafe(self._filled.set)
+        # A wake-up costs a system call, so one serves all events that come before the loop looks. The taker forgets the
+        # ring before it empties the queue: whoever saw it rung has appended in time.
+        if not self._bell.is_rung:
+            self._loop.call_soon_threadsafe(self._bell.ring)
 
     async def wait(self) -> None:
         """Return once there may be something to take, and everybody else has had a turn."""
-        if self._filled.is_set():
+        if self._bell.is_rung:
             await asyncio.sleep(0)
-        else:
-            await self._filled.wait()
-        self._filled.clear()
+        await self._bell.wait()
 
     def wake(self) -> None:
         """Let `wait` return although nothing came: a timer is due."""
-        self._filled.set()
+        self._bell.ring()
 
     def take(self) -> Event | None:
         """The oldest event, or None."""

@@ -5,9 +5,9 @@
     runner's thread ------+      ^          |               +--> RunStep, WriteBlocks, …
     KV pool's threads ----+      +- timer <-+ next_deadline()
 
-For every event: first `tick(now)`, so that what expired before the event came has expired when it is judged; then
-`receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new work
-arriving. Not here: any decision, and any state of a request beyond the handles that actions name.
+For every event: first `tick(now)` where something is due, so that what expired before the event came has expired when it is
+judged; then `receive(event, now)`. One timer stands for the core's next deadline, so everything that expires does so with no new
+work arriving. Not here: any decision, and any state of a request beyond the handles that actions name.
 
 An exception out of the core, or out of performing an action, is a bug: it ends `run`, and the process with it.
 """
@@ -129,30 +129,31 @@ class NodeLoop:
         self._watch = Watch(outlets.measures)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, inbox.wake)
+        self._due_at: float | None = float("-inf")  # the core's next deadline, which only a tick or an event changes
 
     async def run(self) -> None:
         """Feed events until cancelled."""
         try:
             while True:
                 self._feed_all()
-                self._alarm.arm(self._core.next_deadline())
+                self._alarm.arm(self._due_at)
                 await self._inbox.wait()
         finally:
             self._alarm.cancel()
 
     def _feed_all(self) -> None:
-        """Take what is there, a bounded lot of it. Ticks also when nothing is there: a timer may have fired."""
+        """Take what is there, a bounded lot of it; nothing, where a timer has fired."""
         spans = self._out.spans
         for _ in range(MAX_EVENTS_AT_ONCE):
             now = time.monotonic()  # the loop's clock, finer than some loops tell it
-            self._perform(self._core.tick(now), now)
-            event = self._inbox.take()
-            if event is None:
-                return
-            self._watch.received(event, now)
-            if spans is not None:
-                spans.received(event)
-            self._perform(self._core.receive(event, now), now)
+            if self._due_at is not None and now >= self._due_at:  # before that a tick does nothing
+                self._perform(self._core.tick(now), now)
+            if (event := self._inbox.take()) is not None:
+                self._watch.received(event, now)
+                if spans is not None:
+                    spans.received(event)
+                self._perform(self._core.receive(event, now), now)
+            self._due_at = self._core.next_deadline()
             if self._inbox.is_empty:
                 return  # what is due by now rings the alarm
         self._inbox.wake()

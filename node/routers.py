@@ -48,7 +48,7 @@ class Routers:
 
     def send(self, router: RouterId, message: pb.NodeMessage) -> None:
         """Queue a message on the router's session; dropped if that is lost."""
-        self.sessions.send(Peer(router.name, router.incarnation), message)
+        self.sessions.send(Peer(*router), message)
 
     def on_message(self, router: Peer, message: pb.RouterMessage) -> None:
         """Check a message of a session, which came in order and once, and hand it to the core."""

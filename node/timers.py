@@ -10,6 +10,15 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
+def earliest(*instants: float | None) -> float | None:
+    """The first to come; None: there is none."""
+    first: float | None = None
+    for at in instants:
+        if at is not None and (first is None or at < first):
+            first = at
+    return first
+
+
 class Timers(Generic[K]):
     """At most one instant per key; setting it again replaces it. O(log n) each."""
 

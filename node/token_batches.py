@@ -1,4 +1,4 @@
-"""What one step gave, collected into one message per router."""
+"""What one step gave, collected into one message per router. Each is filled where it stays: giving protobuf a part copies it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenBatches:
     def __init__(self, *, from_receiver: bool) -> None:
         """`from_receiver`: this node is the one that the KV was handed to."""
         self._from_receiver = from_receiver
-        self._batches: dict[RouterId, pb.TokenBatch] = {}
+        self._messages: dict[RouterId, pb.NodeMessage] = {}
 
     def add(
         self,
@@ -32,19 +32,23 @@ class TokenBatches:
         logprobs: TokenLogprobs | None = None,
     ) -> pb.BranchTokens:
         """Note a branch's tokens from `first_index` on; whoever has more to say of them adds it to what is returned."""
-        batch = self._batches.setdefault(router, pb.TokenBatch(from_receiver=self._from_receiver))
-        return batch.branches.add(
-            key=key.to_proto(),
-            first_index=first_index,
-            token_ids=token_ids,
-            finish=FINISH[finish],
-            logprobs=() if logprobs is None else (to_logprobs_message(logprobs),),
-        )
+        message = self._messages.get(router)
+        if message is None:
+            message = self._messages[router] = pb.NodeMessage()
+            message.tokens.from_receiver = self._from_receiver
+        tokens = message.tokens.branches.add()
+        tokens.key.request_id, tokens.key.choice, tokens.key.attempt = key
+        tokens.first_index = first_index
+        tokens.token_ids.extend(token_ids)
+        tokens.finish = FINISH[finish]
+        if logprobs is not None:
+            tokens.logprobs.append(to_logprobs_message(logprobs))
+        return tokens
 
     def time(self, router: RouterId, timing: pb.Timing) -> None:
         """Tell, with a token that was added, how long it took."""
-        self._batches[router].timings.append(timing)
+        self._messages[router].tokens.timings.append(timing)
 
     def to_actions(self) -> list[ToRouter]:
         """One message per router that gets any."""
-        return [ToRouter(router, pb.NodeMessage(tokens=batch)) for router, batch in self._batches.items()]
+        return [ToRouter(router, message) for router, message in self._messages.items()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -37,8 +37,7 @@ class _Watched:
     is_answered: bool = False  # its Commit
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One plan that the runner was given."""
 
     plan: Plan
@@ -138,5 +137,7 @@ class Watch:
         step = self._steps.popleft()
         self._measures.observe("step_seconds", now - max(step.given_at, self._last_done_at))
         self._last_done_at = now
-        self._measures.add("tokens_computed", "decode", len(step.plan.decodes))
-        self._measures.add("tokens_computed", "prefill", step.plan.num_tokens - len(step.plan.decodes))
+        num_decodes = len(step.plan.decodes)
+        self._measures.add("tokens_computed", "decode", num_decodes)
+        if step.plan.chunks:
+            self._measures.add("tokens_computed", "prefill", step.plan.num_tokens - num_decodes)

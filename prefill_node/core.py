@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import cast
 
 from connector.handoff import SenderAction, SenderEvent, SenderState
 from connector.transport import Answered, BlocksTaken, LinkClosed
@@ -30,7 +29,7 @@ from node.load import load_report, tell_speed
 from node.pd_error import ENDS_WITHOUT_TOKEN, TOO_LATE, refusal
 from node.sampling import to_logprobs_message
 from node.steps import plan_ahead, saves_of
-from node.timers import Timers
+from node.timers import Timers, earliest
 from node.timing import Computed
 from node.token_batches import TokenBatches
 from prefill_node import messages
@@ -121,14 +120,13 @@ class PrefillCore:
     def next_deadline(self) -> float | None:
         """See NodeCore."""
         until = None if self._is_over or self._drain_deadline == inf else self._drain_deadline
-        times = (
+        return earliest(
             until,
             self._timers.next(),
             self._handovers.next_deadline(),
             self._fetching.next_deadline(),
             self._tasks.fence.next_expiry(),
         )
-        return min((t for t in times if t is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """See NodeCore."""
@@ -238,10 +236,12 @@ class PrefillCore:
     def read(self, progress: Iterable[Progress], now: float) -> None:
         """See PartOfCore."""
         self._fetching.cost.read(self._scheduler.num_prompt_tokens, now)
+        if not len(self._tasks):
+            return  # nothing of it is this role's: a mixed node decodes
         batches = TokenBatches(from_receiver=False)
         advanced: list[PrefillTask] = []
         for item in progress:
-            task = self._tasks.get(cast(AttemptKey, item.sequence_id))
+            task = self._tasks.get(item.sequence_id)
             if task is None or task.handover.state in GIVEN_UP:
                 continue
             if item.finish in ("broken", "stalled"):
@@ -303,9 +303,7 @@ class PrefillCore:
             if not self._tasks[key].work.ends_with_first_token:
                 self._step(self._tasks[key], SenderEvent.START, now)
         self._fetching.cost.turned(self._scheduler.steps_in_flight > 0, now)
-        # What was cancelled is in the scheduler until the step that computes it has been read.
-        is_empty = not (len(self._tasks) or self._handovers.num_asked or self._scheduler.has_sequences)
-        if self._drain_deadline < inf and is_empty and not self._has_said_drained:
+        if self._drain_deadline < inf and not self._has_said_drained and self._is_empty():
             self._has_said_drained = True
             self._out.append(ev.Drained())
         out = [*self._out]
@@ -313,6 +311,10 @@ class PrefillCore:
         return out
 
     # ------------------------------------------------------------ the node is to end
+
+    def _is_empty(self) -> bool:
+        # What was cancelled is in the scheduler until the step that computes it has been read.
+        return not (len(self._tasks) or self._handovers.num_asked or self._scheduler.has_sequences)
 
     def _drain(self, deadline: float, now: float) -> None:
         """Take nothing new, give back what is not begun; the rest goes on until it is taken or refused, or the deadline (H15)."""

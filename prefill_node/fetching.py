@@ -32,7 +32,7 @@ from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler
 from node import events as ev
-from node.timers import Timers
+from node.timers import Timers, earliest
 from prefill_node.fetch_cost import COLD_WAIT_S, FetchCost
 from proto.attempt_key import AttemptKey
 
@@ -157,7 +157,7 @@ class Fetching:
 
     def next_deadline(self) -> float | None:
         """When expire must be called."""
-        return min((at for at in (self._patience.next(), self._again.next()) if at is not None), default=None)
+        return earliest(self._patience.next(), self._again.next())
 
     def snapshot(self) -> dict[str, object]:
         """What is under way; block counts as the pool's own counts go."""

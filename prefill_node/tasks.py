@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from connector.fence import FenceFloor
 from node.events import Ended, RouterId
@@ -17,7 +17,7 @@ class Tasks:
     def __init__(self, max_attempts: int, max_fences: int) -> None:
         self.fence = FenceFloor(max_fences)
         self._max_attempts = max_attempts
-        self._tasks: dict[AttemptKey, PrefillTask] = {}  # by Work.key
+        self._tasks: dict[Hashable, PrefillTask] = {}  # by Work.key, an AttemptKey
         self._here: set[AttemptKey] = set()  # of every branch of those, over or not
         self._holders: dict[BranchKey, PrefillTask] = {}  # the one that has the branch open
 
@@ -33,7 +33,7 @@ class Tasks:
     def __getitem__(self, key: AttemptKey) -> PrefillTask:
         return self._tasks[key]
 
-    def get(self, key: AttemptKey) -> PrefillTask | None:
+    def get(self, key: Hashable) -> PrefillTask | None:
         """The attempt that goes by this key, however far it is given up."""
         return self._tasks.get(key)
 

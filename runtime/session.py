@@ -186,9 +186,9 @@ IGNORED: Final[frozenset[tuple[State, Event]]] = frozenset(
 
 def step(state: State, event: Event) -> Row:
     """The next state and what to do; raises IllegalTransition for a pair that cannot happen."""
+    row = TABLE.get((state, event))
+    if row is not None:
+        return row
     if (state, event) in IGNORED:
         return state, ()
-    try:
-        return TABLE[state, event]
-    except KeyError:
-        raise IllegalTransition(f"{event.name} in {state.name}") from None
+    raise IllegalTransition(f"{event.name} in {state.name}")

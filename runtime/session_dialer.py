@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
+from runtime.bell import Bell
 from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming, State
@@ -84,7 +85,7 @@ class _Line:
     peer: Peer
     address: str
     driver: SessionDriver | None = None  # None only while the line is being made
-    wake: asyncio.Event = field(default_factory=asyncio.Event)  # of the newest stream's writer
+    wake: Bell = field(default_factory=Bell)  # of the newest stream's writer
     task: asyncio.Task[None] | None = None  # of the newest stream
     last_refusal: str = ""  # already logged
     frames_resent: int = 0  # of sessions that are lost
@@ -188,18 +189,18 @@ class SessionDialer:
 
     def _perform(self, line: _Line, driver: SessionDriver, output: Output) -> None:
         peer = line.peer
-        match output:
+        match output:  # what comes with every token first
+            case Deliver(message):
+                assert isinstance(message, pb.NodeMessage)  # the session refuses the other direction
+                self._handler.on_message(peer, message)
+            case WakeWriter():
+                line.wake.ring()
             case OpenStream(stream):
                 self._open_stream(line, driver, stream)
             case CloseStream():
                 if line.task is not None:
                     line.task.cancel()
                     line.task = None
-            case WakeWriter():
-                line.wake.set()
-            case Deliver(message):
-                assert isinstance(message, pb.NodeMessage)  # the session refuses the other direction
-                self._handler.on_message(peer, message)
             case LoadArrived(load):
                 self._handler.on_load(peer, load)
             case Up(is_resumed):
@@ -232,7 +233,7 @@ class SessionDialer:
     # ---------------------------------------------------------------- streams
 
     def _open_stream(self, line: _Line, driver: SessionDriver, stream: int) -> None:
-        line.wake = asyncio.Event()
+        line.wake = Bell()
         task = asyncio.create_task(
             _run_stream(line.address, self._credentials, driver, stream, line.wake),
             name=f"session stream to {line.peer.name}",
@@ -251,9 +252,7 @@ def _has_to_say(line: _Line) -> bool:
     return session.state is State.OPEN and session.num_unacknowledged > 0
 
 
-async def _run_stream(
-    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: asyncio.Event
-) -> None:
+async def _run_stream(address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell) -> None:
     """Live one stream from its dial to its end; the session that opened it cancels this task to close it."""
     try:
         await _converse(address, credentials, driver, stream, wake)
@@ -270,9 +269,7 @@ async def _run_stream(
     driver.feed(ended)
 
 
-async def _converse(
-    address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: asyncio.Event
-) -> None:
+async def _converse(address: str, credentials: Credentials, driver: SessionDriver, stream: int, wake: Bell) -> None:
     """Return if the node ends the stream with the status OK; ConnectionRefusedError if nobody listens."""
     is_answered = False
     channel = credentials.channel(address, CHANNEL_OPTIONS + _OWN_CONNECTION)
@@ -298,7 +295,7 @@ async def _converse(
 async def _write(
     driver: SessionDriver,
     stream: int,
-    wake: asyncio.Event,
+    wake: Bell,
     call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame],
 ) -> None:
     try:

@@ -13,6 +13,7 @@ import grpc
 
 from proto import baton_pb2 as pb
 from runtime.alarm import Alarm
+from runtime.bell import Bell
 from runtime.session_end import SessionEnd
 from runtime.session_events import Fate, Input, Output
 
@@ -58,7 +59,8 @@ class SessionDriver:
     def next_frame(self, stream: int) -> pb.Frame | None:
         """What the writer of this stream must write now."""
         frame = self.session.next_frame(stream, self._loop.time())
-        self._arm()
+        if frame is not None:
+            self._arm()
         return frame
 
     def stop(self) -> None:
@@ -79,13 +81,12 @@ class SessionDriver:
 
 
 async def write_frames(
-    driver: SessionDriver, stream: int, wake: asyncio.Event, write: Callable[[pb.Frame], Awaitable[None]]
+    driver: SessionDriver, stream: int, wake: Bell, write: Callable[[pb.Frame], Awaitable[None]]
 ) -> None:
     """Be the only writer of a stream until cancelled: all that is there, then wait for `wake`."""
     while True:
         while (frame := driver.next_frame(stream)) is not None:
             await write(frame)
-        wake.clear()
         await wake.wait()
 
 

@@ -103,14 +103,14 @@ class SessionEnd:
         match what:
             case FrameArrived(stream, frame):
                 return self._take_frame(stream, frame, now)
+            case Send(message):
+                return self._send(message, now)
             case StreamEnded(stream, fate, reason):
                 return self._step(self._end_event(stream, fate), now, reason=reason, loss=_LOSSES.get(fate))
             case Called(stream, hello):
                 if self.state is not State.LOST:
                     self._trim(hello.last_received)
                 return self._step(Event.CALLED, now, reason="replaced by a newer stream", stream=stream)
-            case Send(message):
-                return self._send(message, now)
             case Superseded(reason):
                 return self._step(Event.SUPERSEDED, now, reason=reason, loss=Loss.DIED)
             case HangUp():
@@ -317,7 +317,17 @@ class SessionEnd:
     def _perform(
         self, action: Action, now: float, reason: str, stream: int | None, message: Message | None, loss: Loss
     ) -> list[Output]:
-        match action:
+        match action:  # what every message takes comes first
+            case Action.KEEP if message is not None:
+                size = message.ByteSize()
+                self._kept.append((message, size))
+                self._kept_bytes += size
+            case Action.WAKE_WRITER:
+                return [WakeWriter()]
+            case Action.DELIVER if message is not None:
+                return [Deliver(message)]
+            case Action.ACK_SOON:
+                self._beat_at = min(self._beat_at, now + self._timing.ack_s)
             case Action.OPEN_STREAM:
                 self._last_stream += 1
                 self.stream = self._last_stream
@@ -335,16 +345,6 @@ class SessionEnd:
             case Action.REDIAL | Action.RETRY_LATER:
                 self._dial_at = now + self._backoff_s
                 self._backoff_s = min(2 * self._backoff_s, self._timing.backoff_max_s)
-            case Action.DELIVER if message is not None:
-                return [Deliver(message)]
-            case Action.ACK_SOON:
-                self._beat_at = min(self._beat_at, now + self._timing.ack_s)
-            case Action.KEEP if message is not None:
-                size = message.ByteSize()
-                self._kept.append((message, size))
-                self._kept_bytes += size
-            case Action.WAKE_WRITER:
-                return [WakeWriter()]
             case Action.REPORT_UP:
                 return [Up(is_resumed=self.resumes > 0)]
             case Action.REPORT_BROKEN:

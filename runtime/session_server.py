@@ -24,6 +24,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from proto import baton_pb2 as pb
+from runtime.bell import Bell
 from runtime.logs import log_event
 from runtime.session import Peer, SessionTiming
 from runtime.session_book import Admitted, SessionBook
@@ -68,7 +69,7 @@ class SessionHandler(Protocol):
 @dataclass(slots=True, eq=False)
 class _Stream:
     number: int
-    wake: asyncio.Event
+    wake: Bell
     closing: asyncio.Future[CloseStream]
     handler: asyncio.Task[None]
 
@@ -106,7 +107,7 @@ class SessionServer:
         number = next(self._stream_numbers)
         handler: asyncio.Task[None] | None = asyncio.current_task()
         assert handler is not None
-        stream = _Stream(number, asyncio.Event(), asyncio.get_running_loop().create_future(), handler)
+        stream = _Stream(number, Bell(), asyncio.get_running_loop().create_future(), handler)
         self._streams[number] = stream
         driver.feed(Called(number, hello))
         if admission.session.stream != number:  # feed ticks first, and its grace was over
@@ -169,13 +170,13 @@ class SessionServer:
     def _perform(self, session: SessionEnd, output: Output) -> None:
         router = session.peer
         match output:
+            case WakeWriter():  # with every token
+                if session.stream is not None:
+                    self._streams[session.stream].wake.ring()
             case CloseStream(number):
                 stream = self._streams[number]
                 if not stream.closing.done():
                     stream.closing.set_result(output)
-            case WakeWriter():
-                if session.stream is not None:
-                    self._streams[session.stream].wake.set()
             case Deliver(message):
                 assert isinstance(message, pb.RouterMessage)  # the session refuses the other direction
                 self._handler.on_message(router, message)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from runtime.config import set_grpc_environment
 from tests.coverage_table import COVERS, CoverageTable
 
 RUN_SEED: Final = pytest.StashKey[int]()
@@ -34,7 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed of the run."""
+    """Draw the seed of the run; have gRPC here as it is in our processes."""
+    set_grpc_environment()
     # How fast examples are drawn says how busy the machine is, nothing about the code.
     settings.register_profile("baton", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("no-shrink", settings.get_profile("baton"), phases=(Phase.explicit, Phase.generate))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -168,6 +170,15 @@ def test_a_child_gets_its_threads_but_not_the_launchers_file(monkeypatch: pytest
     assert environment["BATON_LEASE_S"] == "3"
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["GOMP_SPINCOUNT"] == thread_environment(1)["GOMP_SPINCOUNT"] == "2000"
+
+
+def test_the_installed_grpc_knows_the_experiments_that_we_name() -> None:
+    """Of one that it does not know it would tell the user, in a line of its own."""
+    code = (
+        "from runtime import config; config.set_grpc_environment(); import grpc; grpc.insecure_channel('a:1').close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_baton_up_hands_on_what_it_says_that_it_hands_on_and_a_node_knows_it() -> None:

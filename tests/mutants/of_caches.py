@@ -64,6 +64,14 @@ MUTANTS: Final = (
         ("tests/node/test_cache_feed.py",),
     ),
     Mutant(
+        "cache-question-waits-for-a-change",
+        "A router that asks for what it has missed hears nothing until something else changes.",
+        "node/cache_feed.py",
+        "        self._told_to = None\n",
+        "",
+        ("tests/node/test_cache_feed.py",),
+    ),
+    Mutant(
         "cache-map-overlooks-a-gap",
         "News that does not follow what is known is taken.",
         "router/cache_map.py",

@@ -81,8 +81,8 @@ MUTANTS: Final = (
         "local-older-attempt-goes-on",
         "A newer attempt of a branch does not end the older one that runs.",
         "decode_node/running.py",
-        "if key.attempt < floors.get(key.branch, 0)]:",
-        "if key.attempt + 1 < floors.get(key.branch, 0)]:",
+        "if each.key.attempt < floors.get(each.key.branch, 0)]:",
+        "if each.key.attempt + 1 < floors.get(each.key.branch, 0)]:",
         _LIVES,
     ),
     Mutant(

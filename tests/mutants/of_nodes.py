@@ -282,7 +282,7 @@ MUTANTS: Final = (
         "timer-only-on-new-work",
         "The loop sets no timer, so what expires waits for the next event.",
         "node/loop.py",
-        "self._alarm.arm(self._core.next_deadline())",
+        "self._alarm.arm(self._due_at)",
         "self._alarm.arm(None)",
         _LOOP,
     ),
@@ -290,10 +290,16 @@ MUTANTS: Final = (
         "receive-before-tick",
         "An event that comes after a deadline is judged as if it had come in time.",
         "node/loop.py",
-        "            self._perform(self._core.tick(now), now)\n            event = self._inbox.take()\n"
-        "            if event is None:\n                return\n",
-        "            event = self._inbox.take()\n"
-        "            if event is None:\n                self._perform(self._core.tick(now), now)\n                return\n",
+        "            if self._due_at is not None and now >= self._due_at:  # before that a tick does nothing\n",
+        "            if self._due_at is not None and now >= self._due_at and self._inbox.is_empty:\n",
+        _LOOP,
+    ),
+    Mutant(
+        "deadline-of-the-turns-beginning",
+        "What an event made due has not expired when the next one of the same turn is judged.",
+        "node/loop.py",
+        "            self._due_at = self._core.next_deadline()\n            if self._inbox.is_empty:\n",
+        "            if self._inbox.is_empty:\n                self._due_at = self._core.next_deadline()\n",
         _LOOP,
     ),
     Mutant(

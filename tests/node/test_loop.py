@@ -141,6 +141,24 @@ def test_what_is_due_expires_before_an_event_is_received_at_the_same_time() -> N
     assert [name for name, _ in core.calls] == ["due", "receive"]
 
 
+def test_an_event_in_the_same_turn_finds_expired_what_the_one_before_it_made_due() -> None:
+    def answer(_event: ev.Event, now: float) -> Sequence[ev.Action]:
+        if sum(name == "receive" for name, _ in core.calls) == 1:
+            core.deadline = now
+        return [to_router("received")]
+
+    core = ScriptedCore(answer)
+    core.on_due = [to_router("expired")]
+
+    async def test(shell: Shell) -> None:
+        for _ in range(2):
+            shell.inbox.post(ev.RouterLost(ROUTER))
+        await shell.recorder.wait_for(3)
+        assert sent(shell.recorder) == ["received", "expired", "received"]
+
+    drive(core, test)
+
+
 def test_what_is_for_the_kv_pool_reaches_it_and_without_one_each_is_answered_with_nothing() -> None:
     asked: list[ev.Action] = [
         ev.SaveBlocks(1, ((b"k", 0),)),

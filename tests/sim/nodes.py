@@ -151,8 +151,7 @@ class SimNode(Process):
     def on_alarm(self) -> None:
         """Tick what is due."""
         self.listener.tick()
-        if (due := self.core_deadline()) is not None and due <= self.clock():
-            self._tick()
+        self._tick_if_due()
 
     # ---------------------------------------------------------------- the loop
 
@@ -174,18 +173,17 @@ class SimNode(Process):
         if self.is_alive:
             self.post(event)
 
-    def _tick(self) -> None:
-        now, due = self.clock(), self.core_deadline()
-        actions = self.core.tick(now)
-        self.is_changed |= bool(actions) or (due is not None and due <= now)
-        self._is_heard = True
-        self._perform(actions)
+    def _tick_if_due(self) -> None:
+        now = self.clock()
+        if (due := self.core_deadline()) is not None and due <= now:
+            self.is_changed = self._is_heard = True
+            self._perform(self.core.tick(now))
 
     def _turn(self) -> None:
         event = self._inbox.popleft()
         if self._inbox:
             self.kernel.after(0.0, self._turn, self)
-        self._tick()
+        self._tick_if_due()
         if self.kernel.trace is not None:
             self._tell(*describe_event(event))
         if isinstance(event, ev.StepDone):
