@@ -338,8 +338,8 @@ class FastEngine:
     def _publish(self, row: Row, num_computed: int) -> None:
         """As Room.publish, of the prompt's blocks."""
         num_full = min(num_computed, row.num_prompt) // self._block_size
-        for index in range(row.num_published, num_full):
-            self.pool.publish(row.block_ids[index], row.work.keys[index])
+        full = slice(row.num_published, num_full)
+        self.pool.publish(dict(zip(row.block_ids[full], row.work.keys[full], strict=True)))
         row.num_published = max(row.num_published, num_full)
 
     # ---------------------------------------------------------------- many steps at once

@@ -169,8 +169,8 @@ class Model:
         server.queued_tokens -= num_tokens
         self._ranking.put(server.node.ref, True)
         self.ttfts.append(now - ask.at_s)
-        for block_id, key in zip(server.held, block_keys(self._seed, ask.prompt, BLOCK), strict=False):
-            server.pool.publish(block_id, key)
+        keys = block_keys(self._seed, ask.prompt, BLOCK)
+        server.pool.publish(dict(zip(server.held, keys, strict=False)))
         server.pool.free(server.held)
         if server.queue:
             self._begin(server, now, ends)

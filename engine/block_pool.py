@@ -30,11 +30,16 @@ Every public operation is one transition: it checks all of its arguments, then c
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from engine.key_log import KeyLog
+
+# In place of a number of references, which these blocks have none of.
+_LEASED: Final = -1
+_QUARANTINED: Final = -2
 
 
 class BlockPoolError(Exception):
@@ -71,8 +76,8 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._states = [BlockState.FREE] * num_blocks
-        self._num_references = [0] * num_blocks
+        # By block, all that says its state: a used one has references, a cached one none and a key, a free one neither.
+        self._num_references = [0] * num_blocks  # or _LEASED, _QUARANTINED
         self._keys: list[bytes | None] = [None] * num_blocks
         self._block_of_key: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes first, the warmest next
@@ -108,7 +113,7 @@ class BlockPool:
 
     def is_cached(self, block_id: int) -> bool:
         """Whether acquiring this block would take it out of what is available (nobody references it)."""
-        return self._states[block_id] is BlockState.CACHED
+        return self._num_references[block_id] == 0 and self._keys[block_id] is not None
 
     def num_freed_by(self, block_ids: Iterable[int]) -> int:
         """How many used blocks become available when a reference is dropped for each time that one is named here."""
@@ -146,19 +151,15 @@ class BlockPool:
         self._check_room(num_blocks, self._num_promised if promised else self.num_available, "allocate")
         if promised:
             self._num_promised -= num_blocks
-        block_ids = self._take(num_blocks, BlockState.USED)
-        for block_id in block_ids:
-            self._num_references[block_id] = 1
-        return block_ids
+        return self._take(num_blocks, 1)
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each; cached blocks become used, which needs that many available."""
         self._check_states(block_ids, "acquire", BlockState.USED, BlockState.CACHED)
         self._check_room(sum(map(self.is_cached, block_ids)), self.num_available, "acquire")
         for block_id in block_ids:
-            if self._states[block_id] is BlockState.CACHED:
+            if self.is_cached(block_id):
                 del self._cached[block_id]
-                self._states[block_id] = BlockState.USED
             self._num_references[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -167,37 +168,35 @@ class BlockPool:
         Of one call the last block counts as least recently used: a prefix cache is of no use without its leading blocks.
         """
         self._check_states(block_ids, "free", BlockState.USED)
-        num_references, states, keys = self._num_references, self._states, self._keys
+        num_references, keys = self._num_references, self._keys
         for block_id in reversed(block_ids):
             num_references[block_id] -= 1
             if num_references[block_id] > 0:
                 continue
             if keys[block_id] is None:
-                states[block_id] = BlockState.FREE
                 self._free.append(block_id)
             else:
-                states[block_id] = BlockState.CACHED
                 self._cached[block_id] = None
 
-    def publish(self, block_id: int, key: bytes) -> bool:
-        """Let a used block, full and final, be found by its key; False, and no change, if another block has that key."""
-        self._check_states((block_id,), "publish", BlockState.USED)
-        held = self._keys[block_id]
-        if held is not None and held != key:
-            raise BlockPoolError(f"publish: block {block_id} already holds other content")
-        if self._block_of_key.setdefault(key, block_id) != block_id:
-            return False
-        if held is None:
-            self._keys[block_id] = key
-            self.key_log.add(key, True)
-        return True
+    def publish(self, keys: Mapping[int, bytes]) -> None:
+        """Let used blocks, full and final, be found, each by its key; one whose key another block has stays as it is."""
+        self._check_states(keys.keys(), "publish", BlockState.USED)
+        held, block_of_key = self._keys, self._block_of_key
+        fresh = {block_id: key for block_id, key in keys.items() if held[block_id] != key}
+        for block_id in fresh:
+            if held[block_id] is not None:
+                raise BlockPoolError(f"publish: block {block_id} already holds other content")
+        for block_id, key in fresh.items():
+            if block_of_key.setdefault(key, block_id) == block_id:
+                held[block_id] = key
+                self.key_log.add(key, True)
 
     # Leases
 
     def lease(self, num_blocks: int) -> list[int]:
         """Take so many blocks for a transfer to write into; they have no references until the lease is committed."""
         self._check_room(num_blocks, self.num_available, "lease")
-        block_ids = self._take(num_blocks, BlockState.LEASED)
+        block_ids = self._take(num_blocks, _LEASED)
         self._num_leased += num_blocks
         return block_ids
 
@@ -205,7 +204,6 @@ class BlockPool:
         """The transfer is complete: the blocks are used, one reference each."""
         self._check_states(block_ids, "commit_lease", BlockState.LEASED)
         for block_id in block_ids:
-            self._states[block_id] = BlockState.USED
             self._num_references[block_id] = 1
             self._arrived[block_id] = None
         self._num_leased -= len(block_ids)
@@ -220,7 +218,7 @@ class BlockPool:
         """The lease ended while something may still write into its blocks: keep them from everybody."""
         self._check_states(block_ids, "quarantine", BlockState.LEASED)
         for block_id in block_ids:
-            self._states[block_id] = BlockState.QUARANTINED
+            self._num_references[block_id] = _QUARANTINED
         self._num_leased -= len(block_ids)
         self._num_quarantined += len(block_ids)
 
@@ -228,52 +226,66 @@ class BlockPool:
         """The lease is over and nothing writes any more: leased or quarantined blocks are free."""
         self._check_states(block_ids, "release_lease", BlockState.LEASED, BlockState.QUARANTINED)
         for block_id in block_ids:
-            if self._states[block_id] is BlockState.LEASED:
+            if self._num_references[block_id] == _LEASED:
                 self._num_leased -= 1
             else:
                 self._num_quarantined -= 1
-            self._states[block_id] = BlockState.FREE
+            self._num_references[block_id] = 0
             self._free.append(block_id)
 
     def snapshot(self) -> dict[str, object]:
         """Everything, block by block: for tests and for a look into a sick node."""
         return {
-            "states": tuple(self._states),
-            "num_references": tuple(self._num_references),
+            "states": tuple(map(self._state_of, range(self.num_blocks))),
+            "num_references": tuple(max(number, 0) for number in self._num_references),
             "keys": tuple(self._keys),
             "num_promised": self._num_promised,
         }
 
     # Inside
 
-    def _take(self, num_blocks: int, state: BlockState) -> list[int]:
-        block_ids = []
-        for _ in range(num_blocks):
-            block_id = self._free.pop() if self._free else self._evict()
-            self._states[block_id] = state
-            block_ids.append(block_id)
+    def _state_of(self, block_id: int) -> BlockState:
+        number = self._num_references[block_id]
+        if number > 0:
+            return BlockState.USED
+        if number < 0:
+            return BlockState.LEASED if number == _LEASED else BlockState.QUARANTINED
+        return BlockState.FREE if self._keys[block_id] is None else BlockState.CACHED
+
+    def _take(self, num_blocks: int, num_references: int) -> list[int]:
+        num_free = min(num_blocks, len(self._free))
+        block_ids = [self._free.pop() for _ in range(num_free)]
+        if num_free < num_blocks:
+            block_ids += self._evict(num_blocks - num_free)
+        for block_id in block_ids:
+            self._num_references[block_id] = num_references
         return block_ids
 
-    def _evict(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
-        key = self._keys[block_id]
-        assert key is not None, "only keyed blocks are cached"
-        del self._block_of_key[key]
-        self._keys[block_id] = None
-        self.key_log.add(key, False)
-        return block_id
+    def _evict(self, num_blocks: int) -> list[int]:
+        keys = self._keys
+        block_ids = [self._cached.popitem(last=False)[0] for _ in range(num_blocks)]
+        for block_id in block_ids:
+            key = keys[block_id]
+            assert key is not None, "only keyed blocks are cached"
+            del self._block_of_key[key]
+            keys[block_id] = None
+            self.key_log.add(key, False)
+        return block_ids
 
     def _check_room(self, num_blocks: int, room: int, operation: str) -> None:
         if not 0 <= num_blocks <= room:
             raise BlockPoolError(f"{operation}: {num_blocks} blocks where {room} are to be had")
 
-    def _check_states(self, block_ids: Sequence[int], operation: str, *legal: BlockState) -> None:
+    def _check_states(self, block_ids: Collection[int], operation: str, *legal: BlockState) -> None:
         if len(block_ids) > 1 and len({*block_ids}) < len(block_ids):
             block_id, times = Counter(block_ids).most_common(1)[0]
             raise BlockPoolError(f"{operation}: block {block_id} named {times} times")
-        states, num_blocks = self._states, self.num_blocks
+        num_references, num_blocks = self._num_references, self.num_blocks
+        may_be_used = BlockState.USED in legal  # as nearly all are that steps name
         for block_id in block_ids:
             if not 0 <= block_id < num_blocks:
                 raise BlockPoolError(f"{operation}: there is no block {block_id}")
-            if states[block_id] not in legal:
-                raise BlockPoolError(f"{operation}: block {block_id} is {self._states[block_id].value}")
+            if may_be_used and num_references[block_id] > 0:
+                continue
+            if (state := self._state_of(block_id)) not in legal:
+                raise BlockPoolError(f"{operation}: block {block_id} is {state.value}")

@@ -6,6 +6,7 @@ The rules are told in engine/scheduler.py, which reads the results. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence as Run
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from engine.sequence import NEVER, Phase, Sequence
 
 # Whose blocks a plan puts where links read: its slot and generation, which a resumed one changes, and how many leading ones.
 Shown = Run[tuple[Sequence, tuple[int, int], int]]
+_PREEMPTING: Final = int(Phase.PREEMPTING)  # see engine/slots.py
 
 
 class Planner:
@@ -88,16 +90,16 @@ class Planner:
         new_block_ids: dict[int, tuple[int, ...]] = {}
         if self._room.grow_each([slots[slot] for slot in rows[is_full].tolist()]):
             for slot in rows[is_full & ~is_due].tolist():
-                new_block_ids[slot] = self._tell(slots[slot])
+                new_block_ids[slot] = self._new_blocks(slots[slot])
         else:
             is_due |= is_full
         without: list[int] = []  # slots whose rows found no block
         num_lacking = 0  # blocks, one for each of them that does not give way itself
         for slot, is_its_last in zip(rows[is_due].tolist(), is_last[is_due].tolist(), strict=True):
             sequence = slots[slot]
-            if slots.phases[slot] == Phase.PREEMPTING:
+            if slots.phases.item(slot) == _PREEMPTING:
                 continue
-            if not self._room.grow(sequence, int(slots.num_planned[slot]) + 1):
+            if not self._room.grow(sequence, slots.num_planned.item(slot) + 1):
                 self.is_short = True
                 without.append(slot)
                 num_lacking += 1
@@ -130,7 +132,7 @@ class Planner:
     def _plan_chunk(self, sequence: Sequence, budget_tokens: int) -> PrefillChunk | None:
         """The prompt's next chunk; None if its blocks are not there: the step ends with that, and nobody gives way."""
         slot, given = sequence.slot, sequence.spec.token_ids
-        start = int(self._slots.num_planned[slot])
+        start = self._slots.num_planned.item(slot)
         end = min(start + budget_tokens, len(given))
         if not self._room.grow(sequence, end):
             self.is_short = True
@@ -147,8 +149,11 @@ class Planner:
 
     def _tell(self, sequence: Sequence) -> tuple[int, ...]:
         """Of a sequence with a row in the plan being made: its start if it is its first, and the blocks that are new."""
-        if self._slots.last_step_ids[sequence.slot] == NEVER:
+        if self._slots.last_step_ids.item(sequence.slot) == NEVER:
             self._starts.append(sequence.slot_start())
+        return self._new_blocks(sequence)
+
+    def _new_blocks(self, sequence: Sequence) -> tuple[int, ...]:
         new_block_ids = tuple(sequence.block_ids[sequence.num_blocks_planned :])
         sequence.num_blocks_planned = self._slots.num_blocks[sequence.slot] = len(sequence.block_ids)
         return new_block_ids
@@ -157,7 +162,7 @@ class Planner:
         """Give the head of the queue a slot and its cached prefix, if there is room for it, and for those who run first."""
         population = self._population
         waiting = next(iter(population.waiting.values()), None)
-        if waiting is None or self.is_short or population.num_preempting or self._slots.num_free < 1:
+        if waiting is None or self.is_short or self._slots.num_free < 1 or population.num_preempting:
             return None
         granted = self._room.admit(waiting.spec, self._slots)
         if granted is None:
@@ -173,7 +178,7 @@ class Planner:
     def _is_preempting(self, sequence: Sequence) -> bool:
         """Whether it still has its slot, and was not ended since it was to be marked."""
         is_owner = self._slots.owners[sequence.slot] is sequence
-        return is_owner and bool(self._slots.phases[sequence.slot] == Phase.PREEMPTING)
+        return is_owner and self._slots.phases.item(sequence.slot) == _PREEMPTING
 
     def _show(self) -> tuple[int, ...]:
         """Blocks for links to read: those that are final, and all of who is paused, or marked in the plan being made.
@@ -216,7 +221,7 @@ class Planner:
     def _preempt(self, victim: Sequence) -> None:
         decoding = self._slots.in_phase(Phase.RUNNING_DECODE)
         num_limit = int(self._slots.num_limits(decoding).sum())
-        num_generated = num_limit - int(self._slots.num_remaining(decoding).sum())
+        num_generated = num_limit - int(self._slots.num_remaining()[decoding].sum())
         self._room.reserve.preempted(num_generated, num_limit, len(decoding))
         self._population.mark(victim)
         self._to_mark.append(victim)

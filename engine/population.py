@@ -8,6 +8,7 @@ waiting --occupy--> prefilling --start_decoding--> decoding --mark--> preempting
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -54,7 +55,7 @@ class Population:
     @property
     def num_preempting(self) -> int:
         """Marked to give way, and still holding their blocks."""
-        return len(self.slots.in_phase(Phase.PREEMPTING))
+        return self.slots.num_in(Phase.PREEMPTING)
 
     def knows(self, sequence_id: Hashable) -> bool:
         """Whether the sequence is here, be it only until a step that was launched with it is read."""
@@ -62,8 +63,8 @@ class Population:
 
     def backlog(self) -> Backlog:
         """Of those who run and wait."""
-        running = self.slots.running()
-        num_left = np.maximum(self.slots.begins[running] + 1 - self.slots.num_computed[running], 0)
+        is_running, num_given = self.slots.is_running(), self.slots.begins + 1
+        num_left = np.maximum(num_given - self.slots.num_computed, 0)[is_running]
         specs = [waiting.spec for waiting in self.waiting.values()]
         num_tokens = int(num_left.sum()) + sum(len(spec.token_ids) for spec in specs)
         return Backlog(num_tokens, sum(spec.num_blocks_at_limit(self._pool.block_size) for spec in specs))
@@ -89,7 +90,7 @@ class Population:
             spec=spec,
             slot=slot,
             generation=generation,
-            token_ids=list(spec.token_ids),
+            token_ids=array("I", spec.token_ids),
             block_ids=block_ids,
             num_promised=num_promised,
             is_lending=spec.lends,

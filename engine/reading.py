@@ -72,23 +72,26 @@ class Reader:
             (token_ids >= 0)
             & (result.generations[:num_decodes] == decodes.generations)
             & (slots.generations[rows] == decodes.generations)
-            & (slots.phases[rows] != Phase.FINISHED)
+            & (slots.phases[rows] != _FINISHED)
             & (ends != slots.ends[rows])
         )
-        is_plain[[index for index in result.with_more if index < num_decodes]] = False
+        for index in result.with_more:
+            if index < num_decodes:
+                is_plain[index] = False
         slots.num_computed[rows[is_plain]] = ends[is_plain]
+        # A block that a row filled is full of tokens that were known before this step's: its key needs none of them.
+        fills_block = is_plain & (ends % self._room.block_size == 0)
+        filled = zip(map(slots.__getitem__, rows[fills_block].tolist()), ends[fills_block].tolist(), strict=True)
+        self._room.publish_each(filled)
         progress: list[Progress] = []
         owners, tell = slots.owners, progress.append
-        fills_block = ends % self._room.block_size == 0
-        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist(), fills_block.tolist())
-        for index, (slot, end, token_id, plain, fills) in enumerate(zip(*columns, strict=True)):
+        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist())
+        for index, (slot, end, token_id, plain) in enumerate(zip(*columns, strict=True)):
             sequence = owners[slot]
             if sequence is None or not plain or token_id in sequence.stop_token_ids:
                 progress += self._read(decodes[index], result[index])
                 continue
             sequence.token_ids.append(token_id)
-            if fills:
-                self._room.publish(sequence, end, decodes=True)
             tell(Progress(sequence.sequence_id, end, token_id, None))
         return progress
 

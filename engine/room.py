@@ -43,15 +43,15 @@ class Room:
         `remaining`: how many tokens each of them may say; `granted`: the same of others that were promised a slot. Who would
         run alone needs no reserve: nobody is there who could be preempted for it.
         """
-        running = slots.running()
-        counted = running[~slots.is_promised[running]]
-        num_lacking = slots.begins[counted] // self.block_size + 1 - slots.num_blocks[counted]
-        num_prompt = int(np.maximum(num_lacking, 0).sum())
-        growing = running[~slots.is_lending[running]]
-        num_reserved = 0
+        is_running = slots.is_running()
+        num_prompt, num_reserved = 0, 0
+        lacks_prompt = is_running & ~slots.is_promised & (slots.num_blocks * self.block_size <= slots.begins)
+        for slot in lacks_prompt.nonzero()[0].tolist():  # few: who decodes has its prompt's blocks
+            num_prompt += slots.begins.item(slot) // self.block_size + 1 - slots.num_blocks.item(slot)
+        growing = slots.num_remaining()[is_running & ~slots.is_lending]
         if len(growing) or granted:
             newcomers = np.array((*granted, *remaining), np.int64)
-            num_reserved = self.reserve.num_blocks(np.concatenate((slots.num_remaining(growing), newcomers)))
+            num_reserved = self.reserve.num_blocks(np.concatenate((growing, newcomers)))
         return num_blocks + num_prompt + num_reserved <= self._pool.num_available
 
     def admit(self, spec: SequenceSpec, slots: Slots) -> tuple[list[int], int] | None:
@@ -115,11 +115,22 @@ class Room:
         Those with completion tokens only of who decodes (`decodes`): what a prompt's chunks compute of them once more is of use to
         this sequence alone. Of matched and adopted blocks some have their keys already: offering them again changes nothing.
         """
-        keys, given, block_ids = sequence.keys, sequence.spec.block_keys, sequence.block_ids
-        for index in range(len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
-            key = given[index] if index < len(given) else sequence.next_key(self.block_size)
-            keys.append(key)
-            self._pool.publish(block_ids[index], key)
+        self._publish(((sequence, num_computed),), decodes)
+
+    def publish_each(self, sequences: Iterable[tuple[Admitted, int]]) -> None:
+        """publish() of all of these, which decode, at once; each with the number of its computed positions."""
+        self._publish(sequences, decodes=True)
+
+    def _publish(self, sequences: Iterable[tuple[Admitted, int]], decodes: bool) -> None:
+        full: dict[int, bytes] = {}  # by block
+        for sequence, num_computed in sequences:
+            keys, given, block_ids = sequence.keys, sequence.spec.block_keys, sequence.block_ids
+            for index in range(len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
+                key = given[index] if index < len(given) else sequence.next_key(self.block_size)
+                keys.append(key)
+                full[block_ids[index]] = key
+        if full:
+            self._pool.publish(full)
 
     def num_cacheable(self, spec: SequenceSpec, num_computed: int, *, decodes: bool) -> int:
         """How many leading blocks of so many computed positions the prefix cache, and the KV pool, are to have."""

@@ -343,7 +343,7 @@ class Scheduler:
 
     def num_in(self, phase: Phase) -> int:
         """Sequences of this phase that hold a slot."""
-        return len(self._all.slots.in_phase(phase))
+        return self._all.slots.num_in(phase)
 
     @property
     def num_preempted(self) -> int:

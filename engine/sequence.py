@@ -13,6 +13,7 @@ token sampled is never fed: a sequence at its limit has KV for one position less
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
@@ -95,7 +96,7 @@ class Sequence:
     spec: SequenceSpec
     slot: int
     generation: int  # of the slot
-    token_ids: list[int]
+    token_ids: array[int]  # four bytes each: as objects of their own they would be most of what a step touches
     block_ids: list[int]  # the block table, one reference each
     num_promised: int  # blocks that the pool still keeps for its growth
     is_lending: bool  # its blocks are only dropped after release()

@@ -9,12 +9,19 @@ one sequence at a time lies in the Sequence.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.sequence import NEVER, Phase, Sequence
 
 Slot = int | np.int64
+
+# Numbers: an array is compared with an Enum's member ten times as slowly.
+_WAITING: Final = int(Phase.WAITING)
+_PREFILL: Final = int(Phase.RUNNING_PREFILL)
+_DECODE: Final = int(Phase.RUNNING_DECODE)
 
 
 class Slots:
@@ -55,25 +62,30 @@ class Slots:
     def decoding(self) -> NDArray[np.int64]:
         """Slots with decode rows left to plan, oldest first; not to be changed."""
         if self._by_age is None:
-            slots = np.flatnonzero(self._is_decoding)
-            self._by_age = slots[np.argsort(self.arrivals[slots])]
+            (slots,) = self._is_decoding.nonzero()
+            self._by_age = slots[self.arrivals[slots].argsort()]
         return self._by_age
 
-    def running(self) -> NDArray[np.int64]:
-        """Slots of those that were admitted and neither give way nor are finished."""
-        return np.flatnonzero((self.phases == Phase.RUNNING_PREFILL) | (self.phases == Phase.RUNNING_DECODE))
+    def is_running(self) -> NDArray[np.bool_]:
+        """By slot: whether its owner neither gives way nor is finished."""
+        is_running: NDArray[np.bool_] = (self.phases == _PREFILL) | (self.phases == _DECODE)
+        return is_running
 
     def in_phase(self, phase: Phase) -> NDArray[np.int64]:
         """Slots of those in it."""
-        return np.flatnonzero(self.phases == phase)
+        return np.flatnonzero(self.phases == int(phase))
+
+    def num_in(self, phase: Phase) -> int:
+        """How many they are."""
+        return int(np.count_nonzero(self.phases == int(phase)))
 
     def leaving(self) -> NDArray[np.int64]:
         """Slots of those that have no decode rows left to plan, or none yet."""
-        return np.flatnonzero((self.phases != Phase.WAITING) & ~self._is_decoding)
+        return np.flatnonzero((self.phases != _WAITING) & ~self._is_decoding)
 
-    def num_remaining(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Completion tokens that may still come from each, those of unread steps included."""
-        return self.ends[slots] - np.maximum(self.num_computed[slots], self.begins[slots])
+    def num_remaining(self) -> NDArray[np.int64]:
+        """By slot: completion tokens that may still come, those of unread steps included."""
+        return self.ends - np.maximum(self.num_computed, self.begins)
 
     def num_limits(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Completion tokens that each ends with at the latest."""
@@ -83,7 +95,7 @@ class Slots:
 
     def phase_of(self, sequence: Sequence) -> Phase:
         """How far it is."""
-        return Phase(int(self.phases[sequence.slot]))
+        return Phase(self.phases.item(sequence.slot))
 
     def set_phase(self, sequence: Sequence, phase: Phase, has_rows: bool = False) -> None:
         """It is so far now; `has_rows`: there are decode rows of it to plan."""
@@ -92,7 +104,7 @@ class Slots:
 
     def set_has_rows(self, sequence: Sequence, has_rows: bool) -> None:
         """Whether decode rows of it are left to plan."""
-        if self._is_decoding[sequence.slot] != has_rows:
+        if self._is_decoding.item(sequence.slot) != has_rows:
             self._is_decoding[sequence.slot] = has_rows
             self._by_age = None
 

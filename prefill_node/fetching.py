@@ -198,8 +198,7 @@ class Fetching:
         filled = fetch.block_ids[:num_blocks]
         self._pool.commit_lease(filled)
         self._pool.release_lease(fetch.block_ids[num_blocks:])
-        for block_id, block_key in zip(filled, fetch.keys, strict=False):
-            self._pool.publish(block_id, block_key)  # a twin that was computed meanwhile stays the one found
+        self._pool.publish(dict(zip(filled, fetch.keys, strict=False)))  # a twin computed meanwhile stays the one found
         self._pool.free([*fetch.continued, *filled])
         for block_key in fetch.keys:
             del self._by_key[block_key]

@@ -26,8 +26,7 @@ def seed_key(fingerprint: bytes) -> bytes:
 
 def next_key(previous: bytes, token_ids: Sequence[int], extra: Iterable[bytes] = ()) -> bytes:
     """The key of a full block that holds `token_ids`, behind the block with key `previous`."""
-    digest = hashlib.sha256(previous)
-    digest.update(array("I", token_ids).tobytes())
+    digest = hashlib.sha256(previous + array("I", token_ids).tobytes())
     for item in extra:
         digest.update(len(item).to_bytes(4, "little") + item)
     return digest.digest()

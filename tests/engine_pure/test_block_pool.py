@@ -135,16 +135,16 @@ class PoolMachine(RuleBasedStateMachine):
         if self.attempt(self.are(block_ids, BlockState.USED), lambda: self.pool.free(block_ids)):
             self.model.free(block_ids)
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS))
-    def publish(self, data: st.DataObject, key: bytes) -> None:
-        block_id = (self.some(data, BlockState.USED) or [-1])[0]
-        holder = next((n for n, block in enumerate(self.model.blocks) if block.key == key), None)
-        is_legal = self.are([block_id], BlockState.USED) and self.model.blocks[block_id].key in (None, key)
-        published: list[bool] = []
-        if self.attempt(is_legal, lambda: published.append(self.pool.publish(block_id, key))):
-            assert published == [holder in (None, block_id)]
-            if published[0]:
-                self.model.blocks[block_id].key = key
+    @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
+    def publish(self, data: st.DataObject, keys: list[bytes]) -> None:
+        """The same key for two of them is that of twins."""
+        offered = dict(zip(self.some(data, BlockState.USED) or [-1], keys, strict=False))
+        is_legal = self.are([*offered], BlockState.USED)
+        is_legal = is_legal and all(self.model.blocks[n].key in (None, key) for n, key in offered.items())
+        if self.attempt(is_legal, lambda: self.pool.publish(offered)):
+            for n, key in offered.items():
+                if key not in [block.key for block in self.model.blocks]:
+                    self.model.blocks[n].key = key
 
     @rule(count=st.integers(1, 4), keys=st.permutations(KEYS))
     def leave_in_the_cache(self, count: int, keys: list[bytes]) -> None:
@@ -153,8 +153,8 @@ class PoolMachine(RuleBasedStateMachine):
         if len(fresh) <= self.model.num_available:
             block_ids = self.pool.allocate(len(fresh))
             self.model.took(block_ids, BlockState.USED)
+            self.pool.publish(dict(zip(block_ids, fresh, strict=True)))
             for block_id, key in zip(block_ids, fresh, strict=True):
-                assert self.pool.publish(block_id, key) == (self.pool.find(key) == block_id)
                 self.model.blocks[block_id].key = key
             self.pool.free(block_ids)
             self.model.free(block_ids)
@@ -194,7 +194,8 @@ class PoolMachine(RuleBasedStateMachine):
         block_ids = self.pool.allocate(1)
         self.model.took(block_ids, BlockState.USED)
         is_first = key not in [block.key for block in self.model.blocks]
-        assert self.pool.publish(block_ids[0], key) == is_first
+        self.pool.publish({block_ids[0]: key})
+        assert (self.pool.find(key) == block_ids[0]) == is_first
         self.model.blocks[block_ids[0]].key = key if is_first else None
 
     @rule(releases=st.booleans(), count=st.integers(1, 4))
@@ -254,8 +255,7 @@ def test_the_pool_does_what_the_naive_model_does_and_its_counts_add_up_after_eve
 def test_the_longest_prefix_survives_eviction() -> None:
     pool = BlockPool(4, block_size=2)
     block_ids = pool.allocate(4)
-    for block_id, key in zip(block_ids, KEYS, strict=False):
-        pool.publish(block_id, key)
+    pool.publish(dict(zip(block_ids, KEYS, strict=False)))
     pool.free(block_ids)
     pool.allocate(2)
     assert [pool.find(key) is not None for key in KEYS[:4]] == [True, True, False, False]

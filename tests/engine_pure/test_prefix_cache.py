@@ -20,8 +20,7 @@ def cached_prefix(pool: BlockPool, token_ids: Sequence[int]) -> list[int]:
     """Leave the full blocks of a sequence in the cache."""
     keys = block_keys(SEED, token_ids, BLOCK_SIZE)
     block_ids = pool.allocate(len(keys))
-    for block_id, key in zip(block_ids, keys, strict=True):
-        pool.publish(block_id, key)
+    pool.publish(dict(zip(block_ids, keys, strict=True)))
     pool.free(block_ids)
     return block_ids
 
@@ -73,7 +72,7 @@ def test_a_match_ends_at_a_hole_though_a_later_block_is_still_cached() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     keys = block_keys(SEED, range(8), BLOCK_SIZE)
     for block_id, index in zip(pool.allocate(3), (0, 1, 3), strict=True):
-        pool.publish(block_id, keys[index])
+        pool.publish({block_id: keys[index]})
     assert PrefixCache(pool).match(keys, 4) == [0, 1]
 
 

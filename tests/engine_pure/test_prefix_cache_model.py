@@ -87,7 +87,8 @@ class CacheMachine(RuleBasedStateMachine):
         order: Sequence[int] = range(num_new)
         for index in reversed(order) if is_reversed else order:
             prefix = prefixes[expected + index]
-            is_first = self.pool.publish(fresh[index], keys[expected + index])
+            self.pool.publish({fresh[index]: keys[expected + index]})
+            is_first = self.pool.find(keys[expected + index]) == fresh[index]
             assert is_first == (prefix not in self.holders)
             if is_first:
                 self.holders[prefix] = 1

@@ -15,6 +15,7 @@ from engine.plan import NO_TOKEN, Plan, SamplingParams, SlotResult, StepResult
 from engine.reserve import ReserveConfig, ReservePolicy
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Phase, SequenceSpec
+from proto.block_key import block_keys
 from tests.engine_pure.checked_node import KEY_SEED
 
 BLOCK_SIZE = 16
@@ -80,10 +81,28 @@ def test_a_step_in_which_nobody_needs_a_block_or_ends_calls_nothing_for_each_seq
 
 
 @pytest.mark.parametrize("policy", ["full", "ratio"])
-def test_blocks_are_allocated_for_all_rows_at_once_and_published_once_each(policy: ReservePolicy) -> None:
+def test_blocks_are_allocated_and_published_for_all_rows_at_once(policy: ReservePolicy) -> None:
     calls = calls_of(decoding(64, policy), BLOCK_SIZE)
-    assert calls["BlockPool.publish"] == 64
+    assert calls["Sequence.next_key"] == 64 and calls["BlockPool.publish"] == 1
     assert calls["BlockPool.allocate"] <= 2 * BLOCK_SIZE and calls["Room.grow"] == calls["Scheduler._read"] == 0
+
+
+def calls_of_a_life(num_blocks: int) -> Counter[str]:
+    """From a prompt of so many blocks to its end, in a pool that has to evict as many for it."""
+    pool = BlockPool(num_blocks + 1, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(1, 4096, BLOCK_SIZE * (num_blocks + 1)), pool, KEY_SEED)
+    for name in range(2):
+        prompt = (name,) * (num_blocks * BLOCK_SIZE)
+        keys = tuple(block_keys(KEY_SEED, prompt, BLOCK_SIZE))
+        scheduler.submit(SequenceSpec(name, prompt, 0, SamplingParams(0.0, 0), 2, frozenset(), keys))
+        calls = calls_of(scheduler, 2)
+        assert not scheduler.has_sequences and pool.counts().cached == num_blocks
+    return calls
+
+
+def test_a_sequence_that_comes_and_goes_asks_the_pool_as_often_with_many_blocks_as_with_few() -> None:
+    ((name, number),) = (calls_of_a_life(64) - calls_of_a_life(4)).items()
+    assert name == "KeyLog.add" and number == 2 * (64 - 4), "a block's key is told when it comes, and when it goes"
 
 
 @pytest.mark.parametrize("num_waiting", [1, 500])

@@ -17,8 +17,8 @@ MUTANTS: Final = (
         "evicted-key-stays",
         "An evicted block keeps its key, so its next owner's content is found under it.",
         "engine/block_pool.py",
-        "        del self._block_of_key[key]\n        self._keys[block_id] = None\n",
-        "        del self._block_of_key[key]\n",
+        "            del self._block_of_key[key]\n            keys[block_id] = None\n",
+        "            del self._block_of_key[key]\n",
         _POOL,
     ),
     Mutant(
@@ -49,7 +49,7 @@ MUTANTS: Final = (
         "quarantined-counted-as-leased",
         "A quarantined block that is released is taken off the leased ones, and the counts drift.",
         "engine/block_pool.py",
-        "            if self._states[block_id] is BlockState.LEASED:\n                self._num_leased -= 1\n"
+        "            if self._num_references[block_id] == _LEASED:\n                self._num_leased -= 1\n"
         "            else:\n                self._num_quarantined -= 1\n",
         "            self._num_leased -= 1\n",
         _POOL,
@@ -58,7 +58,7 @@ MUTANTS: Final = (
         "acquired-block-evictable",
         "A cached block that somebody acquired stays on the eviction list.",
         "engine/block_pool.py",
-        "                del self._cached[block_id]\n",
+        "            if self.is_cached(block_id):\n                del self._cached[block_id]\n",
         "",
         _POOL,
     ),
@@ -66,8 +66,8 @@ MUTANTS: Final = (
         "twin-takes-the-key",
         "A second block with the same content takes the first one's key.",
         "engine/block_pool.py",
-        "if self._block_of_key.setdefault(key, block_id) != block_id:",
-        "if self._block_of_key.update({key: block_id}):",
+        "if block_of_key.setdefault(key, block_id) == block_id:",
+        "if block_of_key.update({key: block_id}) is None:",
         _POOL,
     ),
     Mutant(
@@ -138,8 +138,10 @@ MUTANTS: Final = (
         "published-before-read",
         "A block is offered to the prefix cache a step early, with a last token whose KV is not there yet.",
         "engine/reading.py",
-        "            if fills:\n                self._room.publish(sequence, end, decodes=True)\n",
-        "            self._room.publish(sequence, end + 1, decodes=True)\n",
+        "        fills_block = is_plain & (ends % self._room.block_size == 0)\n        filled = zip(",
+        "        fills_block = is_plain & ((ends + 1) % self._room.block_size == 0)\n"
+        "        filled = ((slots[slot], end + 1) for slot, end in zip(rows[fills_block].tolist(), ends[fills_block].tolist()))"
+        "\n        _ = zip(",
         _RANDOM,
     ),
     Mutant(

@@ -95,8 +95,8 @@ MUTANTS: Final = (
         "fetch-for-nobody",
         "What was fetched is not found by its key.",
         "prefill_node/fetching.py",
-        "            self._pool.publish(block_id, block_key)",
-        "            self._pool.find(block_key)",
+        "        self._pool.publish(dict(zip(filled, fetch.keys, strict=False)))",
+        "        ",
         _CORE,
     ),
     Mutant(

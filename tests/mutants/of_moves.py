@@ -59,6 +59,20 @@ MUTANTS: Final = (
         _MOVES,
     ),
     Mutant(
+        "length-asked-of-who-is-queued-again",
+        "A target that comes for a sequence which gave way and is queued here again ends the node: its length is nobody's.",
+        "decode_node/mover.py",
+        "        if not self._scheduler.can_move(branch.key):  # it gave way meanwhile, and is queued here again\n"
+        "            return None\n"
+        "        most = branch.max_total_tokens - 2  # at least one more is said there\n"
+        "        num_tokens = self._scheduler.num_planned(branch.key)\n"
+        "        if num_tokens > most:",
+        "        most = branch.max_total_tokens - 2  # at least one more is said there\n"
+        "        num_tokens = self._scheduler.num_planned(branch.key)\n"
+        "        if not self._scheduler.can_move(branch.key) or num_tokens > most:",
+        _MOVES,
+    ),
+    Mutant(
         "commit-queued-behind-everything",
         "The Commit is queued as soon as the last block is: a move under pressure cannot be taken back in time.",
         "decode_node/mover.py",

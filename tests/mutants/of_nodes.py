@@ -47,6 +47,22 @@ MUTANTS: Final = (
         _DECODE,
     ),
     Mutant(
+        "deadline-told-as-an-expiry",
+        "A lease that its request's deadline ended tells its Commit that it expired: it is retried, and counts against the node.",
+        "decode_node/receiving.py",
+        'lease.refusal, lease.outcome = pb.DEADLINE, "DEADLINE"',
+        'lease.outcome = "DEADLINE"',
+        _DECODE,
+    ),
+    Mutant(
+        "renewal-is-not-told-of-the-deadline",
+        "Whoever renews a lease that its request's deadline ended hears that it expired.",
+        "decode_node/receiving.py",
+        "pb.RenewReply(life_ms=0, is_too_late=lease.refusal == pb.DEADLINE)",
+        "pb.RenewReply(life_ms=0)",
+        _DECODE,
+    ),
+    Mutant(
         "slots-of-branches-leak",
         "An expired lease of several branches gives back one slot only.",
         "decode_node/receiving.py",

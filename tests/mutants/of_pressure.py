@@ -33,7 +33,7 @@ MUTANTS: Final = (
         "admitted-while-somebody-gives-way",
         "A newcomer takes the blocks that somebody gave way for.",
         "engine/planning.py",
-        "if waiting is None or self.is_short or population.num_preempting or self._slots.num_free < 1:",
+        "if waiting is None or self.is_short or self._slots.num_free < 1 or population.num_preempting:",
         "if waiting is None or self._slots.num_free < 1:",
         _PRESSURE,
     ),

@@ -22,8 +22,7 @@ def key(number: int) -> bytes:
 
 def pool_with(*numbers: int) -> BlockPool:
     pool = BlockPool(8, 4)
-    for block_id, number in zip(pool.allocate(len(numbers)), numbers, strict=True):
-        pool.publish(block_id, key(number))
+    pool.publish(dict(zip(pool.allocate(len(numbers)), map(key, numbers), strict=True)))
     return pool
 
 
@@ -44,7 +43,7 @@ def test_a_question_is_answered_once_and_a_standing_one_as_soon_as_there_is_news
     assert told(feed) == [pb.CacheNews(taken=0, stored=shorts(1, 2))]
     assert told(feed) == []
     (block_id,) = pool.allocate(1)
-    pool.publish(block_id, key(3))
+    pool.publish({block_id: key(3)})
     assert told(feed) == [], "nobody asks"
     feed.ask(ONE, pb.CacheAsk(taken=0))
     assert told(feed) == [pb.CacheNews(after=0, taken=1, stored=shorts(3))]
@@ -77,7 +76,7 @@ def test_who_asks_too_late_or_for_what_never_was_begins_anew() -> None:
     feed.ask(ONE, pb.CacheAsk())
     feed.tell()
     for number in range(2, 7):
-        pool.publish(pool.allocate(1)[0], key(number))
+        pool.publish({pool.allocate(1)[0]: key(number)})
     for ask in (pb.CacheAsk(taken=0), pb.CacheAsk(taken=99)):
         feed.ask(ONE, ask)
         assert told(feed) == [pb.CacheNews(taken=5, stored=shorts(*range(1, 7)))]
@@ -89,13 +88,13 @@ def test_who_asks_too_late_or_for_what_never_was_begins_anew() -> None:
 def test_nothing_is_kept_while_nobody_listens_and_each_router_has_its_own_place() -> None:
     pool = pool_with()
     core = TellingCore(ScriptedCore(), pool)
-    pool.publish(pool.allocate(1)[0], key(1))
+    pool.publish({pool.allocate(1)[0]: key(1)})
     assert not is_on(pool) and pool.key_log.last == 0
     for router in (ONE, OTHER):
         assert said(core.receive(FromRouter(router, asks(pb.CacheAsk())), 0.0)) == [router]
     assert core.snapshot()["cache_listeners"] == 2
     core.receive(FromRouter(OTHER, asks(pb.CacheAsk(taken=0))), 0.0)
-    pool.publish(pool.allocate(1)[0], key(2))
+    pool.publish({pool.allocate(1)[0]: key(2)})
     assert said(core.tick(0.0)) == [OTHER]
     core.receive(RouterLost(OTHER), 0.0)
     assert is_on(pool)

@@ -105,7 +105,7 @@ def test_what_is_stored_anew_and_what_is_lacking_is_told_though_it_changes_nothi
 @pytest.mark.covers("R02")
 def test_a_core_tells_of_its_cache_and_of_the_pool_apart_and_whose_pool_it_is() -> None:
     pool = BlockPool(4, 4)
-    pool.publish(pool.allocate(1)[0], keys(1)[0])
+    pool.publish({pool.allocate(1)[0]: keys(1)[0]})
     core = TellingCore(ScriptedCore(), pool)
     assert core.load().kv_pool == b""
     assert core.receive(said(stored=[2]), 0.0) == [], "nobody asks"

@@ -104,7 +104,7 @@ class Following:
             blocks = pool.allocate(self.rng.randint(1, 3))
             followed.used += blocks
             for block_id, key in zip(blocks, self.rng.choice(self.chains), strict=False):
-                pool.publish(block_id, key)
+                pool.publish({block_id: key})
 
     def lose_session(self, followed: FollowedNode) -> None:
         followed.on_way.clear()
@@ -325,7 +325,7 @@ def test_the_routers_keys_are_the_nodes_and_the_last_token_is_never_counted() ->
         pool = world.nodes[ref].pool = BlockPool(40, 4)
         world.nodes[ref].feed = CacheFeed(pool)
         for block_id, key in zip(pool.allocate(num_blocks), block_keys(SEED, prompt, 4), strict=False):
-            pool.publish(block_id, key)
+            pool.publish({block_id: key})
     world.settle()
 
     def cached(token_ids: tuple[int, ...], wants_prompt_logprobs: bool = False) -> dict[NodeRef, int]:
@@ -353,7 +353,7 @@ def test_of_many_holders_those_of_the_longest_runs_are_named_and_the_most_that_a
         pool = world.nodes[ref].pool = BlockPool(40, 4)
         world.nodes[ref].feed = CacheFeed(pool)
         for block_id, key in zip(pool.allocate(number), block_keys(SEED, prompt, 4), strict=False):
-            pool.publish(block_id, key)
+            pool.publish({block_id: key})
     world.settle()
     request = GenerationRequest("r", prompt, 1, Sampling(0.0, 8, ()), 1e9)
     found = world.map.prompt(LiveBranch(request, 0, 0, Tries(RouterCoreConfig()), 0.0))
