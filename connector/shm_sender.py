@@ -58,7 +58,7 @@ class ShmSender(SenderThread[_Link, Never]):
     """Implements transport.Sender; `start` it once. Bytes sent are those that receivers were told to copy."""
 
     def __init__(self, memory: Bytes, descriptor: int, user_name: str, emit: Emit, checksums: bool = True) -> None:
-        super().__init__("shm-sender", memory, emit, _MAX_WRITE_BYTES)
+        super().__init__("shm-sender", memory, emit, lambda _: _MAX_WRITE_BYTES)
         self._descriptor = descriptor
         self._user_name = user_name
         self._has_checksums = checksums
