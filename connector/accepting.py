@@ -197,13 +197,11 @@ class AcceptingReceiver(ReceiverThread, Generic[_L]):
                 self._drop_stranger(stranger)
 
     def _perform(self, command: Reply | LeaseEnded | Unsaid) -> None:
-        if isinstance(command, LeaseEnded):
-            self._end_lease(command.lease_id)
-        elif isinstance(command, Unsaid) and (link := self._links.get(command.connection)) is not None:
-            if command.flaw is None:
-                self._watch(link)
-            else:
-                self._drop(link, command.flaw)
+        match command:
+            case LeaseEnded(lease_id):
+                self._end_lease(lease_id)
+            case Unsaid(connection, str(flaw)) if connection in self._links:
+                self._drop(self._links[connection], flaw)
 
     def _say(self, link: _L, kind: FrameKind, body: bytes) -> None:
         """Send a frame outside of the link's turn."""

@@ -39,10 +39,10 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class Unsaid:
-    """Another thread has said something on a connection, which did not take all of it."""
+    """Another thread has said something on a connection, which did not take all of it; the rest goes in the link's next turn."""
 
     connection: int
-    flaw: str | None  # why it never will
+    flaw: str | None  # why it never will take it
 
 
 class ReceiverThread(SocketThread[Reply | LeaseEnded | Unsaid]):

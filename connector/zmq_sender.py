@@ -128,11 +128,10 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
     def _timeout_ms(self) -> int | None:
         timeout_s = self._seconds_to_overdue()
         timeout_ms = None if timeout_s is None else int(timeout_s * 1000) + 1
-        if (
-            self._closing
-        ):  # libzmq lets go of a closed link's messages in any order: the last may be one that wakes nobody
-            return min(_CLOSING_MS, timeout_ms or _CLOSING_MS)
-        return timeout_ms
+        if not self._closing:
+            return timeout_ms
+        # libzmq lets go of a closed link's messages in any order: the last may be one that wakes nobody.
+        return min(_CLOSING_MS, timeout_ms or _CLOSING_MS)
 
     def _connect(self, link_id: str, endpoint: pb.Endpoint) -> _Link | str:
         if endpoint.transport != "zmq" or not endpoint.address.startswith("tcp://"):
