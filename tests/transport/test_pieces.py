@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from connector.checksum import piece_checksum
 from connector.mailbox import Mailbox
+from connector.shm_sender import message_bytes
 from connector.socket_thread import SocketThread
 from connector.tally import Tally
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
@@ -62,12 +63,13 @@ def test_the_largest_honest_header_is_within_what_a_receiver_reads() -> None:
     assert len(payload) == MAX_PIECES * 512
 
 
-def test_frames_are_short_where_the_write_is_short_and_never_longer_than_one_may_be() -> None:
+def test_messages_are_short_where_the_write_is_short_and_never_longer_than_one_may_be() -> None:
     mib = 1 << 20
     assert [frame_bytes(size * mib) // mib for size in (1, 8, 15, 16, 24, 32, 1000)] == [1, 1, 1, 2, 3, 4, 4]
     blocks = [(i, i) for i in range(16)]
     sizes = [len(write.spans) for write in pack(LEASE, blocks, mib, frame_bytes(16 * mib))]
     assert sizes == [2] * 8
+    assert [message_bytes(size * mib) // mib for size in (1, 16, 24, 64, 1000)] == [8, 8, 12, 32, 32]
 
 
 @pytest.mark.covers("H09")
