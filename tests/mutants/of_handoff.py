@@ -210,7 +210,7 @@ MUTANTS: Final = (
         "connector/accepting.py",
         "                self._mailbox.put(Unsaid(number, None))",
         "                pass",
-        ("tests/transport/test_contract.py::test_answers_longer_than_a_socket_takes_arrive_whole_and_in_order",),
+        ("tests/transport/test_contract.py::test_answers_longer_than_a_socket_takes_arrive_whole_and_in_order[shm]",),
     ),
     Mutant(
         "given-back-is-never-heard",
@@ -218,6 +218,6 @@ MUTANTS: Final = (
         "connector/zmq_sender.py",
         "wakes=word.number == word.link.num_lent)",
         "wakes=word.number != word.link.num_lent)",
-        ("tests/transport/test_contract.py",),
+        ("tests/transport/test_contract.py::test_blocks_arrive_bit_identical_wherever_the_lease_puts_them[zmq-512]",),
     ),
 )
