@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 import time
@@ -24,6 +25,7 @@ import zmq
 
 from connector.nixl_agent import NixlLibrary
 from connector.nixl_transport import NixlTransport
+from connector.peer_memory import PeerMemory
 from connector.shm_transport import ShmTransport
 from connector.transport import (
     Answered,
@@ -36,6 +38,7 @@ from connector.transport import (
     SenderEvent,
     WriteRefused,
 )
+from connector.writes import Bytes
 from connector.zmq_options import QUEUED_MESSAGES, LinkRules, Socket, bound_link
 from connector.zmq_transport import ZmqTransport
 from engine.shared_bytes import SharedBytes
@@ -152,6 +155,11 @@ class _Receiver(_End):
         self._is_driving = Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         Thread(target=self._serve_tcp, name="tcp", daemon=True).start()
+        self._asked_at = f"baton-bench-{secrets.token_hex(16)}"
+        self._asked = socket.socket(socket.AF_UNIX)
+        self._asked.bind(b"\0" + self._asked_at.encode())
+        self._asked.listen()
+        Thread(target=self._serve_asked, name="asked", daemon=True).start()
         self._bare: Socket = zmq.Context.instance().socket(zmq.ROUTER)
         bound_link(self._bare, "tcp://127.0.0.1", _MESSAGE_BYTES)
         self._bare.bind("tcp://127.0.0.1:*")
@@ -160,7 +168,8 @@ class _Receiver(_End):
     def hello(self) -> dict[str, Any]:
         endpoints = {name: way.transport.endpoint().SerializeToString().hex() for name, way in self.ways.items()}
         bare = self._bare.getsockopt_string(zmq.LAST_ENDPOINT)
-        hello = {"endpoints": endpoints, "tcp_port": self._listener.getsockname()[1], "libzmq": bare}
+        tcp_port = self._listener.getsockname()[1]
+        hello = {"endpoints": endpoints, "tcp_port": tcp_port, "libzmq": bare, "asked_at": self._asked_at}
         if self.agent is not None:
             hello |= {"agent": self.agent.metadata().hex(), "address": self.memory.bytes.ctypes.data}
         return hello
@@ -193,9 +202,24 @@ class _Receiver(_End):
 
     def _memcpy_s(self) -> float:
         began = time.perf_counter()
-        for target, source in zip(self.memory.bytes, self._source.bytes, strict=True):
-            np.copyto(target, source)
+        self._copy(self._source.bytes)
         return time.perf_counter() - began
+
+    def _copy(self, blocks: Bytes) -> None:
+        for target, source in zip(self.memory.bytes, blocks, strict=True):
+            np.copyto(target, source)
+
+    def _serve_asked(self) -> None:
+        """Copy from the sender's memory whenever it says a byte, and say one back."""
+        connection, _ = self._asked.accept()
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        theirs = PeerMemory(descriptors[0], *self.memory.bytes.shape)
+        while not theirs.populate_some():
+            pass
+        with connection:
+            while connection.recv(1):
+                self._copy(theirs.bytes)
+                connection.sendall(b"\0")
 
     def _serve_tcp(self) -> None:
         """Fill the memory from the one connection, again and again."""
@@ -229,6 +253,7 @@ class _Sender(_End):
         super().__init__(setup)
         self.memory.bytes[:] = np.random.default_rng(1).integers(0, 256, self.memory.bytes.shape, np.uint8)
         self._tcp = socket.socket()
+        self._asking = socket.socket(socket.AF_UNIX)
         self._bare: Socket = zmq.Context.instance().socket(zmq.DEALER)
 
     def hello(self) -> dict[str, Any]:
@@ -244,6 +269,9 @@ class _Sender(_End):
                 self._tcp.settimeout(_PATIENCE_S)
                 self._tcp.connect(("127.0.0.1", asked["tcp_port"]))
                 self._tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._asking.settimeout(_PATIENCE_S)
+                self._asking.connect(b"\0" + asked["asked_at"].encode())
+                socket.send_fds(self._asking, [b"\0"], [self.memory.descriptor])
                 bound_link(self._bare, "tcp://127.0.0.1", _MESSAGE_BYTES)
                 self._bare.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
                 self._bare.setsockopt(zmq.RCVTIMEO, int(1000 * _PATIENCE_S))
@@ -256,6 +284,8 @@ class _Sender(_End):
         began = time.perf_counter()
         if way == "tcp":
             self._send_over_tcp()
+        elif way == "asked memcpy":
+            self._ask_to_copy()
         elif way == "libzmq":
             self._send_over_libzmq()
         elif way == "NIXL":
@@ -269,6 +299,12 @@ class _Sender(_End):
             self._tcp.sendall(message)
         if self._tcp.recv(1) != b"\0":
             raise Failed("the raw TCP connection was lost")
+
+    def _ask_to_copy(self) -> None:
+        """A byte there, the copy, a byte back: to memcpy what the raw TCP connection is to the zmq transport."""
+        self._asking.sendall(b"\0")
+        if self._asking.recv(1) != b"\0":
+            raise Failed("the connection to whoever copies was lost")
 
     def _send_over_libzmq(self) -> None:
         """As a link of the zmq transport, without its copies, its headers and its leases."""

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from connector.landing import Landing
 from connector.link_channel import Channel, ChannelBroken, ChannelEnded, Frame, FrameKind
 from connector.link_names import is_name
-from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply
+from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, Unsaid
 from connector.transport import Emit
 from proto import baton_pb2 as pb
 
@@ -90,6 +90,18 @@ class AcceptingReceiver(ReceiverThread, Generic[_L]):
     def num_refused(self) -> int:
         """Handshakes refused."""
         return self._num_refused
+
+    def _send_back(self, reply: Reply) -> None:
+        """At once, since a sender waits for it: waking this thread first takes longer than sending."""
+        if not isinstance(number := reply.to.connection, int) or (link := self._links.get(number)) is None:
+            return  # it is gone, or of another transport
+        try:
+            link.channel.send(FrameKind.ANSWER, reply.payload)
+        except ChannelBroken as broken:
+            self._mailbox.put(Unsaid(number, str(broken)))
+        else:
+            if link.channel.has_unsent:
+                self._mailbox.put(Unsaid(number, None))
 
     # ------------------------------------------------------------ what a transport says about its links
 
@@ -184,13 +196,12 @@ class AcceptingReceiver(ReceiverThread, Generic[_L]):
                 self._refuse("too many at once")
                 self._drop_stranger(stranger)
 
-    def _perform(self, command: Reply | LeaseEnded) -> None:
-        if isinstance(command, LeaseEnded):
-            self._end_lease(command.lease_id)
-        elif not isinstance(number := command.to.connection, int) or (link := self._links.get(number)) is None:
-            return  # it is gone, or of another transport
-        else:
-            self._say(link, FrameKind.ANSWER, command.payload)
+    def _perform(self, command: Reply | LeaseEnded | Unsaid) -> None:
+        match command:
+            case LeaseEnded(lease_id):
+                self._end_lease(lease_id)
+            case Unsaid(connection, str(flaw)) if connection in self._links:
+                self._drop(self._links[connection], flaw)
 
     def _say(self, link: _L, kind: FrameKind, body: bytes) -> None:
         """Send a frame outside of the link's turn."""

@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import struct
+import threading
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -64,13 +65,14 @@ class ChannelEnded(ChannelBroken):
 
 
 class Channel:
-    """One end of a link's socket, owned from here on."""
+    """One end of a link's socket, owned from here on. One thread serves it; others may `send` and `keep`, whole frames."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._received = bytearray()
         self._unsent = bytearray()
         self._is_deaf = False  # the peer reads no more
+        self._lock = threading.Lock()  # on what is unsent, and against writing to a descriptor that is closed
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -91,13 +93,18 @@ class Channel:
 
     def keep(self, kind: FrameKind, body: bytes = b"") -> None:
         """As `send`, but only keep it for the next `send` or `flush`: waking the peer costs more than most frames."""
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
-            raise ChannelBroken("the peer does not read")
-        self._unsent += _HEADER.pack(kind, len(body))
-        self._unsent += body
+        with self._lock:
+            if len(self._unsent) > _MAX_UNSENT_BYTES:
+                raise ChannelBroken("the peer does not read")
+            self._unsent += _HEADER.pack(kind, len(body))
+            self._unsent += body
 
     def flush(self) -> None:
         """Send what the socket takes."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         while self._unsent and not self._is_deaf:
             try:
                 num_sent = self._socket.send(self._unsent)
@@ -154,10 +161,11 @@ class Channel:
 
     def close(self) -> None:
         """Release the socket; what is unsent is lost. The peer can see it before this returns (`is_open_at_peer`)."""
-        with contextlib.suppress(OSError):  # as after a peer's reset
-            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone says nothing while a forked child has it too
-        with contextlib.suppress(OSError):
-            self._socket.close()
+        with self._lock:
+            with contextlib.suppress(OSError):  # as after a peer's reset
+                self._socket.shutdown(socket.SHUT_RDWR)  # closing alone says nothing while a forked child has it too
+            with contextlib.suppress(OSError):
+                self._socket.close()
 
     def _cut(self, data: bytes, max_bytes: int) -> list[Frame]:
         if not data:

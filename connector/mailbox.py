@@ -31,13 +31,13 @@ class Mailbox(Generic[_T]):
         """The descriptor to poll for reading."""
         return self._wake_reader.fileno()
 
-    def put(self, item: _T) -> None:
-        """Queue an item and wake the thread; does nothing after close."""
+    def put(self, item: _T, *, wakes: bool = True) -> None:
+        """Queue an item and wake the thread, or leave it for the next time that it wakes; does nothing after close."""
         with self._lock:
             if self._is_closed:
                 return
             self._items.append(item)
-            if not self._is_woken:
+            if wakes and not self._is_woken:
                 self._is_woken = True
                 self._wake_writer.send(b"\0")  # the only one: there is room
 

@@ -58,7 +58,7 @@ class NixlSender(SenderThread[_Link, Never]):
     """Implements transport.Sender; `start` it once. Bytes sent are those that NIXL was told to move."""
 
     def __init__(self, library: NixlLibrary, memory: Bytes, user_name: str, emit: Emit, checksums: bool = True) -> None:
-        super().__init__("nixl-sender", memory, emit, _MAX_WRITE_BYTES)
+        super().__init__("nixl-sender", memory, emit, lambda _: _MAX_WRITE_BYTES)
         self._library = library
         self._user_name = user_name
         self._has_checksums = checksums

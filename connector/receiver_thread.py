@@ -37,7 +37,15 @@ class LeaseEnded:
     lease_id: int
 
 
-class ReceiverThread(SocketThread[Reply | LeaseEnded]):
+@dataclass(frozen=True, slots=True)
+class Unsaid:
+    """Another thread has said something on a connection, which did not take all of it; the rest goes in the link's next turn."""
+
+    connection: int
+    flaw: str | None  # why it never will take it
+
+
+class ReceiverThread(SocketThread[Reply | LeaseEnded | Unsaid]):
     """Implements transport.Receiver but for the connections. The landing may be shared with other receivers."""
 
     def __init__(self, name: str, landing: Landing, emit: Emit) -> None:
@@ -66,7 +74,11 @@ class ReceiverThread(SocketThread[Reply | LeaseEnded]):
         """As Receiver.answer; nothing happens if the link is gone."""
         if not isinstance(reply_to, ReplyTo):
             raise TypeError(f"{reply_to!r} is no reply_to of this transport")
-        self._mailbox.put(Reply(reply_to, payload))
+        self._send_back(Reply(reply_to, payload))
+
+    def _send_back(self, reply: Reply) -> None:
+        """On whichever thread answers."""
+        self._mailbox.put(reply)
 
     def snapshot(self) -> Mapping[str, object]:
         """As Landing.snapshot, and handshakes refused."""

@@ -9,7 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -68,11 +68,12 @@ _More = TypeVar("_More")  # what a transport's own threads tell this one
 class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
     """Implements transport.Sender but for the connections."""
 
-    def __init__(self, name: str, memory: Bytes, emit: Emit, max_write_bytes: int) -> None:
+    def __init__(self, name: str, memory: Bytes, emit: Emit, message_bytes: Callable[[int], int]) -> None:
+        """`message_bytes`: of a write of so many bytes, how much a message takes at most."""
         super().__init__(name)
         self._memory = memory
         self._emit = emit
-        self._max_write_bytes = max_write_bytes  # of one message
+        self._message_bytes = message_bytes
         self._links: dict[str, _L] = {}
         self._bytes_to = Tally()
 
@@ -120,7 +121,8 @@ class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
         elif (link := self._links.get(command.link_id)) is not None:
             match command:
                 case _Write(_, lease, blocks):
-                    link.queue.extend(pack(lease, blocks, self._memory.shape[1], self._max_write_bytes))
+                    block_bytes = self._memory.shape[1]
+                    link.queue.extend(pack(lease, blocks, block_bytes, self._message_bytes(len(blocks) * block_bytes)))
                 case _Notify(_, payload):
                     link.queue.append(payload)
                 case _Close():

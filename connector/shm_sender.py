@@ -31,11 +31,19 @@ from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import MAX_FRAME_BYTES, Bytes, OutgoingWrite, describe
 from proto import baton_pb2 as pb
 
-# Of one write message: its own cost, mostly of waking the peer, is little beside the copy.
-_MAX_WRITE_BYTES: Final = 8 << 20
+_MIN_MESSAGE_BYTES: Final = 8 << 20
+_MAX_MESSAGE_BYTES: Final = 32 << 20  # 2 ms to copy, for which the receiver's other links wait
 _MAX_IN_FLIGHT: Final = 4  # write messages that the receiver has not yet dealt with
 _OPEN_S: Final = 1.8  # from connect to WELCOME, under the 2 s in which a dead node must be found
 _OPEN_S_PER_BYTE: Final = 1 / (2 << 30)  # more, as mapping takes its time
+
+
+def message_bytes(write_bytes: int) -> int:
+    """How much of a write of so many bytes a message describes, at most: a half, so that one is hashed while another is copied.
+
+    Fewer are better: behind a copy of so many bytes nothing of what the receiver does for the next one is in its caches.
+    """
+    return min(max(write_bytes // 2, _MIN_MESSAGE_BYTES), _MAX_MESSAGE_BYTES)
 
 
 class _Link(SenderLink):
@@ -58,7 +66,7 @@ class ShmSender(SenderThread[_Link, Never]):
     """Implements transport.Sender; `start` it once. Bytes sent are those that receivers were told to copy."""
 
     def __init__(self, memory: Bytes, descriptor: int, user_name: str, emit: Emit, checksums: bool = True) -> None:
-        super().__init__("shm-sender", memory, emit, _MAX_WRITE_BYTES)
+        super().__init__("shm-sender", memory, emit, message_bytes)
         self._descriptor = descriptor
         self._user_name = user_name
         self._has_checksums = checksums

@@ -1,8 +1,8 @@
 """What a write is on the wire of a two-sided transport, both ends.
 
 zmq and the in-memory transport: a message is one frame or two. Two are a write: `DataMessage{write}`, then the bytes of its
-pieces, one behind the other, 4 MiB at most. One is a notification: `DataMessage{commit}`. Small blocks share a message, a larger
-block is cut in pieces:
+pieces, one behind the other, 4 MiB at most (`frame_bytes`). One is a notification: `DataMessage{commit}`. Small blocks share a
+message, a larger block is cut in pieces:
 
     blocks of a lease    [  0  ][  1  ][  2  ][        3        ]        block_bytes each, here drawn unequal
     messages             [header][ 0 | 1 | 2 ]  [header][ 3, first MiB ]  [header][ 3, rest ]
@@ -43,6 +43,7 @@ MAX_PIECES: Final = 1024  # of one write
 MAX_WRITE_HEADER_BYTES: Final = 36 * MAX_PIECES + 256  # a piece takes 35 bytes at most, tag and length included
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
 MAX_MESSAGE_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # of a write's payload, where it travels as a frame
+_FRAMES_OF_A_SHORT_WRITE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,15 @@ def checked_memory(memory: Bytes) -> Bytes:
         shape = f"{memory.dtype} {memory.shape}"
         raise ValueError(f"KV memory must be contiguous uint8 [num_blocks, block_bytes], not {shape}")
     return memory
+
+
+def frame_bytes(write_bytes: int) -> int:
+    """How much of a write of so many bytes a message takes, at most, where it travels as a frame.
+
+    A long write's are long, since each costs both ends the same. A short one's are short: what is received of one message is
+    copied while the next is under way, and nothing but the first one's way and the last one's copy is without company.
+    """
+    return min(max(write_bytes // _FRAMES_OF_A_SHORT_WRITE, MAX_PAYLOAD_BYTES), MAX_MESSAGE_BYTES)
 
 
 def pack(

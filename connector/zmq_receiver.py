@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from connector.landing import Landing
-from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, ReplyTo
+from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, ReplyTo, Unsaid
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import MAX_MESSAGE_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
@@ -76,8 +76,8 @@ class ZmqReceiver(ReceiverThread):
         self._gate.close(self._socket)
         self._socket.close()
 
-    def _perform(self, command: Reply | LeaseEnded) -> None:
-        if isinstance(command, LeaseEnded) or not isinstance(routing_id := command.to.connection, bytes):
+    def _perform(self, command: Reply | LeaseEnded | Unsaid) -> None:
+        if not isinstance(command, Reply) or not isinstance(routing_id := command.to.connection, bytes):
             return  # of another transport
         # A ROUTER drops what it cannot deliver: the link is gone, or a peer reads none of its answers.
         self._socket.send_multipart([routing_id, command.payload], zmq.NOBLOCK)

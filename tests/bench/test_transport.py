@@ -21,6 +21,7 @@ BASELINES = {
     "tcp": None,
     "memcpy": None,
     "libzmq": "tcp",
+    "asked memcpy": "memcpy",
     "zmq": "tcp",
     "zmq+checksum": "tcp",
     "shm": "memcpy",

@@ -204,4 +204,20 @@ MUTANTS: Final = (
         "if lease.block_ids[span.block_index] < -1:",
         _ADMISSIONS,
     ),
+    Mutant(
+        "rest-of-an-answer-stays",
+        "Of an answer that its socket takes in part, the rest is sent when something else happens to wake the link's thread.",
+        "connector/accepting.py",
+        "                self._mailbox.put(Unsaid(number, None))",
+        "                pass",
+        ("tests/transport/test_contract.py::test_answers_longer_than_a_socket_takes_arrive_whole_and_in_order[shm]",),
+    ),
+    Mutant(
+        "given-back-is-never-heard",
+        "The zmq sender is not woken for the last message that libzmq lets go of.",
+        "connector/zmq_sender.py",
+        "wakes=word.number == word.link.num_lent)",
+        "wakes=word.number != word.link.num_lent)",
+        ("tests/transport/test_contract.py::test_blocks_arrive_bit_identical_wherever_the_lease_puts_them[zmq-512]",),
+    ),
 )

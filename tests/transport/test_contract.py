@@ -195,6 +195,18 @@ def test_an_answer_reaches_the_link_that_asked_and_no_other(net: Net) -> None:
     assert other.said.of(Answered) == [Answered("receiver@1/7", answer(2))]
 
 
+def test_answers_longer_than_a_socket_takes_arrive_whole_and_in_order(net: Net) -> None:
+    sender, receiver = pair(net)
+    for lease_id in (1, 2, 3):
+        sender.transport.notify("receiver@1/1", commit(lease_id))
+    net.until(lambda: len(receiver.said.of(NotifyArrived)) == 3)
+    payloads = [bytes([number]) * (1 << 20) for number in range(3)]
+    for arrived, payload in zip(receiver.said.of(NotifyArrived), payloads, strict=True):
+        receiver.transport.answer(arrived.reply_to, payload)
+    net.until(lambda: len(sender.said.of(Answered)) == 3)
+    assert [each.payload for each in sender.said.of(Answered)] == payloads
+
+
 def test_an_answer_to_a_link_that_is_gone_does_nothing(net: Net) -> None:
     sender, receiver = pair(net)
     sender.transport.notify("receiver@1/1", commit(1))

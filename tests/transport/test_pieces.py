@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from connector.checksum import piece_checksum
 from connector.mailbox import Mailbox
+from connector.shm_sender import message_bytes
 from connector.socket_thread import SocketThread
 from connector.tally import Tally
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
-from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, gather, pack
+from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, frame_bytes, gather, pack
 
 LEASE = LeaseRef(2**64 - 1, b"0123456789abcdef")
 
@@ -60,6 +61,15 @@ def test_the_largest_honest_header_is_within_what_a_receiver_reads() -> None:
     header, payload = gather(np.zeros((1, 512), np.uint8), OutgoingWrite(LEASE, write.spans, write.source_ids, ()))
     assert len(header) <= MAX_WRITE_HEADER_BYTES
     assert len(payload) == MAX_PIECES * 512
+
+
+def test_messages_are_short_where_the_write_is_short_and_never_longer_than_one_may_be() -> None:
+    mib = 1 << 20
+    assert [frame_bytes(size * mib) // mib for size in (1, 8, 15, 16, 24, 32, 1000)] == [1, 1, 1, 2, 3, 4, 4]
+    blocks = [(i, i) for i in range(16)]
+    sizes = [len(write.spans) for write in pack(LEASE, blocks, mib, frame_bytes(16 * mib))]
+    assert sizes == [2] * 8
+    assert [message_bytes(size * mib) // mib for size in (1, 16, 24, 64, 1000)] == [8, 8, 12, 32, 32]
 
 
 @pytest.mark.covers("H09")
@@ -116,6 +126,18 @@ def test_of_what_is_put_between_two_drains_only_the_first_wakes_the_poller() -> 
             assert peeking.recv(16, socket.MSG_PEEK) == b"\0"
             assert mailbox.drain() == [first, first + 1, first + 2]
             assert select.select([mailbox], [], [], 0)[0] == []
+    mailbox.close()
+
+
+def test_what_is_put_without_waking_waits_for_what_wakes() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.put(0, wakes=False)
+    mailbox.put(1, wakes=False)
+    assert select.select([mailbox], [], [], 0)[0] == []
+    mailbox.put(2)
+    mailbox.put(3, wakes=False)
+    assert select.select([mailbox], [], [], 0)[0] == [mailbox]
+    assert mailbox.drain() == [0, 1, 2, 3]
     mailbox.close()
 
 

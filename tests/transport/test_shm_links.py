@@ -211,7 +211,8 @@ def test_a_receiver_whose_thread_hangs_delays_no_other_link_and_bounds_what_is_i
     stuck.said.may_go_on.clear()
     sender.transport.open("stuck@1/1", stuck.transport.endpoint())
     sender.transport.open("good@1/1", good.transport.endpoint())
-    sender.transport.write("stuck@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(64)])
+    for begin in range(0, 64, 8):  # a message each
+        sender.transport.write("stuck@1/1", LeaseRef(1, SECRET), [(i, i) for i in range(begin, begin + 8)])
     shm_net.until(lambda: bool(stuck.said.landed(1)))
     sender.transport.write("good@1/1", LeaseRef(2, SECRET), [(i, i) for i in range(16)])
     shm_net.until(lambda: len(good.said.landed(2)) == 16)
