@@ -22,7 +22,7 @@ from bench.session_service import SessionService
 from bench.stepping import Stepper, Stream, obey
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
-from runtime.config import knob, load, silence_grpc
+from runtime.config import knob, load, set_grpc_environment
 from runtime.credentials import NO_CREDENTIALS
 from runtime.process import die_with_parent
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
@@ -201,7 +201,7 @@ def _refused(sentence: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stdin closes."""
     config = load(FakeNodeConfig, PROG, "Nodes without a model, to measure a router with.", argv)
-    silence_grpc()
+    set_grpc_environment()
     die_with_parent(config.parent_pid)
     uvloop.run(_serve(config))
     return 0

@@ -14,7 +14,7 @@ from decode_node.core import DecodeCore
 from node.config import NodeConfig
 from node.validate import SECRET_BYTES
 from runtime.collecting import loading
-from runtime.config import load, set_thread_environment, silence_grpc
+from runtime.config import load, set_thread_environment, set_grpc_environment
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -26,7 +26,7 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
     set_thread_environment(config.num_threads)
-    silence_grpc()
+    set_grpc_environment()
     with loading():
         from node.process import run_node
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mixed_node.core import FetchingPart, LeasingPart, MixedCore
 from node.config import NodeConfig
 from runtime.collecting import loading
-from runtime.config import load, set_thread_environment, silence_grpc
+from runtime.config import load, set_thread_environment, set_grpc_environment
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -24,7 +24,7 @@ def run(argv: Sequence[str] | None, make_cores: Mapping[RoleName, CoreMaker]) ->
     """Run the node until a signal; its exit code. `make_cores`: of the roles that it can take, this one included."""
     config = load(NodeConfig, "baton mixed", "Compute prompts and generate, in one process over one pool of KV.", argv)
     set_thread_environment(config.num_threads)
-    silence_grpc()
+    set_grpc_environment()
     with loading():
         from node.process import run_node
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from node.config import NodeConfig
 from prefill_node.core import PrefillCore
 from runtime.collecting import loading
-from runtime.config import load, set_thread_environment, silence_grpc
+from runtime.config import load, set_thread_environment, set_grpc_environment
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -24,7 +24,7 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
     config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
     set_thread_environment(config.num_threads)
-    silence_grpc()
+    set_grpc_environment()
     with loading():
         from node.process import run_node
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from router.config import RouterConfig
-from runtime.config import load, silence_grpc
+from runtime.config import load, set_grpc_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(
         RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
     )
-    silence_grpc()
+    set_grpc_environment()
     if config.workers > 1:
         from router.workers import run_workers
 

@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from router.rate_limit import Taken
 from router.worker_link import WorkerLink, read_blocking
 from runtime.collecting import loading
-from runtime.config import from_json, silence_grpc
+from runtime.config import from_json, set_grpc_environment
 from runtime.listing import Listed, Missed, Unlisted
 from runtime.logs import log_event
 from runtime.registry_server import RegistryHandler, report
@@ -143,7 +143,7 @@ def _peer(node: pb.PeerId) -> Peer:
 
 def main(argv: Sequence[str]) -> int:
     """Run a worker until a signal."""
-    silence_grpc()
+    set_grpc_environment()
     listener, end = (socket.socket(fileno=int(number)) for number in argv)
     for inherited in (listener, end):
         os.set_inheritable(inherited.fileno(), False)

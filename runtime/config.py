@@ -153,12 +153,15 @@ def set_thread_environment(threads: int) -> None:
     os.environ.update(thread_environment(threads))
 
 
-def silence_grpc() -> None:
-    """Keep gRPC's core from writing lines of its own to stderr, unless its variable says otherwise; before its first import.
+def set_grpc_environment() -> None:
+    """Put what gRPC's core is to do here into this process's environment, where its variables say nothing; before its first import.
 
-    What it has to say reaches us as exceptions and statuses, and is logged as one line by whoever meets them.
+    Silence: what it has to say reaches us as exceptions and statuses, and is logged as one line by whoever meets them. And who
+    waits for a completion reads the sockets itself: else each message of a node goes through threads of gRPC's own as well, which
+    on the router's core wait for it (bench/results/router.md has what that costs).
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,16 @@ import pytest
 from deploy.launcher import HANDED_ON
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
-from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
+from runtime.config import (
+    ConfigError,
+    child_environment,
+    knob,
+    load,
+    parse,
+    set_grpc_environment,
+    tables_in,
+    thread_environment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +207,12 @@ def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
     assert threads(8, "--decode-tp", "3") == {"prefill": 2, "decode": 6}
     assert threads(2, "--mixed", "2", "--tp", "2") == {"prefill": 2, "decode": 2, "mixed": 2}
     assert threads(8, "--tp", "2", "--threads", "1") == {"prefill": 1, "decode": 1}
+
+
+def test_what_grpc_is_told_gives_way_to_what_the_user_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # noted, so that what is set below is taken back
+    monkeypatch.delenv("GRPC_EXPERIMENTS")
+    set_grpc_environment()
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
+    assert os.environ["GRPC_EXPERIMENTS"] == "-event_engine_client,-event_engine_listener"
