@@ -14,7 +14,7 @@ from decode_node.core import DecodeCore
 from node.config import NodeConfig
 from node.validate import SECRET_BYTES
 from runtime.collecting import loading
-from runtime.config import load, set_thread_environment, set_grpc_environment
+from runtime.config import load, set_grpc_environment, set_thread_environment
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts

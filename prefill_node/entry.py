@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from node.config import NodeConfig
 from prefill_node.core import PrefillCore
 from runtime.collecting import loading
-from runtime.config import load, set_thread_environment, set_grpc_environment
+from runtime.config import load, set_grpc_environment, set_thread_environment
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
