@@ -43,6 +43,7 @@ T = TypeVar("T", bound="DataclassInstance")
 REQUIRED: Final = dataclasses.MISSING
 ENVIRONMENT_PREFIX: Final = "BATON_"
 ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
+GRPC_POLLS_ITSELF: Final = "-event_engine_client,-event_engine_listener"  # known to the gRPC that constraints.txt names
 SPIN_COUNT: Final = (
     "2000"  # idle OpenMP threads sleep soon: passive waiting costs 25-45 %, endless spinning starves the neighbours
 )
@@ -154,14 +155,14 @@ def set_thread_environment(threads: int) -> None:
 
 
 def set_grpc_environment() -> None:
-    """Put what gRPC's core is to do here into this process's environment, where its variables say nothing; before its first import.
+    """Tell gRPC's core how we want it, unless its variables say otherwise; before its first import.
 
-    Silence: what it has to say reaches us as exceptions and statuses, and is logged as one line by whoever meets them. And who
-    waits for a completion reads the sockets itself: else each message of a node goes through threads of gRPC's own as well, which
-    on the router's core wait for it (bench/results/router.md has what that costs).
+    No lines of its own on stderr: what it has to say reaches us as exceptions and statuses, and is logged as one line by whoever
+    meets them. And its sockets read by the thread that waits for what comes of it, as before gRPC had an engine of its own for
+    that, which hands each message through two threads more (bench.token_path).
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLS_ITSELF)
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,16 +14,7 @@ import pytest
 from deploy.launcher import HANDED_ON
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
-from runtime.config import (
-    ConfigError,
-    child_environment,
-    knob,
-    load,
-    parse,
-    set_grpc_environment,
-    tables_in,
-    thread_environment,
-)
+from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +172,15 @@ def test_a_child_gets_its_threads_but_not_the_launchers_file(monkeypatch: pytest
     assert environment["GOMP_SPINCOUNT"] == thread_environment(1)["GOMP_SPINCOUNT"] == "2000"
 
 
+def test_the_installed_grpc_knows_the_experiments_that_we_name() -> None:
+    """Of one that it does not know it would tell the user, in a line of its own."""
+    code = (
+        "from runtime import config; config.set_grpc_environment(); import grpc; grpc.insecure_channel('a:1').close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_baton_up_hands_on_what_it_says_that_it_hands_on_and_a_node_knows_it() -> None:
     """But for what a command line must not show, which goes by variable, and what is worked out."""
     said = {each.name for each in fields(UpConfig) if "handed on to every node" in each.metadata.get("help", "")}
@@ -209,10 +210,9 @@ def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
     assert threads(8, "--tp", "2", "--threads", "1") == {"prefill": 1, "decode": 1}
 
 
-def test_what_grpc_is_told_gives_way_to_what_the_user_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
-    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # noted, so that what is set below is taken back
-    monkeypatch.delenv("GRPC_EXPERIMENTS")
-    set_grpc_environment()
-    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
-    assert os.environ["GRPC_EXPERIMENTS"] == "-event_engine_client,-event_engine_listener"
+def test_what_the_user_tells_grpc_wins_be_it_nothing() -> None:
+    """So that both ways can be compared."""
+    code = "from runtime import config; config.set_grpc_environment(); import os; print(os.environ['GRPC_EXPERIMENTS'])"
+    command, environment = [sys.executable, "-c", code], {**child_environment(), "GRPC_EXPERIMENTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout == "\n"
