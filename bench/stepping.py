@@ -21,7 +21,7 @@ from typing import Any, Final
 from bench.fine_timer import FineTimer
 
 _TICK_S: Final = 0.001
-_NEVER: Final = 1 << 30  # young walks to a full one
+_NEVER: Final = 1 << 30  # walks to one that looks further
 _GOLDEN: Final = 0.618033988749895  # multiples of it, modulo 1, are spread evenly however many there are
 
 
@@ -170,9 +170,10 @@ def next_due(due_at: float, step_s: float, now: float) -> float:
 async def obey(stepper: Stepper, told: dict[str, Any]) -> None:
     """Say `told` on stdout, then do what each line on stdin says, until it closes.
 
-    Full walks for cycles, which stop the process for some 10 ms, are made between the streams alone, as the router does.
+    Walks for cycles over more than what is young, which stop the process for milliseconds, are made between the streams alone, as
+    the router does.
     """
-    gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
+    gc.set_threshold(gc.get_threshold()[0], _NEVER, _NEVER)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     _answer(told)

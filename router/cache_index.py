@@ -131,9 +131,10 @@ class CacheIndex:
         `groups`: of open holders, as bits; what one of a group holds, all of it do.
         """
         runs: list[Run] = []
-        indices = np.flatnonzero((keys & np.uint64(self._mask)) == 0)
-        if not len(indices) or not self._live(self._table.value_of(int(keys[indices[0]]))):
+        first = next((key for key in keys.tolist() if not key & self._mask), None)
+        if first is None or not self._live(self._table.value_of(first)):
             return runs  # as with most prompts that nobody has seen before
+        indices = np.flatnonzero((keys & np.uint64(self._mask)) == 0)
         start, most = 0, _LOOK
         last_value, num_blocks, holders = -1, 0, -1
         while start < len(indices):

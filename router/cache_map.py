@@ -247,7 +247,7 @@ class CacheMap:
                         rest &= ~words
                 if rest:
                     runs.append(Run(num_blocks * block_size, rest))
-        cached = _Cached(runs, self._holder_of, self._sources)
+        cached: Mapping[NodeRef, int] = _Cached(runs, self._holder_of, self._sources) if runs else {}
         return Prompt(branch.num_tokens, cached, pooled, *self._few_holders(runs))
 
     def _few_holders(self, runs: Sequence[Run]) -> tuple[list[NodeRef], int]:

@@ -208,3 +208,11 @@ def test_baton_up_gives_each_role_its_number_of_ranks(tmp_path: Path) -> None:
     assert threads(8, "--decode-tp", "3") == {"prefill": 2, "decode": 6}
     assert threads(2, "--mixed", "2", "--tp", "2") == {"prefill": 2, "decode": 2, "mixed": 2}
     assert threads(8, "--tp", "2", "--threads", "1") == {"prefill": 1, "decode": 1}
+
+
+def test_what_the_user_tells_grpc_wins_be_it_nothing() -> None:
+    """So that both ways can be compared."""
+    code = "from runtime import config; config.set_grpc_environment(); import os; print(os.environ['GRPC_EXPERIMENTS'])"
+    command, environment = [sys.executable, "-c", code], {**child_environment(), "GRPC_EXPERIMENTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout == "\n"
