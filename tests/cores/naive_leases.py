@@ -56,6 +56,7 @@ class NaiveFloors:
     def begin(self, key: AttemptKey, deadline: float) -> None:
         floor, until = self.floors.get(key.branch, (0, 0.0))
         self.floors[key.branch] = (max(floor, key.attempt), max(until, deadline + MIN_REST_S))
+        self.refused -= {each for each in self.refused if each.branch == key.branch and each.attempt < key.attempt}
 
     def end(self, key: AttemptKey, deadline: float, now: float) -> None:
         if self.admits(key):
