@@ -2,9 +2,9 @@
 
 Such a walk stops the process for 10 ms and more where some hundred streams are open, and Python's own rule, so many objects more
 than there were, has one begin just when streams come. So nothing walks by itself but over what is young, more often than by
-Python's rule and so over less: a sixth of a millisecond each time, where it had been up to two. What has lived through one of these
-waits for a full walk; Python's walk between the two took a busy router 3 ms, longer than anything else that it does, and found
-nothing: reference counts free nearly all that there is, and answers break their own circles (router/answer.py).
+Python's rule and so over less, a fraction of a millisecond each time. What has lived through one of these waits for a full walk.
+Python's walk between the two was the longest thing that a busy router did, and found nothing: reference counts free nearly all that
+there is, and answers break their own circles (router/answer.py).
 """
 
 from __future__ import annotations
