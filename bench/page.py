@@ -58,6 +58,14 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
 
 
+def transport_target(result: Result, case: Result, way: Result) -> float | None:
+    """What is asked of a way at this size, if anything is."""
+    if case["transfer_bytes"] < result["target_from_bytes"]:
+        return None
+    asked: float | None = result["targets"].get(way["way"])
+    return asked
+
+
 def _transport(result: Result) -> Iterator[str]:
     yield "Median over rounds; ratios are taken within a round (in brackets where eight of ten lie), CPU is of both processes."
     yield ""
@@ -66,7 +74,7 @@ def _transport(result: Result) -> Iterator[str]:
     for case in result["cases"]:
         size = f"{_mib(case['block_bytes'])}, {_mib(case['transfer_bytes'])}"
         for way in case["ways"]:
-            ratio, target = way["ratio"], result["targets"].get(way["way"])
+            ratio, target = way["ratio"], transport_target(result, case, way)
             shown = verdict = ""
             if ratio is not None:
                 shown = f"{ratio['p50']:.2f} of {way['baseline']} ({ratio['p10']:.2f}–{ratio['p90']:.2f})"

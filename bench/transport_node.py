@@ -72,6 +72,7 @@ class _Way:
     """A transport of this end, and what it said about the transfer that is under way."""
 
     def __init__(self, name: str, memory: SharedBytes, role: str) -> None:
+        self._name = name
         self._landed: Counter[int] = Counter()  # blocks, by lease
         self._problem: str | None = None
         self._closed: str | None = None
@@ -101,7 +102,7 @@ class _Way:
         commit = pb.DataMessage(commit=pb.Commit(lease_id=lease_id, secret=_SECRET))
         self.transport.notify(_LINK, commit.SerializeToString())
         if not self._answered.wait(_PATIENCE_S):
-            raise Failed(f"no answer within {_PATIENCE_S:.0f} s")
+            raise Failed(f"{self._name}: no answer within {_PATIENCE_S:.0f} s")
         if self._problem is not None:
             raise Failed(self._problem)
 

@@ -25,6 +25,7 @@ BASELINE: Final = {
     "nixl+checksum": "NIXL",
 }
 TARGET: Final = {"zmq": 0.8, "shm": 0.8}
+TARGET_FROM_BYTES: Final = 256 << 20  # of a transfer: shorter ones are bounded by who wakes whom (docs/transports.md)
 # What the machine can do, and what bounds a transport that is made as ours are: libzmq without us, a copy that is asked for.
 REFERENCES: Final = ("tcp", "memcpy", "libzmq", "asked memcpy")
 NIXL_ALONE: Final = "NIXL"  # a reference, too, where it is installed
@@ -107,7 +108,7 @@ def report_of(block_bytes: int, transfer_bytes: int, samples: Sequence[Sample]) 
 def to_json(cases: Sequence[CaseReport], samples: Sequence[Sequence[Sample]], facts: dict[str, Any]) -> dict[str, Any]:
     """The result file: `facts` (command, machine, date, settings), the figures, and each way's transfers, round by round."""
     content = [asdict(case) | {"transfers": _by_way(own)} for case, own in zip(cases, samples, strict=True)]
-    return {**facts, "targets": TARGET, "cases": content}
+    return {**facts, "targets": TARGET, "target_from_bytes": TARGET_FROM_BYTES, "cases": content}
 
 
 def _by_way(samples: Sequence[Sample]) -> dict[str, dict[str, list[float]]]:
@@ -128,14 +129,20 @@ def show(console: Console, cases: Sequence[CaseReport]) -> None:
             table.add_column(heading, justify="left" if heading in ("way", "of") else "right", no_wrap=True)
         for each in case.ways:
             rate = each.gb_per_s
-            cells = [each.way, f"{rate.p50:.2f}", f"{rate.p10:.2f} .. {rate.p90:.2f}", *_ratio_cells(each)]
+            cells = [
+                each.way,
+                f"{rate.p50:.2f}",
+                f"{rate.p10:.2f} .. {rate.p90:.2f}",
+                *_ratio_cells(each, case.transfer_bytes),
+            ]
             table.add_row(*cells, f"{each.cpu_s_per_gb.p50:.3f}")
         console.print(table)
 
 
-def _ratio_cells(report: WayReport) -> tuple[str, str, str, str]:
+def _ratio_cells(report: WayReport, transfer_bytes: int) -> tuple[str, str, str, str]:
     """Baseline, ratio, its spread, and what is asked of it."""
-    ratio, target = report.ratio, TARGET.get(report.way)
+    ratio = report.ratio
+    target = TARGET.get(report.way) if transfer_bytes >= TARGET_FROM_BYTES else None
     if ratio is None or report.baseline is None:
         return "", "", "", ""
     verdict = "" if target is None else f"{target:.2f} {'met' if ratio.p50 >= target else 'missed'}"

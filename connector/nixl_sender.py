@@ -139,11 +139,11 @@ class NixlSender(SenderThread[_Link, Never]):
         link.is_open = True
 
     def _move(self, link: _Link, agent: NixlAgent) -> None:
-        """Take note of what has moved, begin what may move, and say what may be said."""
+        """Take note of what has moved, begin what may move, and say what may be said, until only time can bring more.
+
+        What is moved while the last of it begins makes room for the next: with nothing under way nobody would come back for it.
+        """
         while True:
-            for number in agent.finished():
-                link.sending.moved(number)
-            self._say(link)
             match link.sending.next():
                 case Attach(lease_id, secret):
                     attach = pb.Attach(lease_id=lease_id, secret=secret)
@@ -151,10 +151,12 @@ class NixlSender(SenderThread[_Link, Never]):
                 case Put() as put:
                     self._put(link, agent, put)
                 case None:
-                    break
-        for number in agent.finished():
-            link.sending.moved(number)
-        self._say(link)
+                    finished = agent.finished()
+                    for number in finished:
+                        link.sending.moved(number)
+                    self._say(link)
+                    if not finished:
+                        break
         if link.sending.num_moving and not link.has_said_moving:
             link.tell(FrameKind.MOVING)
             link.has_said_moving = True

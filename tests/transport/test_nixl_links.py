@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
 
-from connector import nixl_receiver
+from connector import nixl_receiver, nixl_sender
+from connector.link_channel import Channel, FrameKind
 from connector.transport import LeaseRef, LinkClosed, NotifyArrived, RevokeDone
+from connector.writes import pack
 from proto import baton_pb2 as pb
 from tests.stopping import stop
 from tests.transport.net import NixlNet, Node, commit, fill_at_random
@@ -132,3 +135,47 @@ def test_a_sender_that_was_let_in_and_says_what_none_says_loses_its_link_alone(n
             while stranger.recv(65536):
                 pass
     assert_still_serves(nixl_net, receiver)
+
+
+class _AllAtOnce:
+    """An agent of which nothing is done when it is looked at, and all that is under way when it is looked at again."""
+
+    def __init__(self) -> None:
+        self.moving: list[int] = []
+        self.num_looks = 0
+
+    def put(self, number: int, sources: object, block_ids: object) -> None:
+        self.moving.append(number)
+        self.num_looks = 0
+
+    def finished(self) -> list[int]:
+        self.num_looks += 1
+        done = self.moving if self.num_looks == 2 else []
+        self.moving = [number for number in self.moving if number not in done]
+        return done
+
+
+@pytest.mark.covers("H08")
+def test_a_sender_sleeps_only_while_something_moves_or_nothing_is_left_to_move() -> None:
+    """What is moved between two looks leaves nothing under way: whoever slept then would wait for ever with writes in its queue."""
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    memory = np.zeros((8, 64), np.uint8)
+    sender = nixl_sender.NixlSender(cast(Any, None), memory, "sender", lambda event: None)
+    link, agent, lease = nixl_sender._Link("link", Channel(here)), _AllAtOnce(), LeaseRef(1, SECRET)
+    for block_id in range(8):  # more than move at once
+        link.queue.extend(pack(lease, [(block_id, block_id)], 64))
+    link.queue.append(b"commit")
+    sender._move(link, cast(Any, agent))
+    assert link.sending.attached(range(8))
+    sender._move(link, cast(Any, agent))
+    while link.sending.num_moving:
+        sender._move(link, cast(Any, agent))
+    assert not link.queue
+    link.channel.flush()
+    kinds = [frame.kind for frame in Channel(there).receive() if frame.kind is not FrameKind.MOVING]
+    assert kinds == [FrameKind.ATTACH, *[FrameKind.WRITE] * 8, FrameKind.NOTICE]
+    sender._mailbox.close()
+    sender._close_all()
+    link.channel.close()
+    there.close()
