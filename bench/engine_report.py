@@ -43,11 +43,11 @@ def markdown(runs: Sequence[Run]) -> str:
         "",
         *(f"    {run['command']}" for run in runs),
         "",
-        f"{', '.join(sorted({run['date'][:10] for run in runs}))}, {machine['cores']} cores of an {machine['cpu_model']}. `limit` = max(bytes / R, "
-        "operations / F), measured beside each step",
+        f"{', '.join(sorted({run['date'][:10] for run in runs}))}, {machine['cores']} cores of an {machine['cpu_model']}. "
+        "`limit` = max(bytes / R, operations / F), measured beside each step",
         f"with as many threads (R {_median_rates(runs, 'bytes_per_s', 1e9)} GB/s, F {_median_rates(runs, 'operations_per_s', 1e9)} "
-        f"GFLOP/s); temperature {settings['temperature']:g}, sampler included. The bytes are those of all weights, the head in full",
-        "among them, though a step of few rows reads the head in 8 bits where that decides (docs/engine.md).",
+        f"GFLOP/s); temperature {settings['temperature']:g}, sampler included. The bytes are those of all weights,",
+        "the head in full among them, though a step of few rows reads the head in 8 bits where that decides (docs/engine.md).",
         "A ratio is the median of the rounds' own ratios; beside it the best round's, and the step in milliseconds.",
         "",
         *_ratios(runs),
