@@ -91,6 +91,7 @@ class SessionEnd:
         self._attached_at = 0.0
         self._heard_at = 0.0
         self._beat_at = 0.0  # when something must be sent at the latest
+        self._keepalive_at = 0.0  # the same without what came meanwhile; a listener's load rides on it
         self._beat_due = False
         # counts
         self.frames_resent = 0
@@ -177,8 +178,10 @@ class SessionEnd:
         else:
             return None
         frame.ack = self._received
-        self._beat_due = False
-        self._beat_at = now + self._timing.keepalive_s
+        if self.state is not State.ATTACHED or frame.WhichOneof("body") is None:  # a node's load rides on those
+            self._keepalive_at = now + self._timing.keepalive_s
+        self._beat_at = self._keepalive_at
+        self._beat_due = now >= self._beat_at
         return frame
 
     @property
@@ -205,6 +208,7 @@ class SessionEnd:
             "hello_due": self._hello_due,
             "beat_due": self._beat_due,
             "beat_at": self._beat_at,
+            "keepalive_at": self._keepalive_at,
             "heard_at": self._heard_at,
             "was_up": self._was_up,
             "attached_at": self._attached_at,
@@ -374,7 +378,7 @@ class SessionEnd:
         self._dial_ends_at = None
         self._attached_at = self._heard_at = now
         self._cursor = self._acked + 1
-        self._beat_at = now + self._timing.ack_s
+        self._beat_at = self._keepalive_at = now + self._timing.ack_s
 
     def _trim(self, ack: int) -> None:
         """Forget what the peer has; a smaller number than before comes from a Hello that was overtaken."""

@@ -36,6 +36,14 @@ MUTANTS: Final = (
         _END,
     ),
     Mutant(
+        "load-put-off-by-messages",
+        "A node that always has something to send never tells its load.",
+        "runtime/session_end.py",
+        "if self.state is not State.ATTACHED or frame",
+        "if True or frame",
+        _END,
+    ),
+    Mutant(
         "hello-does-not-acknowledge",
         "What the peer's Hello says it has is sent again all the same.",
         "runtime/session_end.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from proto import baton_pb2 as pb
@@ -136,9 +138,24 @@ def test_messages_are_acknowledged_within_50_ms_and_a_quiet_end_says_something_e
 
 
 @pytest.mark.covers("R12")
+def test_a_node_that_sends_message_after_message_tells_its_load_as_often_as_a_quiet_one() -> None:
+    end = open_listener()
+    told_at = [0.0]
+    for now in (each / 100 for each in range(1, 500)):
+        end.receive(FrameArrived(1, pb.Frame()), now)
+        end.receive(Send(error(1)), now)
+        end.tick(now)
+        frames = pulled(end, 1, now)
+        assert frames[0][0], "messages come first"
+        told_at += [now for seq, _ in frames if not seq]
+    assert max(later - earlier for earlier, later in pairwise(told_at)) <= 0.25
+    assert len(told_at) <= 1 + 5.0 / TIMING.keepalive_s, "once is enough"
+
+
+@pytest.mark.covers("R12")
 def test_a_blocked_writer_is_woken_once_and_does_not_spin_the_timer() -> None:
     end = open_listener()
-    assert end.tick(0.3) == [WakeWriter()]
+    assert end.tick(0.2) == [WakeWriter()]
     assert end.tick(0.4) == []
     assert end.next_deadline() == TIMING.silence_s
 
