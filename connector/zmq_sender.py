@@ -160,6 +160,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         bound_link(socket, address, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.copy_threshold = 0  # a short piece, copied, would be given back before the longer ones of its block
         if self._is_encrypted:
             self._set_keys(socket, endpoint)
         else:

@@ -1,7 +1,7 @@
 """What the compiled library tells of a step's draws: from all logits (contend.h), or from near ones (screen.h).
 
-A head that looks tokens up as well lies there row by row, as the embedding; in 8 bits beside it, it takes half as much again, and a
-step of few rows reads a third of what it read. Nothing of a draw changes by it. Not here: which steps may ask (engine/runner.py).
+A head that looks tokens up as well lies there row by row, as the embedding. In 8 bits besides, it is half of what a step of few
+rows reads of it in bf16, and nothing of a draw changes. Not here: which steps may ask (engine/runner.py).
 """
 
 from __future__ import annotations

@@ -655,7 +655,7 @@ class Frame(_message.Message):
     def node(self) -> Global___NodeMessage: ...
     @_builtins.property
     def load(self) -> Global___LoadReport:
-        """rides unnumbered on keepalives: the newest one counts"""
+        """rides unnumbered on keepalives, which messages do not put off: the newest one counts"""
 
     def __init__(
         self,

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import zmq
 
-from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
+from connector.transport import Answered, BlocksTaken, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
 from connector.zmq_options import Place
+from connector.zmq_sender import ZmqSender
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
 from tests.transport.net import WAIT_S, Node, Recorder, ZmqNet, answer, commit, fill_at_random
@@ -328,3 +329,30 @@ def test_a_node_id_that_does_not_fit_into_the_handshake_is_refused_at_start(node
 def test_a_memory_that_blocks_cannot_be_cut_from_is_refused_at_start(memory: np.ndarray) -> None:
     with pytest.raises(ValueError, match="contiguous uint8"):
         ZmqTransport(memory, "node", 1, ignore)
+
+
+@pytest.mark.covers("H05")
+def test_no_block_is_given_back_while_a_piece_of_it_waits_to_be_sent(zmq_net: ZmqNet) -> None:
+    num_blocks, block_bytes = 40, MIB + 1024  # a long piece and a short one each, more than the two kernels hold
+    sender, receiver = (zmq_net.node(name, num_blocks, block_bytes) for name in ("sender", "receiver"))
+    receiver.transport.admit(1, SECRET, range(num_blocks))
+    receiver.said.may_go_on.clear()
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    for block_id in range(num_blocks):
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(block_id, block_id)])
+    assert isinstance(sender.transport, ZmqTransport)
+    zmq_sender = sender.transport._sender
+    assert isinstance(zmq_sender, ZmqSender)
+    handed = -1
+    while handed != (handed := sum(sender.counts("kv_bytes_sent").values())):  # until nobody takes any more
+        time.sleep(0.3)
+    assert 0 < handed < num_blocks * block_bytes
+    lent = {
+        span.block_index
+        for loan in tuple(zmq_sender._links["receiver@1/1"].loans.values())
+        for span in loan.write.spans
+    }
+    taken = {block_id for said in sender.said.of(BlocksTaken) for block_id in said.block_indices}
+    receiver.said.may_go_on.set()
+    assert lent and not lent & taken
+    zmq_net.until(lambda: len(receiver.said.landed(1)) == num_blocks)
