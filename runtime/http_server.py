@@ -18,6 +18,9 @@ from starlette.types import ASGIApp
 from runtime.http_protocol import BoundedHttp, HttpBounds
 
 BACKLOG: Final = 2048  # connections that the kernel holds while the loop is busy
+# Longer than clients and load balancers keep a connection that they do not use (httpx 5 s, nginx and ALB 60 s), so that they close
+# it and not we: a request that crosses our closing is lost, and only some clients ask again.
+KEEP_ALIVE_S: Final = 75
 _STOP_GRACE_S: Final = 1  # for answers under way, which have just got their error
 
 
@@ -49,6 +52,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,  # nobody here asks where a request came from
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )

@@ -17,7 +17,7 @@ from bench.cluster import BATON
 from bench.fleet import wait_until
 from tests.chaos.answers import Told, ask
 from tests.chaos.conftest import Broken, started_town
-from tests.chaos.test_real_faults import long_requests
+from tests.chaos.test_real_faults import MAX_TOKENS, long_requests
 from tests.plain_http import NO_CERTIFICATES
 
 NUM_CLIENTS: Final = 4
@@ -119,9 +119,9 @@ class SteadyClients:
 
 
 @contextmanager
-def steady_clients(town: Broken, seed: int, *routers: str) -> Iterator[SteadyClients]:
+def steady_clients(town: Broken, seed: int, *routers: str, max_tokens: int = MAX_TOKENS) -> Iterator[SteadyClients]:
     """Clients that ask, of these routers in turn (none: of the first), until the block ends; then their last answers are there."""
-    clients = SteadyClients(long_requests(seed, NUM_BODIES))
+    clients = SteadyClients(long_requests(seed, NUM_BODIES, max_tokens=max_tokens))
     urls = [town.fleet.url_of(router) for router in routers] or [town.fleet.url]
     threads = [
         threading.Thread(

@@ -25,14 +25,16 @@ WHY_NOT: Final = why_not()
 needs_network = pytest.mark.skipif(WHY_NOT is not None, reason=f"{WHY_NOT}")
 
 
-def long_requests(seed: int, number: int = NUM_REQUESTS, prompt_tokens: int = 0) -> list[dict[str, Any]]:
+def long_requests(
+    seed: int, number: int = NUM_REQUESTS, prompt_tokens: int = 0, max_tokens: int = MAX_TOKENS
+) -> list[dict[str, Any]]:
     """Requests of every kind that nothing ends before they have said a lot; with prompts that long, if it is said."""
     rng = random.Random(seed)
-    bodies = [drawn_request(rng, MAX_TOKENS) for _ in range(number)]
+    bodies = [drawn_request(rng, max_tokens) for _ in range(number)]
     for body in bodies:
         name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
         body |= {
-            name: rng.randint(MAX_TOKENS * 2 // 3, MAX_TOKENS),
+            name: rng.randint(max_tokens * 2 // 3, max_tokens),
             "min_tokens": 0,
             "n": rng.randint(1, 2),
             "best_of": None,

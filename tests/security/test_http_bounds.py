@@ -17,6 +17,7 @@ from runtime.http_protocol import MAX_PIPELINED, SPARE_CONNECTIONS, HttpBounds
 from runtime.http_server import HttpServer
 
 BOUNDS = HttpBounds(max_connections=3, max_head_bytes=4096, head_timeout_s=30.0)
+CLIENTS_KEEP_S = 5.5  # httpx and the OpenAI client: 5
 GET = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -274,3 +275,17 @@ def test_a_hundred_hostile_connections_hold_no_more_than_their_heads() -> None:
 
     # Ours, the clients' and the server's: what the clients have not sent yet is theirs.
     assert asyncio.run(run()) < 100 * 600_000 + (10 << 20)
+
+
+def test_a_connection_that_was_not_used_for_longer_than_clients_keep_one_still_serves() -> None:
+    async def run() -> None:
+        async with served() as app, asyncio.timeout(20):
+            reader, writer = await app.connect()
+            for idle_s in (0.0, CLIENTS_KEEP_S):
+                await asyncio.sleep(idle_s)
+                writer.write(GET)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+                assert await reader.readexactly(1) == b"0"
+            writer.transport.abort()
+
+    asyncio.run(run())
