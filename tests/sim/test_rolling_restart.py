@@ -73,5 +73,5 @@ def test_a_router_that_is_resumed_within_its_grace_during_a_move_loses_nothing_a
     assert counters["sessions resumed"] >= 1 and counters["sessions lost"] == 2, (
         "each router loses the node that drained"
     )
-    assert counters["client:finished"] == 8 and counters["moved"] >= 2 and counters["drained"] == 1
+    assert counters["client:finished"] == 8 and counters["moved"] >= 1 and counters["drained"] == 1
     assert not [name for name in counters if name.startswith("retries:")]
