@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_memory import TORCH_DTYPES, KvMemory
@@ -20,9 +21,9 @@ from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
-from engine.sampler import Draw, sample, sample_near
+from engine.sampler import Draw, sample
 from kernels.cpu_kernels import CpuModel
-from kernels.interface import AttentionBatch, Linear, NearLogits, StepRows
+from kernels.interface import AttentionBatch, DecodeRows, Linear, SlotNumbers, StepRows
 
 _GENERATION: Final = 1  # every runner is new
 
@@ -91,7 +92,7 @@ class _TimedLinear:
 class _KeepsLogits:
     def __init__(self, model: CpuModel) -> None:
         self._model = model
-        self.result: Tensor | NearLogits = torch.empty(0)
+        self.result: Tensor | None = None  # what the sampler has to draw from
 
     def logits(
         self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
@@ -99,13 +100,12 @@ class _KeepsLogits:
         self.result = logits
         self._model.logits(rows, cos, sin, kv, batch, logits)
 
-    def near_logits(
-        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
-    ) -> NearLogits | None:
-        near = self._model.near_logits(rows, cos, sin, kv, batch, logits)
-        if near is not None:
-            self.result = near
-        return near
+    def decode(
+        self, numbers: SlotNumbers, rows: DecodeRows, cos: Tensor, sin: Tensor, kv: Tensor, logits: Tensor
+    ) -> NDArray[np.int64] | None:
+        token_ids = self._model.decode(numbers, rows, cos, sin, kv, logits)
+        self.result = logits if token_ids is None else None
+        return token_ids
 
 
 class Steps:
@@ -136,14 +136,13 @@ class Steps:
         draws = [Draw(sampling, 0) for sampling in self._sampling]
         begin = time.perf_counter()
         logits = head.result if kept is None else kept.result
-        for _ in range(num_steps):
-            if isinstance(logits, Tensor):
+        if logits is not None:
+            for _ in range(num_steps):
                 sample(logits, draws, self._model.kernels)
-            else:
-                sample_near(logits, draws, self._model.kernels)
         parts = {"sampler": time.perf_counter() - begin, "head": head.seconds}
         if isinstance(whole, CpuModel):
             parts |= {name: seconds - before[name] for name, seconds in whole.seconds.items()}
+            parts["sampler"] += parts.pop("draw")
         parts["rest"] = total - sum(parts.values())
         return {name: seconds / num_steps for name, seconds in parts.items()}
 

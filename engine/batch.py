@@ -27,7 +27,7 @@ class SlotTables(NamedTuple):
     num_blocks: NDArray[np.int64]  # [num_slots]: so many of each row are meant
 
 
-class DecodeRows(NamedTuple):
+class FedRows(NamedTuple):
     """Rows that are their sequence's only one in the step and want logits; each array is [num_decodes] int64."""
 
     slots: NDArray[np.int64]
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     attention: AttentionBatch
 
 
-NO_DECODES: Final = DecodeRows(*(np.zeros(0, np.int64) for _ in range(3)))
+NO_DECODES: Final = FedRows(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 def build_batch(segments: Sequence[Segment], block_size: int) -> Batch:
@@ -85,7 +85,7 @@ class BatchBuffers:
         self._block_size = block_size
         self._steps = [_StepBuffers() for _ in range(STEPS_KEPT)]
 
-    def lay_out(self, tables: SlotTables, decodes: DecodeRows, chunks: Sequence[Chunk]) -> Batch:
+    def lay_out(self, tables: SlotTables, decodes: FedRows, chunks: Sequence[Chunk]) -> Batch:
         """The step as tensors, good until the STEPS_KEPT-th call after this one.
 
         Raises ValueError where a block table is too short for its positions.
@@ -143,7 +143,7 @@ class _StepBuffers:
         if len(self._rows) < self.logit_rows.array(num_logits).size:
             self._rows = np.arange(2 * num_logits)
 
-    def fill_decodes(self, tables: SlotTables, decodes: DecodeRows, block_size: int) -> None:
+    def fill_decodes(self, tables: SlotTables, decodes: FedRows, block_size: int) -> None:
         count = len(decodes.slots)
         if not count:
             return

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
@@ -28,7 +30,17 @@ from engine.step_memory import StepTensors
 from engine.tensor_names import ignored_tensors, tensor_shapes
 from engine.weights import TensorFiles
 from kernels.choice import Choice, NoKernels, WeightDtype, choose_kernels
-from kernels.interface import Kernels, LayerStack, Linear, ModelEnds, NearLogits, StackLayer, StepRows, WholeModel
+from kernels.interface import (
+    DecodeRows,
+    Kernels,
+    LayerStack,
+    Linear,
+    ModelEnds,
+    SlotNumbers,
+    StackLayer,
+    StepRows,
+    WholeModel,
+)
 from kernels.upload import upload
 
 
@@ -111,14 +123,19 @@ class Model:
             return self.ranks.gathered(self.ends.head(normed))[:, : self.config.vocab_size].contiguous()
         return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
-    @torch.inference_mode()
-    def near_forward(self, batch: Batch, kv: Tensor, memory: StepTensors) -> NearLogits | None:
-        """The same for rows that are all drawn plainly, in less time. None, and nothing is done: forward() is for this step."""
-        if self.whole is None:
-            return None
-        cos, sin = self.angles.up_to(batch.attention.block_tables.shape[1] * kv.shape[3])
-        logits = self._room_for_logits(len(batch.logit_rows), memory)
-        return self.whole.near_logits(StepRows(*batch[:3]), cos, sin, kv, batch.attention, logits)
+    def decode(
+        self, numbers: SlotNumbers, rows: DecodeRows, kv: Tensor, memory: StepTensors
+    ) -> NDArray[np.int64] | Tensor:
+        """Compute a step of decode rows that logits, temperatures and seeds alone decide, where there is a `whole`.
+
+        Returns the drawn token ids [num_rows], which `numbers` knows then; or, where they could not be told so, the logits, as
+        forward() does. Raises ValueError where a position is past the blocks of its sequence.
+        """
+        assert self.whole is not None
+        cos, sin = self.angles.up_to(int(rows.positions.max()) + 1)
+        logits = self._room_for_logits(len(rows.slots), memory)
+        token_ids = self.whole.decode(numbers, rows, cos, sin, kv, logits)
+        return logits if token_ids is None else token_ids
 
     def _room_for_logits(self, num_logits: int, memory: StepTensors) -> Tensor:
         shape = (num_logits, self.config.vocab_size)

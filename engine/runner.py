@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, SlotTables
+from engine.batch import Batch, BatchBuffers, Chunk, FedRows, SlotTables
 from engine.binding import Binder, Binding
 from engine.device import HostCopies
 from engine.device_sampler import sample_on_device
@@ -51,11 +51,11 @@ from engine.plan import (
     StepResult,
     TokenLogprobs,
 )
-from engine.sampler import Draw, is_decided_by_logits, sample, sample_near
+from engine.sampler import MASK_64, Draw, is_decided_by_logits, sample
 from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
 from engine.under_way import UnderWay
-from kernels.interface import NearLogits
+from kernels.interface import DecodeRows, SlotNumbers
 from kernels.upload import upload
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
@@ -94,12 +94,11 @@ class TorchRunner:
         self._kv = kv_memory
         self._num_blocks = kv_memory.num_blocks
         max_blocks = -(-max_model_len // kv_memory.block_size)
-        self._tables = SlotTables(np.zeros((num_slots, max_blocks), np.int64), np.zeros(num_slots, np.int64))
+        self._numbers = SlotNumbers.of(num_slots, max_blocks)
+        self._tables = SlotTables(self._numbers.block_ids, self._numbers.num_blocks)
         self._buffers = BatchBuffers(kv_memory.block_size)
         self._memory = StepTensors(max_logits=num_slots)
         self._generation = np.full(num_slots, _NO_GENERATION, np.int64)
-        self._last_token_id = np.zeros(num_slots, np.int64)
-        self._next_index = np.zeros(num_slots, np.int64)  # of the token sampled next, in its completion
         self._sampling = [SamplingParams(0.0, 0)] * num_slots
         self._counts: list[TokenCounts | None] = [None] * num_slots  # None: no penalties
         self._grammars = grammars
@@ -107,7 +106,9 @@ class TorchRunner:
         self._prompt: list[tuple[int, ...]] = [()] * num_slots  # where its logprobs are wanted
         self._branch_seeds: list[tuple[int, ...]] = [()] * num_slots  # until their first tokens are drawn
         self._is_told_more = np.zeros(num_slots, np.bool_)  # of whom an answer may be more than a token id
-        self._is_near_enough = np.zeros(num_slots, np.bool_)  # for whom near logits do, at every step of its life
+        # Who wants a token, which logits, temperature and seed decide, at every step of its life.
+        self._is_plain = np.zeros(num_slots, np.bool_)
+        self._draws_at_once = model.whole is not None and not self._is_asynchronous and followers is None
 
     def run(self, plan: Plan) -> StepResult:
         """Compute one step. Raises PlanError if it does not fit the slots."""
@@ -125,16 +126,20 @@ class TorchRunner:
             self._meet(self._lead(plan, None))
             return Done(StepResult.of(plan.step_id, list(map(self._leave, plan.marks))))
         self._take_blocks(plan.decodes, plan.chunks)
+        is_of_decodes = not (plan.chunks or plan.marks)
+        if self._draws_at_once and is_of_decodes and self._is_plain[plan.decodes.slots].all():
+            on_ready()
+            return Done(self._decode(plan))
         chunks = [self._chunk(row) for row in plan.chunks]
         slots = plan.decodes.slots
-        decodes = DecodeRows(slots, plan.decodes.positions, self._last_token_id[slots])
+        decodes = FedRows(slots, plan.decodes.positions, self._numbers.token_ids[slots])
         batch = self._buffers.lay_out(self._tables, decodes, chunks)
         if self._is_asynchronous:
             batch = batch._replace(token_ids=self._fed_on_device(batch.token_ids, slots))
         written = self._blocks_of(chunks) if self._kv.is_mirrored else []
         led = self._lead(plan, batch, written)
         on_ready()
-        logits = self._logits(plan, batch)
+        logits = self._model.forward(batch, self._kv.tensor, self._memory)
         rows = _Rows.of(plan, chunks)
         drawn = self._draw_on_device(logits, rows.sampling, rows.num_logits) if self._is_asynchronous else None
         if drawn is not None:
@@ -147,25 +152,24 @@ class TorchRunner:
         self._meet(led)
         return Done(self._read(plan, rows, logits))
 
-    def _logits(self, plan: Plan, batch: Batch) -> Tensor | NearLogits:
-        """Compute the step; near ones where each row is drawn plainly, and nothing but its token is wanted."""
-        if self._is_a_token_each(plan) and not self._is_asynchronous and self._is_near_enough[plan.decodes.slots].all():
-            near = self._model.near_forward(batch, self._kv.tensor, self._memory)
-            if near is not None:
-                return near
-        return self._model.forward(batch, self._kv.tensor, self._memory)
+    def _decode(self, plan: Plan) -> StepResult:
+        """A step that is laid out, computed and drawn in one call; its draws come here where that cannot decide them."""
+        rows = DecodeRows(plan.decodes.slots, plan.decodes.positions)
+        drawn = self._model.decode(self._numbers, rows, self._kv.tensor, self._memory)
+        if isinstance(drawn, Tensor):
+            return self._read(plan, _Rows.of(plan, ()), drawn)
+        return StepResult(plan.step_id, rows.slots, plan.decodes.generations, drawn, {})
 
     def _is_a_token_each(self, plan: Plan) -> bool:
         """Whether there are decode rows only, and nobody who is told more than a token, as nearly always."""
         return not (plan.chunks or plan.marks or self._is_told_more[plan.decodes.slots].any())
 
-    def _read(self, plan: Plan, rows: _Rows, logits: Tensor | NearLogits) -> StepResult:
+    def _read(self, plan: Plan, rows: _Rows, logits: Tensor) -> StepResult:
         """Draw, and answer every row and mark."""
-        if isinstance(logits, Tensor):
-            logits = logits.cpu()  # the sampler's side; on a CPU no copy
+        logits = logits.cpu()  # the sampler's side; on a CPU no copy
         sampled = self._sample(logits, rows.sampling)
         slots = plan.decodes.slots
-        if not isinstance(logits, Tensor) or self._is_a_token_each(plan):
+        if self._is_a_token_each(plan):
             token_ids = np.array([token_ids[0] for token_ids in sampled.values()], np.int64)
             return StepResult(plan.step_id, slots, plan.decodes.generations, token_ids, {})
         results = [
@@ -197,18 +201,16 @@ class TorchRunner:
         on_device[: len(slots)] = self._last_on_device[slots]
         return on_device
 
-    def _draw_on_device(
-        self, logits: Tensor | NearLogits, row_of_slot: dict[int, int], num_logits: int
-    ) -> Tensor | None:
+    def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:
         """Draw and note these slots' next tokens without waiting: [num_slots] int64; None if some row asks for more."""
         slots = [*row_of_slot]
         draws = self._draws(slots)
-        if not isinstance(logits, Tensor) or len(slots) != num_logits or not all(map(self._is_plain, slots, draws)):
+        if len(slots) != num_logits or not all(map(self._is_drawn_there, slots, draws)):
             return None
         drawn = sample_on_device(logits[[*row_of_slot.values()]], draws)
         at = upload(torch.tensor(slots, dtype=torch.int64), drawn.device)
         self._last_on_device[at] = drawn.clamp(min=0)
-        self._next_index[slots] += 1
+        self._numbers.next_indices[slots] += 1
         return drawn
 
     def _draws(self, slots: list[int]) -> list[Draw]:
@@ -216,9 +218,9 @@ class TorchRunner:
         constraints = [self._constraints[slot] for slot in slots]
         allowed = [None if each is None else each.allowed() for each in constraints]
         sampling = [self._sampling[slot] for slot in slots]
-        return list(map(Draw, sampling, self._next_index[slots].tolist(), counts, allowed))
+        return list(map(Draw, sampling, self._numbers.next_indices[slots].tolist(), counts, allowed))
 
-    def _is_plain(self, slot: int, draw: Draw) -> bool:
+    def _is_drawn_there(self, slot: int, draw: Draw) -> bool:
         """Whether its answer is one token id that can be drawn on the device."""
         is_told_more = draw.sampling.num_logprobs is not None or self._prompt[slot] or self._branch_seeds[slot]
         return not is_told_more and is_decided_by_logits(draw)
@@ -233,7 +235,7 @@ class TorchRunner:
         self._unbind(slot)
         return SlotResult(slot, mark.generation, PREEMPTED_TOKEN_ID)
 
-    def _sample(self, logits: Tensor | NearLogits, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
+    def _sample(self, logits: Tensor, row_of_slot: dict[int, int]) -> dict[int, list[int]]:
         """Draw these slots' next tokens from these rows of [num_rows, vocab_size], and note them.
 
         Behind a slot's own token come those of its further branches, whose seeds are used up by this.
@@ -245,17 +247,14 @@ class TorchRunner:
         for at, seed in branches:
             draws.append(draws[at]._replace(sampling=replace(draws[at].sampling, seed=seed)))
             rows.append(rows[at])
-        if isinstance(logits, Tensor):
-            drawn = sample(logits if rows == [*range(len(logits))] else logits[rows], draws, self._model.kernels)
-        else:  # rows in order, no branches
-            drawn = sample_near(logits, draws, self._model.kernels)
+        drawn = sample(logits if rows == [*range(len(logits))] else logits[rows], draws, self._model.kernels)
         token_ids = {slot: [token_id] for slot, token_id in zip(slots, drawn, strict=False)}
         for (at, _), token_id in zip(branches, drawn[len(slots) :], strict=True):
             token_ids[slots[at]].append(token_id)
             self._branch_seeds[slots[at]] = ()
         # A broken row's next one was planned already: feed it anything.
         self._note(slots, np.maximum(drawn[: len(slots)], 0))
-        self._next_index[slots] += 1
+        self._numbers.next_indices[slots] += 1
         for slot, token_id in zip(slots, drawn, strict=False):
             for past in (self._counts[slot], self._constraints[slot]):
                 if past is not None and token_id != BROKEN_ROW:
@@ -266,10 +265,10 @@ class TorchRunner:
 
     def _note(self, slots: Sequence[int], token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         """What the slots' next decode rows feed."""
-        self._last_token_id[slots] = token_ids
+        self._numbers.token_ids[slots] = token_ids
         if self._is_asynchronous:
             device = self._last_on_device.device
-            fed = upload(torch.tensor(self._last_token_id[slots]), device)
+            fed = upload(torch.tensor(self._numbers.token_ids[slots]), device)
             self._last_on_device[upload(torch.tensor(slots, dtype=torch.int64), device)] = fed
 
     def _result(
@@ -305,7 +304,7 @@ class TorchRunner:
         self._generation[slot] = start.generation
         self._tables.num_blocks[slot] = 0
         self._note([slot], [start.last_token_id])
-        self._next_index[slot] = start.next_index
+        self._numbers.next_indices[slot] = start.next_index
         self._sampling[slot] = start.sampling
         is_counted = start.sampling.has_penalties
         self._counts[slot] = TokenCounts(start.prompt_token_ids, start.generated_token_ids) if is_counted else None
@@ -315,7 +314,9 @@ class TorchRunner:
         is_scored = start.sampling.num_logprobs is not None
         self._is_told_more[slot] = is_scored or start.sampling.prompt_logprobs or bool(start.branch_seeds)
         is_decided = is_decided_by_logits(Draw(start.sampling, start.next_index))
-        self._is_near_enough[slot] = is_decided and not start.sampling.looks_back
+        self._is_plain[slot] = is_decided and not (start.sampling.looks_back or self._is_told_more[slot])
+        self._numbers.seeds[slot] = start.sampling.seed & MASK_64
+        self._numbers.temperatures[slot] = start.sampling.temperature
 
     def _unbind(self, slot: int) -> None:
         if (bound := self._constraints[slot]) is not None:

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.token_counts import TokenCounts
-from kernels.interface import Contenders, Kernels, NearLogits
+from kernels.interface import Contenders, Kernels
 
-_MASK_64: Final = (1 << 64) - 1
+MASK_64: Final = (1 << 64) - 1
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2: Final = np.uint64(0x94D049BB133111EB)
@@ -116,18 +116,6 @@ def _draw_bound(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int], kern
     return sample(torch.from_numpy(values), [draws[row]._replace(allowed=None) for row in rows], kernels)
 
 
-def sample_near(logits: NearLogits, draws: Sequence[Draw], kernels: Kernels) -> list[int]:
-    """The same where few logits are known in full; each row `is_decided_by_logits`."""
-    contenders = logits.contenders(*_warmth(draws))
-    if contenders is None:
-        return sample(logits.in_full(), draws, kernels)
-    token_ids: list[int] = contenders.greatest_ids.tolist()
-    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    for row, token_id in zip(drawn, _draw_among_few(draws, contenders, drawn), strict=True):
-        token_ids[row] = token_id
-    return token_ids
-
-
 def _draw_among_few(draws: Sequence[Draw], contenders: Contenders, rows: Sequence[int]) -> list[int]:
     """Draw in each of these rows among its contenders; at once, because calls cost more than the numbers do."""
     if not rows:
@@ -198,7 +186,7 @@ def _noise(streams: np.uint64 | NDArray[np.uint64], token_ids: NDArray[np.int64]
 
 def noise_stream(seed: int, token_index: int) -> np.uint64:
     """Where the noise of this index begins."""
-    state = (_mix_one(seed & _MASK_64) + token_index) & _MASK_64
+    state = (_mix_one(seed & MASK_64) + token_index) & MASK_64
     return np.uint64(_mix_one(state))
 
 
@@ -311,6 +299,6 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _mix_one(state: int) -> int:
     """The same of one number."""
-    state = (state ^ (state >> 30)) * int(MIX_1) & _MASK_64
-    state = (state ^ (state >> 27)) * int(MIX_2) & _MASK_64
+    state = (state ^ (state >> 30)) * int(MIX_1) & MASK_64
+    state = (state ^ (state >> 27)) * int(MIX_2) & MASK_64
     return state ^ (state >> 31)

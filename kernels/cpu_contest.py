@@ -1,11 +1,12 @@
 """What the compiled library tells of a step's draws: from all logits (contend.h), or from near ones (screen.h).
 
 A head that looks tokens up as well lies there row by row, as the embedding. In 8 bits besides, it is half of what a step of few
-rows reads of it in bf16, and nothing of a draw changes. Not here: which steps may ask (engine/runner.py).
+rows reads of it in bf16, and nothing of a draw changes. Not here: which steps are drawn so (engine/runner.py).
 """
 
 from __future__ import annotations
 
+from ctypes import pointer
 from typing import Final
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu_library import DTYPE_CODES, CContest, CScreen, Library, reference
+from kernels.cpu_library import CContest, CDraws, CScreen, Library
 from kernels.cpu_linear import CpuLinear
 from kernels.int8_weights import Int8Weight, quantized
 from kernels.interface import Contenders
@@ -21,6 +22,8 @@ from kernels.weight_memory import WeightMemory
 
 MAX_CONTENDERS: Final = 512  # of a row; some dozens are usual
 MAX_NEAR_ROWS: Final = 12  # of a step; more compute as long as they read
+# A draw that is won by less is left to the sampler: its logarithms may differ from the library's in their last places, 1e-14.
+MARGIN: Final = 1e-9
 _REST: Final = 64  # steps with the head in full, behind one that near logits could not tell
 _ROWS_AT_ONCE: Final = 4096  # of what is widened meanwhile
 
@@ -57,20 +60,39 @@ class Contest:
         return Contenders(self._greatest[:num_rows].copy(), self._greatest_ids[:num_rows].copy(), few)
 
 
+class Draws:
+    """Room for the draws of one step after the other."""
+
+    def __init__(self) -> None:
+        self._contest = Contest(1)
+        self.c: Final = CDraws(None, pointer(self._contest.c), None, MARGIN)
+
+    def begin(self, num_rows: int, screen: CScreen | None) -> NDArray[np.int64]:
+        """So many rows are drawn next, from near logits where there is a screen: where their token ids will be."""
+        if num_rows > self._contest.max_rows:
+            self._contest = Contest(1 << (num_rows - 1).bit_length())
+            self.c.contest = pointer(self._contest.c)
+        token_ids = np.empty(num_rows, np.int64)
+        self.c.screen = None if screen is None else pointer(screen)
+        self.c.drawn = token_ids.ctypes.data
+        return token_ids
+
+
 class CpuNearHead:
     """kernels.interface.NearHead: a head in 8 bits beside the one in full, and how far apart their logits may be."""
 
     def __init__(self, library: Library, memory: WeightMemory, weight: Tensor) -> None:
         """weight: [vocab_size, hidden_size], the head in full, which stays where it is."""
         rounded = quantized(weight)
-        self.library: Final = library
-        self.weight: Final = weight
+        self._weight = weight
         self.linear: Final = CpuLinear(library, memory, weight, rounded=rounded)
-        self.radii: Final = _radii(weight, rounded)
-        self.contest: Final = Contest(MAX_NEAR_ROWS)
-        self.is_told: Final = np.empty(MAX_NEAR_ROWS, np.int32)
+        self._radii = _radii(weight, rounded)
         self.num_told = self.num_untold = 0  # steps so far
         self._rest = 0
+
+    def screen(self, normed: Tensor) -> CScreen:
+        """normed: [MAX_NEAR_ROWS, hidden_size], where what the head multiplies will lie; the caller keeps it."""
+        return CScreen(self._weight.data_ptr(), self._radii.data_ptr(), normed.data_ptr(), normed.shape[1])
 
     def begins(self, num_rows: int) -> bool:
         """Whether a step of so many rows is worth the try. A model whose draws it cannot tell is left alone for a while."""
@@ -83,36 +105,6 @@ class CpuNearHead:
             self.num_told += 1
         else:
             self.num_untold, self._rest = self.num_untold + 1, _REST
-
-
-class CpuNearLogits:
-    """kernels.interface.NearLogits of one step; good until the next."""
-
-    def __init__(self, head: CpuLinear, near_head: CpuNearHead, normed: Tensor, logits: Tensor) -> None:
-        """normed: what the head multiplies. logits: the near ones, and room for those in full."""
-        self._head, self._near_head = head, near_head
-        self._normed, self._logits = normed, logits
-
-    def contenders(self, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders | None:
-        """See NearLogits."""
-        near, (num_rows, vocab_size) = self._near_head, self._logits.shape
-        near.contest.set(temperatures, streams, vocab_size)
-        screen = CScreen(near.weight.data_ptr(), near.radii.data_ptr(), self._normed.data_ptr(), near.weight.shape[1])
-        near.library.call.baton_screen(
-            reference(screen),
-            reference(near.contest.c),
-            self._logits.data_ptr(),
-            near.is_told.ctypes.data,
-            torch.get_num_threads(),
-            DTYPE_CODES[self._logits.dtype],
-        )
-        is_told = bool(near.is_told[:num_rows].all())
-        near.ends(is_told=is_told)
-        return near.contest.found() if is_told else None
-
-    def in_full(self) -> Tensor:
-        """See NearLogits."""
-        return self._head(self._normed, self._logits)
 
 
 def _radii(weight: Tensor, rounded: Int8Weight) -> Tensor:

@@ -18,16 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu_contest import MAX_NEAR_ROWS, Contest, CpuNearHead, CpuNearLogits
+from kernels.cpu_contest import MAX_NEAR_ROWS, Contest, CpuNearHead, Draws
 from kernels.cpu_library import (
     DTYPE_CODES,
     MAX_HEAD_DIM,
     NUM_PHASES,
     CBatch,
     CCache,
+    CDecodeRows,
     CEnds,
     CLayer,
     CRotation,
+    CSlots,
     CStack,
     Library,
     Workspace,
@@ -38,8 +40,10 @@ from kernels.int8_weights import INT8_SUFFIX, Int8Weight, quantized
 from kernels.interface import (
     AttentionBatch,
     Contenders,
+    DecodeRows,
     Linear,
     ModelEnds,
+    SlotNumbers,
     StackLayer,
     StepAttention,
     StepRows,
@@ -48,15 +52,18 @@ from kernels.torch_reference import TorchBlockCopies
 from kernels.weight_memory import WeightMemory
 
 
+def _c_cache(kv: Tensor, num_heads: int) -> CCache:
+    _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
+    return CCache(kv.data_ptr(), num_layers, block_size, num_kv_heads, head_dim, num_heads, kv.stride(3))
+
+
 class _CStep:
     """A step's batch in C's terms; keeps what the pointers point to."""
 
     def __init__(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> None:
-        _, num_layers, _, block_size, num_kv_heads, head_dim = kv.shape
         self._kept = (kv, batch.block_tables, batch.write_positions)
         self._spans = np.ascontiguousarray(batch.spans, np.int32)
-        shape = (num_layers, block_size, num_kv_heads, head_dim, num_heads)
-        self.cache: Final = CCache(kv.data_ptr(), *shape, kv.stride(3))
+        self.cache: Final = _c_cache(kv, num_heads)
         self.batch: Final = CBatch(
             self._spans.ctypes.data,
             batch.block_tables.data_ptr(),
@@ -159,48 +166,85 @@ class CpuModel(CpuStack):
         self._near_head = ends.near_head if isinstance(ends.near_head, CpuNearHead) else None
         if self._near_head is not None:
             self._normed = ends.embedding.new_empty((MAX_NEAR_ROWS, ends.embedding.shape[1]))
+            self._screen = self._near_head.screen(self._normed)
             self._c_near_ends = CEnds(*addresses, self._near_head.linear.c)
             self._c_near_ends.normed = self._normed.data_ptr()
+        self._draws = Draws()
+        self._c_slots = CSlots()
+        self._slots: SlotNumbers | None = None  # whose addresses those are
         self._dtype_code = DTYPE_CODES[ends.embedding.dtype]
 
     def logits(
         self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
     ) -> None:
         """See WholeModel."""
-        self._forward(
-            self._c_ends, rows, CRotation(cos.data_ptr(), sin.data_ptr()), _CStep(kv, batch, self._num_heads), logits
-        )
-
-    def near_logits(
-        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
-    ) -> CpuNearLogits | None:
-        """See WholeModel."""
-        if self._near_head is None or not self._near_head.begins(len(logits)):
-            return None
-        rotation = CRotation(cos.data_ptr(), sin.data_ptr())
-        self._forward(self._c_near_ends, rows, rotation, _CStep(kv, batch, self._num_heads), logits)
-        return CpuNearLogits(self._head, self._near_head, self._normed[: len(logits)], logits)
-
-    def _forward(self, ends: CEnds, rows: StepRows, rotation: CRotation, step: _CStep, logits: Tensor) -> None:
+        step, ends = _CStep(kv, batch, self._num_heads), self._c_ends
         ends.token_ids, ends.logit_rows = rows.token_ids.data_ptr(), rows.logit_rows.data_ptr()
         ends.logits, ends.num_logits = logits.data_ptr(), len(rows.logit_rows)
-        rotation.positions = rows.positions.data_ptr()
         is_done = self._library.call.baton_forward(
             self._workspace.address,
             reference(self._c),
             reference(step.cache),
             reference(step.batch),
-            reference(rotation),
+            reference(CRotation(cos.data_ptr(), sin.data_ptr(), rows.positions.data_ptr())),
             reference(ends),
             torch.get_num_threads(),
             self._seconds,
             self._dtype_code,
         )
         if not is_done:
-            raise IndexError("a token id is none of the vocabulary's")
+            raise _no_such_token()
+
+    def decode(
+        self, numbers: SlotNumbers, rows: DecodeRows, cos: Tensor, sin: Tensor, kv: Tensor, logits: Tensor
+    ) -> NDArray[np.int64] | None:
+        """See WholeModel."""
+        slots, positions = (np.ascontiguousarray(each, np.int64) for each in rows)
+        num_rows, near = len(slots), self._near_head
+        if near is not None and not near.begins(num_rows):
+            near = None
+        ends = self._c_ends if near is None else self._c_near_ends
+        ends.logits = logits.data_ptr()
+        token_ids = self._draws.begin(num_rows, None if near is None else self._screen)
+        outcome = self._library.call.baton_decode(
+            self._workspace.address,
+            reference(self._c),
+            reference(_c_cache(kv, self._num_heads)),
+            reference(CRotation(cos.data_ptr(), sin.data_ptr())),
+            reference(ends),
+            reference(self._addresses(numbers)),
+            reference(CDecodeRows(slots.ctypes.data, positions.ctypes.data, num_rows)),
+            reference(self._draws.c),
+            torch.get_num_threads(),
+            self._seconds,
+            self._dtype_code,
+        )
+        if outcome < 0:
+            raise _no_such_token() if outcome == -1 else _no_such_block(numbers, rows, kv.shape[3])
+        if near is not None:
+            near.ends(is_told=bool(outcome))
+            if not outcome:
+                self._head(self._normed[:num_rows], logits)
+        return token_ids if outcome else None
+
+    def _addresses(self, numbers: SlotNumbers) -> CSlots:
+        if numbers is not self._slots:
+            self._c_slots = CSlots(*(array.ctypes.data for array in numbers), numbers.block_ids.shape[1])
+            self._slots = numbers
+        return self._c_slots
 
 
-PHASES: Final = ("norm", "qkv", "rotate and write", "attend", "attention out", "gate and up", "down", "head")
+def _no_such_token() -> IndexError:
+    return IndexError("a token id is none of the vocabulary's")
+
+
+def _no_such_block(numbers: SlotNumbers, rows: DecodeRows, block_size: int) -> ValueError:
+    num_blocks = numbers.num_blocks[rows.slots]
+    row = int((num_blocks * block_size <= rows.positions).argmax())
+    return ValueError(f"position {rows.positions[row]} is past the {num_blocks[row]} blocks of its sequence")
+
+
+PHASES: Final = ("norm", "qkv", "rotate and write", "attend", "attention out", "gate and up", "down", "head", "draw")
 
 
 def _c_layer(layer: StackLayer) -> CLayer:

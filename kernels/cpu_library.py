@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Final
 
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 
-INTERFACE: Final = 6
+INTERFACE: Final = 7
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
-NUM_PHASES: Final = 8
+NUM_PHASES: Final = 9
 
 _Fields = list[tuple[str, Any]]
 
@@ -138,6 +138,37 @@ class CScreen(Structure):
     ]
 
 
+class CSlots(Structure):
+    """layout.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("block_ids", c_void_p),
+        ("num_blocks", c_void_p),
+        ("token_ids", c_void_p),
+        ("next_indices", c_void_p),
+        ("seeds", c_void_p),
+        ("temperatures", c_void_p),
+        ("max_blocks", c_int64),
+    ]
+
+
+class CDecodeRows(Structure):
+    """layout.h."""
+
+    _fields_: ClassVar[_Fields] = [("slots", c_void_p), ("positions", c_void_p), ("num_rows", c_int32)]
+
+
+class CDraws(Structure):
+    """draw.h."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("screen", POINTER(CScreen)),
+        ("contest", POINTER(CContest)),
+        ("drawn", c_void_p),
+        ("margin", c_double),
+    ]
+
+
 _FUNCTIONS: Final = MappingProxyType(
     {
         "baton_interface": (c_int, ()),
@@ -152,7 +183,6 @@ _FUNCTIONS: Final = MappingProxyType(
         "baton_rotate": (None, (c_void_p, POINTER(CRotation), c_void_p, c_int64, c_void_p, c_int)),
         "baton_gate": (None, (c_void_p, c_int, c_int, c_void_p, c_int)),
         "baton_contend": (None, (POINTER(CContest), c_void_p, c_int, c_int)),
-        "baton_screen": (None, (POINTER(CScreen), POINTER(CContest), c_void_p, c_void_p, c_int, c_int)),
         "baton_attend": (
             None,
             (c_void_p, POINTER(CCache), POINTER(CBatch), c_void_p, c_void_p, c_int, c_int, c_int, c_int),
@@ -180,6 +210,22 @@ _FUNCTIONS: Final = MappingProxyType(
                 POINTER(CBatch),
                 POINTER(CRotation),
                 POINTER(CEnds),
+                c_int,
+                POINTER(c_double),
+                c_int,
+            ),
+        ),
+        "baton_decode": (
+            c_int,
+            (
+                c_void_p,
+                POINTER(CStack),
+                POINTER(CCache),
+                POINTER(CRotation),
+                POINTER(CEnds),
+                POINTER(CSlots),
+                POINTER(CDecodeRows),
+                POINTER(CDraws),
                 c_int,
                 POINTER(c_double),
                 c_int,

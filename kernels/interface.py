@@ -88,6 +88,13 @@ class ModelEnds(NamedTuple):
     near_head: NearHead | None = None
 
 
+class DecodeRows(NamedTuple):
+    """Rows that are each their sequence's only one in a step, which wants their logits."""
+
+    slots: NDArray[np.int64]  # [num_rows]
+    positions: NDArray[np.int64]  # [num_rows]
+
+
 class StepRows(NamedTuple):
     """The rows of a step."""
 
@@ -112,14 +119,22 @@ class Contenders(NamedTuple):
     few: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None]
 
 
-class NearLogits(Protocol):
-    """Logits of a step that are known nearly, and in full where that decides."""
+class SlotNumbers(NamedTuple):
+    """What a runner keeps of each slot's sequence, in contiguous arrays that stay where they are."""
 
-    def contenders(self, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> Contenders | None:
-        """As Kernels.contenders would tell of the logits in full. None: it takes those."""
+    block_ids: NDArray[np.int64]  # [num_slots, max_blocks]: its block table
+    num_blocks: NDArray[np.int64]  # [num_slots]: so many of each row are meant
+    token_ids: NDArray[np.int64]  # [num_slots]: what its next decode row feeds
+    next_indices: NDArray[np.int64]  # [num_slots]: of the token drawn next, in its completion
+    seeds: NDArray[np.uint64]  # [num_slots]
+    temperatures: NDArray[np.float64]  # [num_slots]; 0: greedy
 
-    def in_full(self) -> Tensor:
-        """All of them, [num_logits, vocab_size], at the cost of the head once more; nothing can be told from near ones then."""
+    @classmethod
+    def of(cls, num_slots: int, max_blocks: int) -> SlotNumbers:
+        """Of slots that nobody has."""
+        of_each = [np.zeros(num_slots, np.int64) for _ in range(3)]
+        tables = np.zeros((num_slots, max_blocks), np.int64)
+        return cls(tables, of_each[0], of_each[1], of_each[2], np.zeros(num_slots, np.uint64), np.zeros(num_slots))
 
 
 class WholeModel(Protocol):
@@ -134,10 +149,15 @@ class WholeModel(Protocol):
         token id is none of the vocabulary's.
         """
 
-    def near_logits(
-        self, rows: StepRows, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, logits: Tensor
-    ) -> NearLogits | None:
-        """The same where plain draws are all that is wanted, in less time. None, and nothing is done: this step has no such way."""
+    def decode(
+        self, numbers: SlotNumbers, rows: DecodeRows, cos: Tensor, sin: Tensor, kv: Tensor, logits: Tensor
+    ) -> NDArray[np.int64] | None:
+        """Run a step of decode rows, and draw what logits, temperatures and seeds alone decide (engine/sampler.py): [num_rows].
+
+        What a slot feeds next, and its next index, are noted in `numbers`. None: the logits [num_rows, vocab_size] are there, and
+        the draws are still to be done. Raises IndexError as logits() does, and ValueError where a position is past the blocks of
+        its sequence.
+        """
 
 
 class BlockCopies(Protocol):

@@ -22,13 +22,13 @@ constexpr float MARGIN = 1.001f;  // thousandfold what fp32 loses of a score bet
 constexpr float OCTAVE = 0x1p23f;  // from a power of two to the next, in bits taken for an integer
 
 struct Contest {
-    const float *temperatures;  // [num_rows]; 0: only the greatest is wanted
-    const uint64_t *streams;    // [num_rows]
-    float *greatest;            // [num_rows]; a NaN where the row has one
-    int32_t *greatest_ids;      // [num_rows], of equals the lowest
-    int32_t *ids;               // [num_rows, limit], ascending
-    float *values;              // [num_rows, limit]: their logits
-    int32_t *counts;            // [num_rows]; above limit where more contend
+    float *temperatures;    // [num_rows]; 0: only the greatest is wanted
+    uint64_t *streams;      // [num_rows]
+    float *greatest;        // [num_rows]; a NaN where the row has one
+    int32_t *greatest_ids;  // [num_rows], of equals the lowest
+    int32_t *ids;           // [num_rows, limit], ascending
+    float *values;          // [num_rows, limit]: their logits
+    int32_t *counts;        // [num_rows]; above limit where more contend
     int32_t num_rows, vocab_size, limit;
 };
 
@@ -39,6 +39,11 @@ inline uint64_t mixed(uint64_t x) {  // SplitMix64's finaliser
 }
 
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+
+// -log(u) of a token.
+inline double exponential_of(uint64_t stream, int id) {
+    return -std::log((double(mixed(stream + uint64_t(id + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52);
+}
 
 // 1 - u of 8 tokens, rounded to fp32; `states`: where the stream is at each.
 BATON_INLINE Eight complements(Wide states) {
@@ -91,10 +96,7 @@ template <class F> void race(const Contest &contest, int row, F &&between) {
     if (contest.temperatures[row] <= 0 || !std::isfinite(greatest)) return;
     const float sharpness = std::min(1.0f / contest.temperatures[row], std::numeric_limits<float>::max());
     const uint64_t stream = contest.streams[row];
-    auto exponential_of = [&](int id) {  // -log(u)
-        return -std::log((double(mixed(stream + uint64_t(id + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52);
-    };
-    float least = float(exponential_of(contest.greatest_ids[row])) * MARGIN;
+    float least = float(exponential_of(stream, contest.greatest_ids[row])) * MARGIN;
     // The line of a number that is not above exp(score) * least; scores in octaves, with what is not exact on the side of more.
     auto line_of_least = [&] { return (std::log2(least) + 127.0f) * OCTAVE + 1000.0f; };
     float line = line_of_least();
@@ -117,7 +119,7 @@ template <class F> void race(const Contest &contest, int row, F &&between) {
             if (!in[i]) continue;
             if (contest.counts[row] < contest.limit) ids[contest.counts[row]] = id + i;
             contest.counts[row]++;
-            if (weight[i] > 0) least = std::min(least, float(exponential_of(id + i)) / weight[i] * MARGIN);
+            if (weight[i] > 0) least = std::min(least, float(exponential_of(stream, id + i)) / weight[i] * MARGIN);
         }
         line = line_of_least();
     }
@@ -130,6 +132,25 @@ template <class T> void contend(const T *logits, const Contest &contest, int row
     const size_t first = size_t(row) * contest.limit;
     for (int i = 0; i < std::min(contest.counts[row], contest.limit); i++)
         contest.values[first + i] = load_some(logits + contest.ids[first + i], 1)[0];
+}
+
+constexpr int64_t UNDECIDED = -1;
+
+// Who wins a row's draw, as engine/sampler.py has it. UNDECIDED: too many contend, or another library's logarithms, which may differ
+// in their last places, might have somebody else within `margin` win.
+inline int64_t winner(const Contest &contest, int row, double temperature, double margin) {
+    if (!std::isfinite(contest.greatest[row]) || contest.counts[row] > contest.limit) return UNDECIDED;
+    if (temperature <= 0) return contest.greatest_ids[row];
+    const size_t first = size_t(row) * contest.limit;
+    double best = -std::numeric_limits<double>::infinity(), second = best;
+    int64_t best_id = UNDECIDED;
+    for (size_t i = first; i < first + contest.counts[row]; i++) {
+        const double score = double(contest.values[i] - contest.greatest[row]) / temperature;
+        const double noisy = score - std::log(exponential_of(contest.streams[row], contest.ids[i]));
+        if (noisy > best) second = best, best = noisy, best_id = contest.ids[i];
+        else second = std::max(second, noisy);
+    }
+    return best - second > margin ? best_id : UNDECIDED;
 }
 
 }  // namespace baton

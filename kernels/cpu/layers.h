@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "layout.h"
 #include "linear.h"
 #include "rows.h"
 #include "step.h"
@@ -46,7 +47,7 @@ struct Ends {
     int32_t num_logits;
 };
 
-constexpr int NUM_PHASES = 8;  // norm, qkv, rotate and write, attend, attention out, gate and up, down, head
+constexpr int NUM_PHASES = 9;  // norm, qkv, rotate and write, attend, attention out, gate and up, down, head, draw
 constexpr int LAYER_PHASES = 7 + ATTENTION_PHASES, END_PHASES = 3;  // that threads go through together, at most
 constexpr int MAX_OWN_NORMS = 4;  // rows up to here each thread norms for itself: cheaper than meeting
 
@@ -177,7 +178,8 @@ class Workspace {
         }
     }
 
-    size_t bytes() const { return plan.bytes() + turns.bytes() + activations_.size(); }
+    size_t bytes() const { return plan.bytes() + turns.bytes() + layout.bytes() + activations_.size(); }
+    Layout layout;
     StepPlan plan;
     Turns turns;
 

@@ -1,7 +1,6 @@
 // What Python calls (kernels/cpu_library.py), by plain C rules: pointers and integers, nothing is kept but a workspace.
-#include "contend.h"
+#include "draw.h"
 #include "layers.h"
-#include "screen.h"
 
 using namespace baton;
 
@@ -34,7 +33,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 6; }
+int baton_interface() { return 7; }
 
 // Pieces of work that a thread has done because the one that had begun them had lost its core.
 uint64_t baton_num_taken_over() { return num_taken_over.load(); }
@@ -143,14 +142,27 @@ void baton_contend(const Contest *contest, const void *logits, int num_threads, 
     });
 }
 
-// The same told from near logits, [num_rows, vocab_size], and of few; `is_told` [num_rows]: 0 where it cannot be.
-void baton_screen(const Screen *screen, const Contest *contest, const void *near, int32_t *is_told, int num_threads, int dtype) {
+// A step of decode rows that their logits, temperatures and seeds decide: laid out, computed, drawn, and noted in the slots. Returns 1;
+// 0 where logits are all that there is, and the draws are the caller's; -1 or -2, and nothing done, where a row feeds a token id that is
+// not in the vocabulary, or is past its sequence's blocks.
+int baton_decode(Workspace *workspace, const Stack *stack, const Cache *cache, const Rotation *rotation, const Ends *ends,
+                 const Slots *slots, const DecodeRows *rows, const Draws *draws, int num_threads, double *seconds, int dtype) {
+    Layout &layout = workspace->layout;
+    if (!layout.make(*slots, *rows, cache->block_size)) return -2;
+    Rotation rotated = *rotation;
+    rotated.positions = rows->positions;
+    Ends from_slots = *ends;
+    from_slots.token_ids = layout.token_ids.data(), from_slots.logit_rows = layout.logit_rows.data();
+    from_slots.num_logits = rows->num_rows;
+    if (!baton_forward(workspace, stack, cache, &layout.batch, &rotated, &from_slots, num_threads, seconds, dtype)) return -1;
+    Clock clock(seconds);
+    bool is_drawn = false;
+    draws->contest->num_rows = rows->num_rows, draws->contest->vocab_size = ends->head.out;
     in_dtype(dtype, [&](auto t) {
-        using T = decltype(t);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && contest->num_rows > 1)
-        for (int row = 0; row < contest->num_rows; row++)
-            is_told[row] = screen_row(static_cast<const T *>(near) + size_t(row) * contest->vocab_size, *screen, *contest, row);
+        is_drawn = draw(*draws, *slots, *rows, static_cast<const decltype(t) *>(from_slots.logits), num_threads);
     });
+    clock.phase(NUM_PHASES - 1);
+    return is_drawn;
 }
 
 }  // extern "C"

@@ -86,7 +86,9 @@ def test_an_asynchronous_runner_says_what_a_synchronous_one_says(model: Model, i
     assert num_waited_for == 0 if is_plain else num_waited_for > 0
 
 
-def test_a_runner_says_when_a_step_is_laid_out_and_not_computed_yet(model: Model) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_a_runner_says_when_a_step_is_not_computed_yet(model_dirs: ModelDirs, kernels: str) -> None:
+    model = load_model(model_dirs("group4"), "fp32", kernels)
     memory = KvMemory(model.config, BLOCK_SIZE, NUM_BLOCKS, model.dtype)
     scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, 32, MAX_MODEL_LEN), BlockPool(NUM_BLOCKS, BLOCK_SIZE), b"key")
     runner = TorchRunner(model, memory, NUM_SLOTS, MAX_MODEL_LEN)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import Batch, BatchBuffers, Chunk, DecodeRows, Segment, SlotTables, build_batch
+from engine.batch import Batch, BatchBuffers, Chunk, FedRows, Segment, SlotTables, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
-from kernels.cpu_kernels import CpuKernels
+from kernels.cpu_kernels import CpuKernels, CpuModel
 from tests.engine_torch.conftest import ModelDirs
 from tests.kernels_choice import KERNELS
 
@@ -27,7 +27,9 @@ MAX_MODEL_LEN = 640
 BLOCKS_EACH = MAX_MODEL_LEN // BLOCK_SIZE
 NUM_SLOTS = 16
 GREEDY = SamplingParams(0.0, 0)
-MIXED = (GREEDY, SamplingParams(0.8, 5))
+MIXED = (GREEDY, SamplingParams(0.8, 5))  # of steps in one call, where a back end has those
+SCORED = SamplingParams(0.8, 5, num_logprobs=0)  # of no such step
+KINDS = pytest.mark.parametrize("sampling", [MIXED, (SCORED,)], ids=["in one call", "with logprobs"])
 
 pytestmark = pytest.mark.covers("M07")
 
@@ -60,9 +62,7 @@ def test_batches_in_used_memory_are_those_in_fresh_memory(
     laid_out: list[tuple[Batch, list[Tensor]]] = []
     for positions, spans in steps:
         slots = rng.permutation(10)[: len(positions) + len(spans)]
-        decodes = DecodeRows(
-            slots[: len(positions)], np.array(positions, np.int64), rng.integers(0, 99, len(positions))
-        )
+        decodes = FedRows(slots[: len(positions)], np.array(positions, np.int64), rng.integers(0, 99, len(positions)))
         chunks = [
             Chunk(int(slot), first, tuple(range(first, first + count)), index % (count + 1))
             for index, (slot, (first, count)) in enumerate(zip(slots[len(positions) :], spans, strict=True))
@@ -81,7 +81,7 @@ def test_batches_in_used_memory_are_those_in_fresh_memory(
 
 def test_a_decode_row_past_its_blocks_is_refused() -> None:
     tables = SlotTables(np.zeros((3, 4), np.int64), np.array([1, 2, 4]))
-    decodes = DecodeRows(np.array([2, 0, 1]), np.array([63, 15, 32]), np.zeros(3, np.int64))
+    decodes = FedRows(np.array([2, 0, 1]), np.array([63, 15, 32]), np.zeros(3, np.int64))
     with pytest.raises(ValueError, match="position 32 is past the 2 blocks of its sequence"):
         BatchBuffers(16).lay_out(tables, decodes, [])
 
@@ -126,7 +126,7 @@ def test_a_hundred_steps_lie_where_the_first_ones_lay(model: Model, monkeypatch:
         return logits
 
     monkeypatch.setattr(Model, "forward", spy)
-    decoding = Decoding(model, 8, 100)
+    decoding = Decoding(model, 8, 100, [SCORED])
     seen.clear()
     for _ in range(100):
         decoding.step()
@@ -143,6 +143,19 @@ def allocated_by_torch(decoding: Decoding) -> int:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = profile.profiler.kineto_results.events()
     return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.skipif(KERNELS != "cpu", reason="the compiled kernels alone have such steps")
+def test_a_hundred_steps_in_one_call_take_no_more_memory_than_the_first_ones(model: Model) -> None:
+    if not isinstance(model.whole, CpuModel):
+        pytest.skip("no compiled kernels here (kernels/cpu)")
+    decoding = Decoding(model, 8, 100)
+    taken = []
+    for _ in range(100):
+        decoding.step()
+        taken.append(model.whole.workspace_bytes)
+    assert len({*taken[30:]}) == 1  # from position 128 on tables are a block wider than any before
+    assert len({*taken}) <= 3
 
 
 @pytest.mark.skipif(KERNELS != "cpu", reason="torch takes fresh memory for every result; the compiled kernels do not")
@@ -173,8 +186,9 @@ def traced() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced")
-def test_steps_leave_nothing_behind(model: Model) -> None:
-    decoding = Decoding(model, 16, 40)
+@KINDS
+def test_steps_leave_nothing_behind(model: Model, sampling: Sequence[SamplingParams]) -> None:
+    decoding = Decoding(model, 16, 40, sampling)
     for _ in range(100):  # until Python's and numpy's own lists of free objects are full
         decoding.step()
     before = held()
@@ -188,12 +202,13 @@ def test_steps_leave_nothing_behind(model: Model) -> None:
 @pytest.mark.skipif(
     KERNELS != "cpu", reason="torch's attention lays its tiles out anew; the compiled kernels need none"
 )
-def test_the_peak_of_a_step_does_not_follow_the_context(model: Model) -> None:
+@KINDS
+def test_the_peak_of_a_step_does_not_follow_the_context(model: Model, sampling: Sequence[SamplingParams]) -> None:
     if not isinstance(model.kernels, CpuKernels):
         pytest.skip("no compiled kernels here (kernels/cpu)")
     peaks = []
     for position in (66, 400):  # and 25 more: a power of two of table entries has room for them
-        decoding = Decoding(model, 16, position)
+        decoding = Decoding(model, 16, position, sampling)
         for _ in range(20):
             decoding.step()
         before = held()

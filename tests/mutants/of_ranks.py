@@ -46,8 +46,8 @@ MUTANTS: Final = (
         "a-block-of-the-rank-s-own-heads",
         "The C++ is told that a block has this rank's heads alone.",
         "kernels/cpu_kernels.py",
-        "*shape, kv.stride(3))",
-        "*shape, num_kv_heads * head_dim)",
+        "num_heads, kv.stride(3))",
+        "num_heads, num_kv_heads * head_dim)",
         _SPLIT,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Bugs of how steps are run: their overlap on a device that computes by itself, and near logits."""
+"""Bugs of how steps are run: their overlap on a device that computes by itself, and decode steps in one call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant
 
 _LAUNCH: Final = ("tests/engine_torch/test_launch.py",)
 _THREAD: Final = ("tests/node/test_runner_thread.py",)
-_NEAR: Final = ("tests/kernels/test_near_logits.py", "tests/engine_torch/test_near_steps.py")
+_IN_ONE_CALL: Final = ("tests/kernels/test_decode_steps.py", "tests/engine_torch/test_steps_in_one_call.py")
 
 MUTANTS: Final = (
     Mutant(
@@ -31,8 +31,8 @@ MUTANTS: Final = (
         "chunk-draws-for-all",
         "A step some of whose rows want more than a token is drawn on the device as if they did not.",
         "engine/runner.py",
-        "not all(map(self._is_plain, slots, draws))",
-        "not any(map(self._is_plain, slots, draws))",
+        "not all(map(self._is_drawn_there, slots, draws))",
+        "not any(map(self._is_drawn_there, slots, draws))",
         _LAUNCH,
     ),
     Mutant(
@@ -55,9 +55,17 @@ MUTANTS: Final = (
         "told-behind-computing",
         "The runner never says that all that is left is computing: a step's tokens wait for the whole next step.",
         "engine/runner.py",
-        "        on_ready()\n",
-        "",
+        "        led = self._lead(plan, batch, written)\n        on_ready()\n",
+        "        led = self._lead(plan, batch, written)\n",
         _LAUNCH,
+    ),
+    Mutant(
+        "told-behind-computing-in-one-call",
+        "The same of a step that is laid out, computed and drawn in one call.",
+        "engine/runner.py",
+        "            on_ready()\n            return Done(self._decode(plan))\n",
+        "            return Done(self._decode(plan))\n",
+        (*_IN_ONE_CALL, *_LAUNCH),  # the first of which compile what these compute with
     ),
     Mutant(
         "near-radii-of-sums-alone",
@@ -65,15 +73,15 @@ MUTANTS: Final = (
         "kernels/cpu_contest.py",
         ".norm(dim=1) * 1.001\n",
         ".norm(dim=1) * 0\n",
-        _NEAR,
+        _IN_ONE_CALL,
     ),
     Mutant(
-        "near-for-everybody",
-        "Rows with penalties or sets of likely tokens are drawn from near logits as if they had none.",
+        "drawn-plainly-for-everybody",
+        "Rows with penalties or sets of likely tokens are drawn as if they had none.",
         "engine/runner.py",
-        "is_decided and not start.sampling.looks_back",
+        "is_decided and not (start.sampling.looks_back or self._is_told_more[slot])",
         "True",
-        _NEAR,
+        _IN_ONE_CALL,
     ),
     Mutant(
         "near-tried-again-and-again",
@@ -81,14 +89,30 @@ MUTANTS: Final = (
         "kernels/cpu_contest.py",
         "self.num_untold + 1, _REST",
         "self.num_untold + 1, 0",
-        _NEAR,
+        _IN_ONE_CALL,
     ),
     Mutant(
         "near-logits-for-full",
         "What cannot be told is drawn from the near logits.",
-        "kernels/cpu_contest.py",
-        "        return self._head(self._normed, self._logits)\n",
-        "        return self._logits\n",
-        _NEAR,
+        "kernels/cpu_kernels.py",
+        "            if not outcome:\n                self._head(self._normed[:num_rows], logits)\n",
+        "",
+        _IN_ONE_CALL,
+    ),
+    Mutant(
+        "draw-by-another-index",
+        "Steps in one call draw every token with its completion's first noise.",
+        "kernels/cpu/draw.h",
+        " + uint64_t(slots.next_indices[slot])",
+        "",
+        _IN_ONE_CALL,
+    ),
+    Mutant(
+        "draw-that-is-not-noted",
+        "What a step in one call has drawn is not what the next one feeds.",
+        "kernels/cpu/draw.h",
+        "        slots.token_ids[rows.slots[row]] = draws.drawn[row];\n",
+        "",
+        _IN_ONE_CALL,
     ),
 )

@@ -1,4 +1,4 @@
-"""Which steps are told from a head in 8 bits, and that their tokens are those of the head in full."""
+"""Which steps are laid out, computed and drawn in one call, and that their tokens are those of any other way."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def in_full(model: Model) -> Model:
     return replace(model, ends=ends).first_layers(model.config.num_layers)
 
 
+def layer_by_layer(model: Model) -> Model:
+    """The same model, whose steps are laid out in Python and drawn by the sampler."""
+    return replace(model, whole=None, stack=None)
+
+
 def completions(model: Model, *samplings: SamplingParams) -> list[list[SlotResult]]:
     """A slot each: the same prompt, and so many tokens."""
     runner = TorchRunner(model, KvMemory(model.config, BLOCK_SIZE, 64, model.dtype), 4, 256)
@@ -60,13 +65,35 @@ def completions(model: Model, *samplings: SamplingParams) -> list[list[SlotResul
 
 
 @pytest.mark.covers("M04", "D07")
-def test_decode_steps_take_it_and_say_the_tokens_of_the_head_in_full(model: Model) -> None:
+def test_plain_rows_take_it_with_a_head_in_8_bits_and_say_the_tokens_of_the_head_in_full(model: Model) -> None:
     samplings = (SamplingParams(0.0, 1), SAMPLED, SamplingParams(1.7, 6))
     head = near_head_of(model)
     before = head.num_told
     near = completions(model, *samplings)
     assert head.num_told - before == NUM_TOKENS - 1  # every decode step, no prefill
-    assert near == completions(in_full(model), *samplings)
+    assert near == completions(in_full(model), *samplings) == completions(layer_by_layer(model), *samplings)
+
+
+@pytest.mark.covers("M04", "D07")
+def test_rows_come_and_go_between_steps_of_either_kind_and_say_what_they_say_alone(model: Model) -> None:
+    """Slots with prompts, penalties and plain draws by turns: what a step notes is what the next of the other kind reads."""
+    kinds = (SAMPLED, replace(SAMPLED, presence_penalty=1.5), SamplingParams(0.0, 1), SamplingParams(1.7, 6))
+    alone = [completions(model, sampling)[0] for sampling in kinds]
+    runner = TorchRunner(model, KvMemory(model.config, BLOCK_SIZE, 64, model.dtype), 4, 256)
+    per_slot = -(-(len(PROMPT) + NUM_TOKENS) // BLOCK_SIZE)
+    answers: list[list[SlotResult]] = [[] for _ in kinds]
+    for step in range(4 * NUM_TOKENS):
+        chunks, starts, rows = [], [], []
+        for slot, sampling in enumerate(kinds):
+            if step == 7 * slot:
+                starts.append(SlotStart(slot, 1, sampling, 0, 0, prompt_token_ids=PROMPT))
+                blocks = tuple(range(slot * per_slot, (slot + 1) * per_slot))
+                chunks.append(PrefillChunk(slot, 1, 0, PROMPT, blocks, True))
+            elif 0 < len(answers[slot]) < NUM_TOKENS and (slot != 1 or step % 3 == 0):
+                rows.append(DecodeRow(slot, 1, len(PROMPT) + len(answers[slot]) - 1, ()))
+        for answer in runner.run(Plan(step, tuple(starts), Decodes.of(*rows), tuple(chunks))):
+            answers[answer.slot].append(answer)
+    assert [[each.token_id for each in row] for row in answers] == [[each.token_id for each in row] for row in alone]
 
 
 @pytest.mark.covers("M04")
