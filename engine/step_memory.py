@@ -23,14 +23,24 @@ class StepTensors:
     def __init__(self, max_logits: int = 0) -> None:
         self.max_logits: Final = max_logits
         self._kept: dict[str, Tensor] = {}
+        self._taken: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # last, of each: steps of the same size are usual
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A contiguous tensor of this shape, with `like`'s dtype and on its device; what is in it is anything."""
+        last = self._taken.get(name)
+        if last is not None and last[0] == shape and _is_alike(last[1], like):
+            return last[1]
         size = math.prod(shape)
         kept = self._kept.get(name)
-        if kept is None or kept.numel() < size or kept.dtype is not like.dtype or kept.device != like.device:
+        if kept is None or kept.numel() < size or not _is_alike(kept, like):
             kept = self._kept[name] = like.new_empty(_room(size))
-        return kept[:size].view(shape)
+        taken = kept[:size].view(shape)
+        self._taken[name] = shape, taken
+        return taken
+
+
+def _is_alike(kept: Tensor, like: Tensor) -> bool:
+    return kept.dtype is like.dtype and kept.device == like.device
 
 
 class SharedNumbers(Generic[Number]):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu_library import CContest, CDraws, CScreen, Library
+from kernels.cpu_library import CContest, CDraws, CScreen, Library, address
 from kernels.cpu_linear import CpuLinear
 from kernels.int8_weights import Int8Weight, quantized
 from kernels.interface import Contenders
@@ -74,7 +74,7 @@ class Draws:
             self.c.contest = pointer(self._contest.c)
         token_ids = np.empty(num_rows, np.int64)
         self.c.screen = None if screen is None else pointer(screen)
-        self.c.drawn = token_ids.ctypes.data
+        self.c.drawn = address(token_ids)
         return token_ids
 
 

@@ -33,6 +33,7 @@ from kernels.cpu_library import (
     CStack,
     Library,
     Workspace,
+    address,
     reference,
 )
 from kernels.cpu_linear import CpuLinear
@@ -170,8 +171,10 @@ class CpuModel(CpuStack):
             self._c_near_ends = CEnds(*addresses, self._near_head.linear.c)
             self._c_near_ends.normed = self._normed.data_ptr()
         self._draws = Draws()
-        self._c_slots = CSlots()
-        self._slots: SlotNumbers | None = None  # whose addresses those are
+        # Of the last decode step, and what they are of: nearly every step's are the same.
+        self._c_slots, self._c_cache = CSlots(), CCache()
+        self._numbers: SlotNumbers | None = None
+        self._kv: Tensor | None = None
         self._dtype_code = DTYPE_CODES[ends.embedding.dtype]
 
     def logits(
@@ -199,8 +202,7 @@ class CpuModel(CpuStack):
         self, numbers: SlotNumbers, rows: DecodeRows, cos: Tensor, sin: Tensor, kv: Tensor, logits: Tensor
     ) -> NDArray[np.int64] | None:
         """See WholeModel."""
-        slots, positions = (np.ascontiguousarray(each, np.int64) for each in rows)
-        num_rows, near = len(slots), self._near_head
+        num_rows, near = len(rows.slots), self._near_head
         if near is not None and not near.begins(num_rows):
             near = None
         ends = self._c_ends if near is None else self._c_near_ends
@@ -209,11 +211,11 @@ class CpuModel(CpuStack):
         outcome = self._library.call.baton_decode(
             self._workspace.address,
             reference(self._c),
-            reference(_c_cache(kv, self._num_heads)),
+            reference(self._cache_of(kv)),
             reference(CRotation(cos.data_ptr(), sin.data_ptr())),
             reference(ends),
-            reference(self._addresses(numbers)),
-            reference(CDecodeRows(slots.ctypes.data, positions.ctypes.data, num_rows)),
+            reference(self._slots_of(numbers)),
+            reference(CDecodeRows(address(rows.slots), address(rows.positions), num_rows)),
             reference(self._draws.c),
             torch.get_num_threads(),
             self._seconds,
@@ -227,11 +229,17 @@ class CpuModel(CpuStack):
                 self._head(self._normed[:num_rows], logits)
         return token_ids if outcome else None
 
-    def _addresses(self, numbers: SlotNumbers) -> CSlots:
-        if numbers is not self._slots:
-            self._c_slots = CSlots(*(array.ctypes.data for array in numbers), numbers.block_ids.shape[1])
-            self._slots = numbers
+    def _slots_of(self, numbers: SlotNumbers) -> CSlots:
+        if numbers is not self._numbers:
+            self._c_slots = CSlots(*map(address, numbers), numbers.block_ids.shape[1])
+            self._numbers = numbers
         return self._c_slots
+
+    def _cache_of(self, kv: Tensor) -> CCache:
+        if kv is not self._kv:
+            self._c_cache = _c_cache(kv, self._num_heads)
+            self._kv = kv
+        return self._c_cache
 
 
 def _no_such_token() -> IndexError:

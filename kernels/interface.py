@@ -89,7 +89,7 @@ class ModelEnds(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Rows that are each their sequence's only one in a step, which wants their logits."""
+    """Rows that are each their sequence's only one in a step, which wants their logits; contiguous arrays."""
 
     slots: NDArray[np.int64]  # [num_rows]
     positions: NDArray[np.int64]  # [num_rows]
