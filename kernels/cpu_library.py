@@ -268,7 +268,9 @@ class Workspace:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where a contiguous array lies; numpy's own `ctypes` takes several times as long to say."""
+    """Where a contiguous array lies; numpy's own `ctypes` takes several times as long to say. Raises ValueError for any other."""
+    if not array.flags.c_contiguous:
+        raise ValueError("the array is not contiguous")
     place: int = array.__array_interface__["data"][0]
     return place
 

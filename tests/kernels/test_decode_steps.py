@@ -100,7 +100,7 @@ class Ends:
         """Row r is of the slot that comes r-th from the end."""
         count = len(draws)
         kv, logits = self._memory(count)
-        slots = np.arange(count)[::-1]
+        slots = np.arange(count)[::-1].copy()
         numbers = SlotNumbers.of(count, BLOCKS_EACH)
         numbers.block_ids[:] = np.arange(count * BLOCKS_EACH).reshape(count, -1)
         numbers.num_blocks[:] = BLOCKS_EACH
@@ -221,6 +221,13 @@ def test_rows_that_fit_no_block_or_feed_no_token_are_refused(kernels: CpuKernels
     small._fed = torch.arange  # type: ignore[method-assign, assignment]
     with pytest.raises(IndexError, match="none of the vocabulary's"):
         small.step(small.near, draws)
+
+
+def test_rows_in_arrays_with_gaps_are_refused() -> None:
+    ends = usual(COMPILED[0], 100)
+    gaps = DecodeRows(np.zeros(4, np.int64)[::2], np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="not contiguous"):
+        ends.near.decode(SlotNumbers.of(1, 1), gaps, *[torch.ones(4, 8)] * 2, *ends._memory(2))
 
 
 def test_a_head_in_8_bits_has_none_beside_it_and_large_steps_do_not_try() -> None:
