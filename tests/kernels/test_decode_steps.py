@@ -226,8 +226,9 @@ def test_rows_that_fit_no_block_or_feed_no_token_are_refused(kernels: CpuKernels
 def test_rows_in_arrays_with_gaps_are_refused() -> None:
     ends = usual(COMPILED[0], 100)
     gaps = DecodeRows(np.zeros(4, np.int64)[::2], np.zeros(2, np.int64))
+    angles, (kv, logits) = torch.ones(4, HEAD_DIM // 2), ends._memory(2)
     with pytest.raises(ValueError, match="not contiguous"):
-        ends.near.decode(SlotNumbers.of(1, 1), gaps, *[torch.ones(4, 8)] * 2, *ends._memory(2))
+        ends.near.decode(SlotNumbers.of(1, 1), gaps, angles, angles, kv, logits)
 
 
 def test_a_head_in_8_bits_has_none_beside_it_and_large_steps_do_not_try() -> None:
