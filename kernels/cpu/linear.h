@@ -76,20 +76,21 @@ template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &
     }
 }
 
-// Rows of one pass over one panel, or over two, of columns stored as C.
-template <class C> constexpr int max_rows(int panels) {
-    if (panels == 1) return MAX_ROWS;
-    return std::is_same_v<C, Int8> ? std::min(MAX_ROWS_OF_PAIR, 4) : MAX_ROWS_OF_PAIR;  // tables take registers, too
-}
+// Rows of one pass over one panel, or over two.
+constexpr int max_rows(int panels) { return panels == 1 ? MAX_ROWS : MAX_ROWS_OF_PAIR; }
 
 // Pick the block that is compiled for this number of rows.
-template <class T, int PANELS, class C, int M = max_rows<C>(PANELS)> void linear_rows(const Pass<T> &pass, const C *columns) {
+template <class T, int PANELS, class C, int M = max_rows(PANELS)> void linear_rows(const Pass<T> &pass, const C *columns) {
     if constexpr (M > 1)
         if (pass.num_rows < M) return linear_rows<T, PANELS, C, M - 1>(pass, columns);
     linear_block<T, M, PANELS>(pass, columns);
 }
 
-constexpr size_t NEAR = 4096;     // bytes
+// One panel behind the other is what hardware prefetchers like best: a pass of few rows over them reads as fast as anything does,
+// while two panels side by side, or prefetches that are not needed, take a fifth off that. From BUSY rows on (half as many where
+// weights have 8 bits) a pass is too busy to look far enough ahead by itself.
+constexpr int BUSY = 5;
+constexpr size_t NEAR = 8192;    // bytes
 constexpr int LARGE_BATCH = 24;   // rows; from here on two panels a pass save more loads than a third pass costs
 
 // Columns as rows have them. Where many rows want the same panels they are widened once, into memory of the thread.
@@ -115,9 +116,8 @@ struct Cut {
 
 template <class T, class C> Cut cut_of(int num_rows) {
     const bool is_direct = std::is_same_v<T, C> || num_rows <= MAX_ROWS;
-    const int rows_of_pair = is_direct ? max_rows<C>(2) : MAX_ROWS_OF_PAIR;
-    const bool pairs = num_rows <= rows_of_pair || (num_rows >= LARGE_BATCH && rows_of_pair > 1);
-    return {pairs ? 2 : 1, ceil_div(num_rows, pairs ? rows_of_pair : MAX_ROWS), is_direct};
+    const int panels = num_rows >= LARGE_BATCH && MAX_ROWS_OF_PAIR > 1 ? 2 : 1;
+    return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
 }
 
 // Panels first .. last, one or two.
@@ -130,16 +130,17 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
     const size_t bytes_a_step = (bytes_next / passes_ahead / steps + 63) / 64 * 64;
     const C *columns = static_cast<const C *>(linear.weight) + first * size;
     const char *at = reinterpret_cast<const char *>(columns + width * size);
-    const T *wide = cut.is_direct ? nullptr : widened_panels<T>(columns, width * size);
+    const T *wide = std::is_same_v<T, C> || !cut.is_direct ? widened_panels<T>(columns, width * size) : nullptr;
     for (int number = 0; number < cut.passes; number++) {
         const int begin = int64_t(num_rows) * number / cut.passes, end = int64_t(num_rows) * (number + 1) / cut.passes;
         const T *rows[MAX_ROWS];
         for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * linear.in;
         Pass<T> pass{linear, output, rows, end - begin, begin, first, {}, hold};
-        if (cut.passes == 1) pass.ahead.distance = NEAR;
+        if (cut.passes == 1) pass.ahead.distance = num_rows * int(sizeof(T) / sizeof(C)) < BUSY ? 0 : NEAR;
         else if (bytes_next && number < passes_ahead) pass.ahead = {0, at + number * bytes_a_step * steps, bytes_a_step};
-        if (!cut.is_direct) width == 2 ? linear_rows<T, 2>(pass, wide) : linear_rows<T, 1>(pass, wide);
-        else width == 2 ? linear_rows<T, 2>(pass, columns) : linear_rows<T, 1>(pass, columns);
+        if (!wide) linear_rows<T, 1>(pass, columns);
+        else if (width == 2) linear_rows<T, 2>(pass, wide);
+        else linear_rows<T, 1>(pass, wide);
     }
 }
 
