@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
-from engine.model import load_model
+from engine.model import Model, load_model
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
 from engine.runner import TorchRunner
 from tests.engine_torch.conftest import SHAPES, VOCAB_SIZE, ModelDirs
@@ -23,6 +23,7 @@ from tests.kernels_choice import KERNELS
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 BLOCK_SIZE = 16
 NUM_TOKENS = 150  # three attention tiles, the last one partly filled
+MAX_PROMPTS = 10  # once in a long while a completion of random weights says the same few tokens over and over
 
 
 @cache
@@ -70,29 +71,39 @@ def test_logits_equal_transformers(model_dirs: ModelDirs, shape: str, dtype: str
     assert float(distance.max()) <= BOUNDS[dtype]
 
 
-@pytest.mark.covers("M01")
-def test_a_greedy_completion_of_64_tokens_is_that_of_transformers(model_dirs: ModelDirs) -> None:
-    model_dir = model_dirs()
-    prompt = random_prompt(75)
-    model = load_model(model_dir, "fp32", KERNELS)
+def greedy_completion(model: Model, prompt: list[int], num_tokens: int) -> list[int]:
+    """By a runner, of a prompt of 75 tokens in two chunks; its blocks lie in no order."""
     runner = TorchRunner(model, KvMemory(model.config, BLOCK_SIZE, 12, "fp32"), num_slots=3, max_model_len=192)
     start = SlotStart(1, 1, SamplingParams(0.0, 0), 0, 0)
     plans = [
         Plan(0, (start,), chunks=(PrefillChunk(1, 1, 0, tuple(prompt[:40]), (3, 4, 5), False),)),
         Plan(1, chunks=(PrefillChunk(1, 1, 40, tuple(prompt[40:]), (0, 11), True),)),
     ]
-    for step in range(63):
+    for step in range(num_tokens - 1):
         position = len(prompt) + step
         new_blocks = (6 + position // BLOCK_SIZE - 5,) if position % BLOCK_SIZE == 0 else ()
         plans.append(Plan(2 + step, decodes=Decodes.of(DecodeRow(1, 1, position, new_blocks))))
-    completion = [runner.run(plan)[0].token_id for plan in plans][1:]
-    theirs = oracle(model_dir).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=64,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    assert completion == theirs[0, len(prompt) :].tolist()
-    assert len(set(completion)) > 10  # a constant token would prove little
+    return [runner.run(plan)[0].token_id for plan in plans][1:]
+
+
+@pytest.mark.covers("M01")
+def test_greedy_completions_of_64_tokens_are_those_of_transformers(model_dirs: ModelDirs) -> None:
+    model_dir = model_dirs()
+    model = load_model(model_dir, "fp32", KERNELS)
+    most_different = 0
+    for _ in range(MAX_PROMPTS):
+        prompt = random_prompt(75)
+        completion = greedy_completion(model, prompt, 64)
+        theirs = oracle(model_dir).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert completion == theirs[0, len(prompt) :].tolist()
+        most_different = max(most_different, len(set(completion)))
+        if most_different > 10:
+            break
+    assert most_different > 10, "a few tokens again and again prove little"
