@@ -44,8 +44,12 @@ AMOUNTS: Final[Mapping[str, tuple[str, str]]] = {
     "kv_pool_removed": ("What this process removed from the KV pool's store", "what"),
     "refused_http": ("Connections and requests to the node's pages that were refused, by why", "reason"),
 }
+_ENDS_NO_ATTEMPT: Final = (pb.ERROR_UNSPECIFIED, pb.NODE_LOST, pb.CANCELLED)  # here: it is "cancelled"
 _KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {  # shown as 0 before the first one: a rate needs a beginning
-    "attempts_ended": ("committed", "finished", "cancelled"),
+    "attempts_ended": (
+        *("committed", "finished", "moved", "cancelled", "released", "expired", "router_lost"),
+        *(pb.ErrorCode.Name(code) for code in pb.ErrorCode.values() if code not in _ENDS_NO_ATTEMPT),
+    ),
     "tokens_computed": ("prefill", "decode"),
     "transfer_failures": tuple(pb.ErrorCode.Name(code) for code in (pb.TRANSFER_FAILED, pb.LEASE_EXPIRED, pb.CHECKSUM)),
     "kv_pool_saves": ("written", "present", "full", "failed", "refused"),

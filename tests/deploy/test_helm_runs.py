@@ -119,6 +119,21 @@ class Cluster:
             assert time.monotonic() < until and self.running[role].process.poll() is None, self.log(role)
             time.sleep(0.05)
 
+    def await_pair(self) -> None:
+        """Wait until the router knows both roles: it is ready before, while decode nodes would compute every prompt."""
+        until = time.monotonic() + PATIENCE_S
+        while self.ask_router("GET", "/ready").json()["degraded"]:
+            assert time.monotonic() < until, self.log("router")
+            time.sleep(0.05)
+
+    def ask_router(self, method: str, path: str, **named: Any) -> httpx.Response:
+        """A request by the Service's name in the certificate."""
+        context = ssl.create_default_context(cafile=str(self.paths["/etc/baton/tls"] / "ca.crt"))
+        port = self.install.pods_of("router").ports["http"]
+        with httpx.Client(verify=context, timeout=PATIENCE_S) as client:
+            url = f"https://{self.addresses['router']}:{port}{path}"
+            return client.request(method, url, extensions={"sni_hostname": "baton-router"}, **named)
+
     def log(self, role: str) -> str:
         """The end of a pod's."""
         return (self._folder / f"{role}.log").read_text()[-3000:]
@@ -198,22 +213,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for role in ("prefill", "decode", "router"):
             made.await_probe(role, "readinessProbe")
             made.await_probe(role, "livenessProbe")
+        made.await_pair()
         yield made
     finally:
         made.close()
 
 
 def ask(cluster: Cluster, key: str) -> httpx.Response:
-    """A completion, by the Service's name in the certificate."""
-    context = ssl.create_default_context(cafile=str(cluster.paths["/etc/baton/tls"] / "ca.crt"))
-    port = cluster.install.pods_of("router").ports["http"]
-    with httpx.Client(verify=context, timeout=PATIENCE_S) as client:
-        return client.post(
-            f"https://{cluster.addresses['router']}:{port}/v1/completions",
-            headers={"Authorization": f"Bearer {key}"},
-            json={"model": "baton", "prompt": "Once upon a time " * 40, "max_tokens": 8, "temperature": 0},
-            extensions={"sni_hostname": "baton-router"},
-        )
+    """A completion."""
+    return cluster.ask_router(
+        "POST",
+        "/v1/completions",
+        headers={"Authorization": f"Bearer {key}"},
+        json={"model": "baton", "prompt": "Once upon a time " * 40, "max_tokens": 8, "temperature": 0},
+    )
 
 
 @pytest.mark.covers("X02", "X03")

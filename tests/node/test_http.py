@@ -139,6 +139,11 @@ def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     assert samples["baton_node_transfer_seconds_bucket", "0.1"] == 0
     assert samples["baton_node_tokens_computed_total", "decode"] == 3
     assert samples["baton_node_transfer_failures_total", "TRANSFER_FAILED"] == 0  # there before the first one
+    assert (
+        samples["baton_node_attempts_ended_total", "PREEMPTED"]
+        == samples["baton_node_attempts_ended_total", "moved"]
+        == 0
+    )
 
 
 @pytest.mark.covers("O01")
