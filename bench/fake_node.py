@@ -180,8 +180,10 @@ async def _serve(config: FakeNodeConfig) -> None:
     farm = _Farm(config)
     for node in farm.nodes:
         await node.start()
-    registries = [EmbeddedRegistry(each) for each in config.router.split(",")]
-    clients = [RegistryClient(registries, node.entry, _refused) for node in farm.nodes]
+    routers = config.router.split(",")
+    clients = [
+        RegistryClient([EmbeddedRegistry(each) for each in routers], node.entry, _refused) for node in farm.nodes
+    ]
     for client in clients:
         client.start()
     async with asyncio.TaskGroup() as tasks:

@@ -52,7 +52,7 @@ class Registry(Protocol):
 
 
 class EmbeddedRegistry:
-    """The one in a router (registry_server.py), over gRPC."""
+    """The one in a router (registry_server.py), over gRPC. For one client: a call that fails hangs up, and ends all others."""
 
     backoff_max_s = BACKOFF_MAX_S
 

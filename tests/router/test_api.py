@@ -34,8 +34,11 @@ def play(model: Path, scenario: Scenario, script: Script | None = None, **settin
     async def run() -> None:
         async with live_router(model, script, **settings) as router:
             await scenario(router)
-            assert not router.shell.snapshot()["requests"]
-            assert router.node("prefill")["prefilling"] == router.node("decode")["branches"] == 0
+            await until(lambda: is_idle(router))  # an answer's end is told before its request's
+
+    def is_idle(router: LiveRouter) -> bool:
+        held = (router.node("prefill")["prefilling"], router.node("decode")["branches"])
+        return not router.shell.snapshot()["requests"] and held == (0, 0)
 
     asyncio.run(run())
 

@@ -66,8 +66,11 @@ async def streaming_router(folder: Path, *flags: str) -> AsyncIterator[Scene]:
             ready = json.loads(ready_file.read_text())
             pair = ScriptedPair(prefill, decode, script)
             pair.start()
-            registry = EmbeddedRegistry(ready["registry"])
-            registrations = [RegistryClient([registry], node.entry, refused) for node in (prefill, decode)]
+            registries = [EmbeddedRegistry(ready["registry"]) for _ in range(2)]
+            registrations = [
+                RegistryClient([registry], node.entry, refused)
+                for registry, node in zip(registries, (prefill, decode), strict=True)
+            ]
             for each in registrations:
                 each.start()
             async with httpx.AsyncClient(base_url=ready["url"], timeout=20, verify=NO_CERTIFICATES) as client:
