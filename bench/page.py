@@ -91,7 +91,8 @@ def _transport(result: Result) -> Iterator[str]:
     yield (
         "`tcp`: the receiver says a byte when it has all. `memcpy`: within one process, nobody is asked, nobody says so. "
         "`asked memcpy` is that copy by another process, from the sender's memory, asked for by a byte over a unix "
-        "socket and answered by one: what `tcp` is to `zmq`, and what no transport of two processes exceeds. "
+        "socket and answered by one: what `tcp` is to `zmq`, and the most that two processes can have with such a copy; shm's and "
+        "zmq's own are compiled and write past the caches. "
         "`libzmq` is the library with nothing copied by us and nothing put in place, `NIXL` one request for all blocks between "
         "the same processes, `Mooncake` its transfer engine over TCP between two processes of its own; `+checksum` is how nodes "
         "run unless told otherwise."

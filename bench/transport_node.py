@@ -23,6 +23,8 @@ import numpy as np
 import xxhash
 import zmq
 
+from connector.copying import Bytes
+from connector.landing import Landing
 from connector.nixl_agent import NixlLibrary
 from connector.nixl_transport import NixlTransport
 from connector.peer_memory import PeerMemory
@@ -38,10 +40,10 @@ from connector.transport import (
     SenderEvent,
     WriteRefused,
 )
-from connector.writes import Bytes
 from connector.zmq_options import QUEUED_MESSAGES, LinkRules, Socket, bound_link
 from connector.zmq_transport import ZmqTransport
 from engine.shared_bytes import SharedBytes
+from kernels.cpu_copies import find_copier
 from proto import baton_pb2 as pb
 from runtime.process import die_with_parent
 
@@ -80,11 +82,13 @@ class _Way:
         self._num_blocks = len(memory.bytes)
         checksums = name.endswith("+checksum")
         emit: Emit = self._on_event
+        landing = Landing(memory.bytes, emit, find_copier())
         self.transport: ZmqTransport | ShmTransport | NixlTransport
         if name.startswith("zmq"):
-            self.transport = ZmqTransport(memory.bytes, role, 1, emit, rules=LinkRules(has_checksums=checksums))
+            rules = LinkRules(has_checksums=checksums)
+            self.transport = ZmqTransport(memory.bytes, role, 1, emit, landing=landing, rules=rules)
         elif name.startswith("shm"):
-            self.transport = ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, checksums=checksums)
+            self.transport = ShmTransport(memory.bytes, memory.descriptor, role, 1, emit, landing, checksums=checksums)
         else:
             self.transport = NixlTransport(memory.bytes, role, 1, emit, checksums=checksums)
 

@@ -19,5 +19,14 @@ _PLACE: Final = struct.Struct("<QII")  # lease id, block index, offset
 
 def piece_checksum(data: npt.NDArray[np.uint8], lease_id: int, block_index: int, offset: int) -> int:
     """Hash contiguous bytes (data: [length] u8) that go to `offset` of the lease's block; unsigned 64 bits."""
-    seed = xxhash.xxh3_64_intdigest(_PLACE.pack(lease_id, block_index, offset))
+    return seeded_checksum(data, place_seed(lease_id, block_index, offset))
+
+
+def place_seed(lease_id: int, block_index: int, offset: int) -> int:
+    """What the place adds to a piece's checksum; unsigned 64 bits."""
+    return xxhash.xxh3_64_intdigest(_PLACE.pack(lease_id, block_index, offset))
+
+
+def seeded_checksum(data: npt.NDArray[np.uint8], seed: int) -> int:
+    """Hash contiguous bytes (data: [length] u8) for a place."""
     return xxhash.xxh3_64_intdigest(data.data, seed)

@@ -20,9 +20,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, NamedTuple, Protocol, cast
 
 from connector import nixl_agent
+from connector.copying import Bytes, StripeCopier
 from connector.landing import Landing
 from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
@@ -37,7 +38,6 @@ from connector.transport import (
     SenderEvent,
     Transport,
 )
-from connector.writes import Bytes
 from connector.zmq_options import LinkRules, Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
@@ -81,15 +81,24 @@ class _Way:
     is_proven: bool = False  # something came back over it, or this node itself closed it
 
 
+class HostMemory(NamedTuple):
+    """A node's KV as its transports have it."""
+
+    bytes: Bytes  # [num_blocks, block_bytes] u8, contiguous
+    descriptor: int  # of the sealed memfd that it is
+    copier: StripeCopier | None = None  # as Landing
+
+
 class ChoosingTransport:
     """Drives one or several transports over one landing; the methods are those of transport.Transport, but for endpoints.
 
     The loop thread calls every method, as there. `emit` is called from the transports' threads and from inside `open` and `revoke`.
     """
 
-    def __init__(self, memory: Bytes, emit: Emit) -> None:
+    def __init__(self, memory: Bytes, emit: Emit, copier: StripeCopier | None = None) -> None:
+        """As Landing."""
         self.avoid_s = _AVOID_S
-        self._landing = Landing(memory, emit)
+        self._landing = Landing(memory, emit, copier)
         self._emit = emit
         self._wires: dict[str, Wire] = {}  # by name, best first
         self._lock = Lock()
@@ -210,8 +219,7 @@ class ChoosingTransport:
 
 def choose_transports(
     choice: TransportChoice,
-    memory: Bytes,
-    descriptor: int,
+    host: HostMemory,
     me: tuple[str, int],
     emit: Emit,
     place: Place,
@@ -229,9 +237,10 @@ def choose_transports(
     """
     if choice == "nixl" and is_encrypted:
         raise ValueError("nixl encrypts nothing")
+    memory, descriptor, copier = host
     node_id, incarnation = me
     with ExitStack() as undo:
-        chosen = ChoosingTransport(memory, emit)
+        chosen = ChoosingTransport(memory, emit, copier)
         undo.callback(chosen.stop)
         if choice in ("auto", "shm"):
             try:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.admissions import Admissions, Grant, Span
+from connector.copying import Bytes, StripeCopier
 from connector.tally import Tally
 from connector.transport import MAX_PAYLOAD_BYTES, BlocksLanded, Emit, RevokeDone, WriteRefused
-from connector.writes import Bytes, IncomingWrite, checked_memory, copy_in, find_corrupt
+from connector.writes import IncomingWrite, checked_memory, copy_in, find_corrupt
 from proto import baton_pb2 as pb
 
 
@@ -29,7 +30,9 @@ class RunningWrite:
 class Landing:
     """Puts arriving writes into leased blocks."""
 
-    def __init__(self, memory: Bytes, emit: Emit) -> None:
+    def __init__(self, memory: Bytes, emit: Emit, copier: StripeCopier | None = None) -> None:
+        """`copier`: of what arrives."""
+        self._copier = copier
         self._memory = checked_memory(memory)
         self._emit = emit
         num_blocks, block_bytes = memory.shape
@@ -63,11 +66,11 @@ class Landing:
         return RunningWrite(write, grant, peer)
 
     def finish(self, running: RunningWrite, was_lent: Callable[[], bool] | None = None) -> None:
-        """Copy, verify over the destination, and report what that completed.
+        """Copy, verify what was written, and report what that completed.
 
         `was_lent`: no checksums; asked behind the copy instead, whether the source was there for it until now.
         """
-        corrupt = copy_in(self._memory, running.grant, running.write, checksums=was_lent is None)
+        corrupt = copy_in(self._memory, running.grant, running.write, self._copier, checksums=was_lent is None)
         refused = _find_flaw(running.grant, corrupt)
         if refused is None and was_lent is not None and not was_lent():
             reason = "its link was closed before it was copied"

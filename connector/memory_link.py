@@ -19,10 +19,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from connector.copying import Bytes
 from connector.landing import Landing, RunningWrite
 from connector.one_sided import Attach, Attached, OneSidedWriters, Stop, Stopped
 from connector.transport import Answered, BlocksTaken, Emit, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
-from connector.writes import Bytes, IncomingNotice, IncomingWrite, OutgoingWrite, decode
+from connector.writes import IncomingNotice, IncomingWrite, OutgoingWrite, decode
 
 Step = tuple[str, Callable[[], None]]  # its kind, and how it is taken
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from connector.copying import Bytes
 from connector.landing import Landing
 from connector.memory_link import LinkKey, MemoryLink, Message, OneSidedLink, TwoSidedLink
 from connector.one_sided import OneSidedWriters
 from connector.tally import Tally
 from connector.transport import Answered, Emit, LeaseRef
-from connector.writes import Bytes, OutgoingWrite, checked_memory, gather, pack
+from connector.writes import OutgoingWrite, checked_memory, gather, pack
 from proto import baton_pb2 as pb
 
 

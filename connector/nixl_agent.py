@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from connector.copying import Bytes
 from connector.transport import MAX_PAYLOAD_BYTES
-from connector.writes import Bytes
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from connector.accepting import AcceptedLink, AcceptingReceiver, Stranger, checked_hello
+from connector.copying import Bytes
 from connector.landing import Landing
 from connector.link_channel import MAX_HELLO_BYTES, Channel, ChannelBroken, Frame, FrameKind
 from connector.link_names import node_name
@@ -33,7 +34,7 @@ from connector.nixl_socket import listen, prepare
 from connector.one_sided import Attach, OneSidedWriters
 from connector.receiver_thread import LeaseEnded, ReplyTo
 from connector.transport import Emit, NotifyArrived, WriteRefused
-from connector.writes import Bytes, IncomingNotice, decode, decode_written
+from connector.writes import IncomingNotice, decode, decode_written
 from connector.zmq_options import Place
 from proto import baton_pb2 as pb
 

@@ -18,6 +18,7 @@ from typing import Final, Never
 
 from google.protobuf.message import DecodeError
 
+from connector.copying import Bytes
 from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.nixl_agent import NixlAgent, NixlFault, NixlLibrary
 from connector.nixl_socket import begin_connection
@@ -25,7 +26,7 @@ from connector.one_sided import Attach, Stopped
 from connector.one_sided_sending import Notice, OneSidedSending, Put, Written
 from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import MAX_PAYLOAD_BYTES, Answered, BlocksTaken, Emit
-from connector.writes import MAX_FRAME_BYTES, Bytes, describe
+from connector.writes import MAX_FRAME_BYTES, describe
 from proto import baton_pb2 as pb
 
 _MAX_WRITE_BYTES: Final = (

@@ -9,6 +9,7 @@ both asleep when nothing moves. Nothing of it is encrypted.
 
 from __future__ import annotations
 
+from connector.copying import Bytes
 from connector.landing import Landing
 from connector.link_names import user_name
 from connector.nixl_agent import NixlLibrary
@@ -16,7 +17,7 @@ from connector.nixl_receiver import NixlReceiver
 from connector.nixl_sender import NixlSender
 from connector.transport import Emit
 from connector.two_ends import TwoEnds
-from connector.writes import Bytes, checked_memory
+from connector.writes import checked_memory
 from connector.zmq_options import LOOPBACK, Place
 from proto import baton_pb2 as pb
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from connector.writes import Bytes
+from connector.copying import Bytes
 
 F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python names it from 3.13 on
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from connector.copying import Bytes
 from connector.link_names import node_name
 from connector.socket_thread import SocketThread
 from connector.tally import Tally
 from connector.transport import Emit, LeaseRef, LinkClosed
-from connector.writes import Bytes, OutgoingWrite, pack
+from connector.writes import OutgoingWrite, pack
 from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)

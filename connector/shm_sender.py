@@ -24,11 +24,12 @@ import time
 from collections import deque
 from typing import Final, Never
 
+from connector.copying import Bytes
 from connector.link_channel import Channel, ChannelBroken, FrameKind
 from connector.sender_thread import SenderLink, SenderThread
 from connector.shm_socket import find_connection
 from connector.transport import Answered, BlocksTaken, Emit
-from connector.writes import MAX_FRAME_BYTES, Bytes, OutgoingWrite, describe
+from connector.writes import MAX_FRAME_BYTES, OutgoingWrite, describe
 from proto import baton_pb2 as pb
 
 _MIN_MESSAGE_BYTES: Final = 8 << 20
@@ -41,7 +42,7 @@ _OPEN_S_PER_BYTE: Final = 1 / (2 << 30)  # more, as mapping takes its time
 def message_bytes(write_bytes: int) -> int:
     """How much of a write of so many bytes a message describes, at most: a half, so that one is hashed while another is copied.
 
-    Fewer are better: behind a copy of so many bytes nothing of what the receiver does for the next one is in its caches.
+    Fewer are better: each costs both ends the same, whatever its size.
     """
     return min(max(write_bytes // 2, _MIN_MESSAGE_BYTES), _MAX_MESSAGE_BYTES)
 

@@ -1,7 +1,7 @@
 """KV blocks between processes of one host: the receiver copies them straight from the sender's memory, once.
 
     sender's pool (memfd, sealed) ──descriptor over an abstract unix socket──► mapped for reading by the receiver
-                                  ──where the bytes are, per write──────────► np.copyto into its own pool, checksum
+                                  ──where the bytes are, per write──────────► copied into its own pool, hashed on the way
 
 Two threads per node, one for the links it opens (shm_sender.py) and one for the links that others open to it (shm_receiver.py),
 both asleep when nothing moves. Nothing has a name in a file system: whichever process is killed, the kernel cleans up.

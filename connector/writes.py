@@ -15,35 +15,31 @@ shm: the header alone is a write. Its pieces name the sender's blocks, and the r
 
 All that arrives is hostile until checked here (form) and in `Admissions` (right).
 
-Copies are np.copyto on uint8 views, which releases the GIL; assigning to a slice of a memoryview does not, and stalls the
-thread that runs the model.
-
-Not here: sockets, threads, whether a lease admits a write.
+Not here: sockets, threads, whether a lease admits a write, how bytes are copied (copying.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from connector.admissions import Grant, Span
-from connector.checksum import piece_checksum
+from connector.checksum import piece_checksum, place_seed
+from connector.copying import Bytes, StripeCopier, copy_pieces
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef, WriteRefused
 from proto import baton_pb2 as pb
-
-Bytes = npt.NDArray[np.uint8]
 
 MAX_PIECES: Final = 1024  # of one write
 MAX_WRITE_HEADER_BYTES: Final = 36 * MAX_PIECES + 256  # a piece takes 35 bytes at most, tag and length included
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
 MAX_MESSAGE_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # of a write's payload, where it travels as a frame
 _FRAMES_OF_A_SHORT_WRITE: Final = 8
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,8 @@ class IncomingWrite:
     secret: bytes
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
-    sources: tuple[Bytes, ...]  # per span, its bytes: [length] u8; none of a write that stands in memory already
+    source: Bytes  # [bytes]; empty for a write that stands in memory already
+    begins: tuple[int, ...]  # per span, where its bytes begin in it
 
     @property
     def num_bytes(self) -> int:
@@ -179,35 +176,40 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
     if isinstance(write, WriteRefused):
         return write
     num_blocks, block_bytes = peer_memory.shape
-    sources: list[Bytes] = []
+    begins: list[int] = []
     for piece in write.pieces:
         block, begin = piece.source_block, piece.offset
-        end = begin + piece.length
-        if block >= num_blocks or end > block_bytes:
+        if block >= num_blocks or begin + piece.length > block_bytes:
             return _malformed(f"a source outside of {num_blocks} blocks of {block_bytes} bytes")
-        sources.append(peer_memory[block, begin:end])
-    return _incoming(write, tuple(sources))
+        begins.append(block * block_bytes + begin)
+    return _incoming(write, peer_memory.reshape(-1), tuple(begins))
 
 
 def decode_written(header: bytes) -> IncomingWrite | WriteRefused:
     """Check the form of a header made by `describe` for bytes that its sender has put in place itself."""
     write = _parse_header(header)
-    return write if isinstance(write, WriteRefused) else _incoming(write, ())
+    return write if isinstance(write, WriteRefused) else _incoming(write, _NOTHING, (0,) * len(write.pieces))
 
 
-def copy_in(memory: Bytes, grant: Grant, write: IncomingWrite, checksums: bool = True) -> Span | None:
-    """Copy a granted write's bytes into its blocks (memory: [num_blocks, block_bytes]), hashing each piece where it then stands.
+def copy_in(
+    memory: Bytes, grant: Grant, write: IncomingWrite, copier: StripeCopier | None = None, *, checksums: bool = True
+) -> Span | None:
+    """Copy a granted write's bytes into its blocks (memory: [num_blocks, block_bytes]), all of them.
 
-    Stops at the first span that is not what its sender read, and returns it.
+    Returns the first span for which the bytes written are not what its sender read.
     """
-    pieces = zip(grant.spans, grant.block_ids, write.sources, write.checksums, strict=True)
-    for span, block_id, source, checksum in pieces:
-        piece = memory[block_id, span.offset : span.offset + span.length]
-        np.copyto(piece, source)
-        # Now, while it is in the processor's cache.
-        if checksums and piece_checksum(piece, grant.lease_id, span.block_index, span.offset) != checksum:
-            return span
-    return None
+    block_bytes, to = memory.shape[1], memory.reshape(-1)
+    pieces = zip(grant.spans, grant.block_ids, write.begins, strict=True)
+    places = np.array(
+        [(block_id * block_bytes + span.offset, begin, span.length) for span, block_id, begin in pieces], np.int64
+    )
+    if not checksums:
+        copy_pieces(to, write.source, places, None, copier)
+        return None
+    seeds = [place_seed(grant.lease_id, span.block_index, span.offset) for span in grant.spans]
+    digests = copy_pieces(to, write.source, places, np.array(seeds, np.uint64), copier)
+    wrong = np.flatnonzero(digests != np.array(write.checksums, np.uint64))
+    return grant.spans[wrong[0]] if wrong.size else None
 
 
 def find_corrupt(memory: Bytes, grant: Grant, checksums: Sequence[int]) -> Span | None:
@@ -226,8 +228,7 @@ def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite
     if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_MESSAGE_BYTES:
         return _malformed(f"a payload of {len(payload)} bytes for pieces of {num_bytes}")
     cuts = accumulate((piece.length for piece in write.pieces), initial=0)
-    whole = np.frombuffer(payload, np.uint8)
-    return _incoming(write, tuple(whole[begin:end] for begin, end in pairwise(cuts)))
+    return _incoming(write, np.frombuffer(payload, np.uint8), tuple(cuts)[:-1])
 
 
 def _parse_header(header: bytes) -> pb.Write | WriteRefused:
@@ -242,13 +243,13 @@ def _parse_header(header: bytes) -> pb.Write | WriteRefused:
     return message.write
 
 
-def _incoming(write: pb.Write, sources: tuple[Bytes, ...]) -> IncomingWrite:
+def _incoming(write: pb.Write, source: Bytes, begins: tuple[int, ...]) -> IncomingWrite:
     spans: list[Span] = []
     checksums: list[int] = []
     for piece in write.pieces:
         spans.append(Span(piece.block_index, piece.offset, piece.length))
         checksums.append(piece.checksum)
-    return IncomingWrite(write.lease_id, write.secret, tuple(spans), tuple(checksums), sources)
+    return IncomingWrite(write.lease_id, write.secret, tuple(spans), tuple(checksums), source, begins)
 
 
 def _header(write: OutgoingWrite) -> pb.DataMessage:

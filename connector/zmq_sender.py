@@ -25,13 +25,13 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from connector.copying import Bytes
 from connector.link_names import MAX_NAME_BYTES
 from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import (
     MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
-    Bytes,
     OutgoingWrite,
     describe,
     frame_bytes,

@@ -28,6 +28,7 @@ from engine.device import CPU
 from engine.model_config import ModelConfig
 from engine.shared_bytes import SharedBytes, mapped_bytes
 from engine.split import Split
+from kernels.cpu_copies import find_copier
 from kernels.interface import BlockCopies
 from kernels.torch_reference import TorchBlockCopies
 from kernels.upload import upload
@@ -117,6 +118,7 @@ class KvMemory(KvSides):
         self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
         self._shared = SharedBytes(num_blocks, self.block_bytes)
         self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
+        self.copier: Final = find_copier()  # by which bytes get into it best; None: nothing was compiled
         super().__init__(_as_numbers(self.bytes, config, block_size, dtype), device, mirror=mirror, copies=copies)
 
     @property

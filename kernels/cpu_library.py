@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import torch  # loaded before the library, so that both share one OpenMP runtime, and with it one set of threads
 from numpy.typing import NDArray
 
-INTERFACE: Final = 7
+INTERFACE: Final = 8
 DTYPE_CODES: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 MAX_HEAD_DIM: Final = 1024
 NUM_PHASES: Final = 9
@@ -216,6 +216,7 @@ _FUNCTIONS: Final = MappingProxyType(
                 c_int,
             ),
         ),
+        "baton_copy": (None, (c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
         "baton_decode": (
             c_int,
             (

@@ -32,7 +32,7 @@ import uvloop
 import zmq
 from starlette.types import ASGIApp
 
-from connector.choosing import ChoosingTransport, choose_transports
+from connector.choosing import ChoosingTransport, HostMemory, choose_transports
 from connector.kv_store import KvStore
 from connector.zmq_options import Place
 from node.assembly import CoreParts, NodeEngine, build_engine
@@ -261,8 +261,7 @@ class _NodeProcess:
         try:
             return choose_transports(
                 config.transport,
-                memory.bytes,
-                memory.descriptor,
+                HostMemory(memory.bytes, memory.descriptor, memory.copier),
                 (identity.name, identity.incarnation),
                 post,
                 place,

@@ -1,4 +1,5 @@
 // What Python calls (kernels/cpu_library.py), by plain C rules: pointers and integers, nothing is kept but a workspace.
+#include "copy.h"
 #include "draw.h"
 #include "layers.h"
 
@@ -33,7 +34,7 @@ template <class F> void in_dtype(int dtype, F &&f) {
 extern "C" {
 
 // Grows whenever a signature or structure here changes: a stale library is not loaded.
-int baton_interface() { return 7; }
+int baton_interface() { return 8; }
 
 // Pieces of work that a thread has done because the one that had begun them had lost its core.
 uint64_t baton_num_taken_over() { return num_taken_over.load(); }
@@ -163,6 +164,17 @@ int baton_decode(Workspace *workspace, const Stack *stack, const Cache *cache, c
     });
     clock.phase(NUM_PHASES - 1);
     return is_drawn;
+}
+
+// Copies pieces that begin where lines do and are of whole stripes; with seeds, each of over 240 bytes, digests are of what was
+// written.
+void baton_copy(char *to, const char *from, const CopyPiece *pieces, int num_pieces, const uint64_t *seeds, uint64_t *digests) {
+    for (int i = 0; i < num_pieces; i++) {
+        const CopyPiece &piece = pieces[i];
+        if (seeds) digests[i] = copy_hashed(to + piece.to, from + piece.from, size_t(piece.num_bytes), seeds[i]);
+        else copy_stripes(to + piece.to, from + piece.from, size_t(piece.num_bytes), [](const __m256i *, size_t) {});
+    }
+    _mm_sfence();
 }
 
 }  // extern "C"

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from connector.choosing import choose_transports
+from connector.choosing import HostMemory, choose_transports
 from connector.transport import RevokeDone
 from connector.zmq_options import LOOPBACK
 from engine.plan import Done, Launched, Plan, StepResult
@@ -91,7 +91,7 @@ class Shell:
         self.measures = Measures()
         memory = SharedBytes(4, 64)
         self.transport = choose_transports(
-            "auto", memory.bytes, memory.descriptor, ("n", 1), self.inbox.post, LOOPBACK, is_encrypted=False
+            "auto", HostMemory(memory.bytes, memory.descriptor), ("n", 1), self.inbox.post, LOOPBACK, is_encrypted=False
         )
         self.runner = RunnerThread(EchoRunner(), lambda result: self.inbox.post(ev.StepDone(result)))
         self.peers = HandoffClient(self.inbox.post, tasks.create_task)

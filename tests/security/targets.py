@@ -84,7 +84,9 @@ def read_described_write(data: bytes) -> None:
     """A message of a shm link: it describes bytes of its sender's memory and no others."""
     arrived = decode_described(data, MEMORY)
     if isinstance(arrived, IncomingWrite):
-        assert all(source.nbytes <= MEMORY.shape[1] for source in arrived.sources)
+        for span, begin in zip(arrived.spans, arrived.begins, strict=True):
+            assert begin >= 0 and begin % MEMORY.shape[1] + span.length <= MEMORY.shape[1]
+            assert begin + span.length <= arrived.source.nbytes == MEMORY.nbytes
 
 
 def read_link_channel(data: bytes) -> None:

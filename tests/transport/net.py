@@ -10,6 +10,7 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from connector.landing import Landing
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.nixl_transport import NixlTransport
 from connector.shm_transport import ShmTransport
@@ -17,11 +18,13 @@ from connector.transport import BlocksLanded, BlocksTaken, ReceiverEvent, Sender
 from connector.zmq_options import LinkRules
 from connector.zmq_transport import ZmqTransport
 from engine.shared_bytes import SharedBytes
+from kernels.cpu_copies import find_copier
 from proto import baton_pb2 as pb
 
 _Kind = TypeVar("_Kind")
 
 WAIT_S = 20.0
+COPIER = find_copier()  # as nodes have it
 
 
 class Recorder:
@@ -159,9 +162,14 @@ class ZmqNet(ThreadedNet):
         self.is_encrypted = is_encrypted  # of the nodes made from now on
 
     def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
-        memory = np.zeros((num_blocks, block_bytes), np.uint8)
-        rules = LinkRules(self._checksums, self.is_encrypted)
-        return Node(memory, said, ZmqTransport(memory, name, incarnation, said, rules=rules))
+        shared = SharedBytes(num_blocks, block_bytes)
+        self._kept.append(shared)
+        memory, rules = shared.bytes, LinkRules(self._checksums, self.is_encrypted)
+        return Node(
+            memory,
+            said,
+            ZmqTransport(memory, name, incarnation, said, landing=Landing(memory, said, COPIER), rules=rules),
+        )
 
 
 class ShmNet(ThreadedNet):
@@ -170,7 +178,10 @@ class ShmNet(ThreadedNet):
     def _make(self, name: str, incarnation: int, num_blocks: int, block_bytes: int, said: Recorder) -> Node:
         shared = SharedBytes(num_blocks, block_bytes)
         self._kept.append(shared)
-        transport = ShmTransport(shared.bytes, shared.descriptor, name, incarnation, said, checksums=self._checksums)
+        landing, has_checksums = Landing(shared.bytes, said, COPIER), self._checksums
+        transport = ShmTransport(
+            shared.bytes, shared.descriptor, name, incarnation, said, landing, checksums=has_checksums
+        )
         return Node(shared.bytes, said, transport)
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from connector import nixl_agent
-from connector.choosing import ChoosingTransport, TransportChoice, choose_transports
+from connector.choosing import ChoosingTransport, HostMemory, TransportChoice, choose_transports
 from connector.transport import Answered, LeaseRef, LinkClosed, NotifyArrived, RevokeDone, WriteRefused
 from connector.zmq_options import LOOPBACK, Place
 from engine.shared_bytes import SharedBytes
@@ -30,7 +30,7 @@ class ChoosingNode:
         self.memory = self.shared.bytes
         self.said = Recorder(changed)
         self.transport: ChoosingTransport = choose_transports(
-            choice, self.memory, self.shared.descriptor, (name, 1), self.said, LOOPBACK, is_encrypted=False
+            choice, HostMemory(self.memory, self.shared.descriptor), (name, 1), self.said, LOOPBACK, is_encrypted=False
         )
 
     def shows(self, name: str) -> Mapping[str, object]:
@@ -151,7 +151,12 @@ def test_nixl_is_none_of_the_choices_without_the_library_without_rdma_or_where_l
     shared = SharedBytes(1, 512)
     with pytest.raises(ValueError, match="encrypts nothing"):
         choose_transports(
-            "nixl", shared.bytes, shared.descriptor, ("node", 1), lambda event: None, LOOPBACK, is_encrypted=True
+            "nixl",
+            HostMemory(shared.bytes, shared.descriptor),
+            ("node", 1),
+            lambda event: None,
+            LOOPBACK,
+            is_encrypted=True,
         )
 
 
@@ -262,8 +267,7 @@ def test_a_transport_that_cannot_be_made_takes_the_others_down_again() -> None:
     with pytest.raises(zmq.ZMQError):
         choose_transports(
             "auto",
-            shared.bytes,
-            shared.descriptor,
+            HostMemory(shared.bytes, shared.descriptor),
             ("node", 1),
             lambda event: None,
             Place("192.0.2.1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import psutil
@@ -241,7 +242,8 @@ def test_random_frames_decode_to_a_refusal_or_to_what_they_say(frames: list[byte
         case IncomingNotice(payload):
             assert pb.DataMessage.FromString(payload).WhichOneof("kind") == "commit"
         case IncomingWrite() as write:
-            assert [span.length for span in write.spans] == [len(source) for source in write.sources]
+            assert write.begins == tuple(accumulate((span.length for span in write.spans[:-1]), initial=0))
+            assert len(write.source) == write.num_bytes
             assert write.num_bytes <= MAX_MESSAGE_BYTES
 
 
@@ -298,6 +300,7 @@ def test_a_good_header_with_any_bit_flipped_never_lands_as_something_else(data: 
 def test_random_headers_decode_to_a_refusal_or_to_spans_of_the_peers_memory(header: bytes) -> None:
     arrived = decode_described(header, np.zeros((4, 64), np.uint8))
     if isinstance(arrived, IncomingWrite):
-        assert [span.length for span in arrived.spans] == [len(source) for source in arrived.sources]
+        for span, begin in zip(arrived.spans, arrived.begins, strict=True):
+            assert begin >= 0 and begin % 64 + span.length <= 64 and begin + span.length <= len(arrived.source)
     else:
         assert (arrived.lease_id, arrived.code) == (0, pb.TRANSFER_FAILED)

@@ -8,11 +8,12 @@ from collections import deque
 import numpy as np
 import pytest
 
+from connector.copying import Bytes
 from connector.landing import Landing
 from connector.one_sided import Attach, Attached, OneSidedWriters, Stop, Stopped
 from connector.one_sided_sending import Notice, OneSidedSending, Put, Written
 from connector.transport import BlocksLanded, LeaseRef, ReceiverEvent, RevokeDone, SenderEvent
-from connector.writes import Bytes, IncomingWrite, decode_written, describe, pack
+from connector.writes import IncomingWrite, decode_written, describe, pack
 
 SECRET = b"0123456789abcdef"
 BLOCK_BYTES = 16
