@@ -5,7 +5,7 @@
                    ──libzmq, nothing copied by us───────────────► nowhere                    what zmq cannot exceed
                    ──NIXL alone, all blocks in one request──────► the same memory            what nixl is measured against
     Mooncake's transfer engine alone, over TCP, between two processes of its own environment (transport_mooncake.py)
-                   ──a byte, and one back───────────────────────► np.copyto from the sender's    what shm cannot exceed
+                   ──a byte, and one back───────────────────────► np.copyto from the sender's    the most with such a copy
                                       receiver process: np.copyto, block by block            what shm is measured against
 
 All ways take turns within a round, in an order that changes from round to round, and ratios are taken within a round: only they

@@ -1,9 +1,9 @@
 """How the bytes of a write get into place, hashed on the way.
 
 Compiled code reads memory once and writes it once, with no Python between two pieces (kernels/cpu/copy.h); a node that has it gives
-it to its transports. numpy and xxhash go the same way piece by piece, for whoever has none and for pieces that are no whole
-stripes. Both let go of the GIL, as assigning to a slice of a memoryview does not: that stalls the thread that runs the model. Not
-here: which bytes, and what becomes of their digests (writes.py).
+it to its transports. Whoever has none, and pieces that are no whole stripes, go numpy's way: a piece is copied, then hashed where
+it stands. Both let go of the GIL, as assigning to a slice of a memoryview does not: that stalls the thread that runs the model.
+Not here: which bytes, and what becomes of their digests (writes.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ def copy_pieces(
     """Copy pieces of one memory to another (both [bytes], contiguous), every place of which lies within it.
 
     Returns each piece's xxh3-64 with its seed, of the bytes that were written, whatever became of the source meanwhile; nothing
-    without seeds.
+    without seeds. Raises ValueError for a place outside, before a byte is copied.
     """
+    ends = places[:, :2] + places[:, 2:]
+    if (places < 0).any() or (ends[:, 0] > to.size).any() or (ends[:, 1] > source.size).any():
+        raise ValueError(f"a piece outside of memories of {to.size} and {source.size} bytes")
     if stripe_copier is not None and _are_stripes(to, places):
         return stripe_copier(to, source, places, seeds)
     digests: list[int] = []

@@ -31,7 +31,7 @@ class Landing:
     """Puts arriving writes into leased blocks."""
 
     def __init__(self, memory: Bytes, emit: Emit, copier: StripeCopier | None = None) -> None:
-        """`copier`: of what arrives."""
+        """`copier`: compiled code that copies what arrives; None: numpy does."""
         self._copier = copier
         self._memory = checked_memory(memory)
         self._emit = emit

@@ -2,7 +2,7 @@
 
     anybody     ──connect──► other user: closed unread
     same user   ──HELLO───► link secret, memory looked over (peer_memory.py), mapped and populated, then WELCOME
-    sender      ──WRITE───► form (writes.decode_described) ──► right (Admissions) ──► copy ──► checksum ──► events, TAKEN
+    sender      ──WRITE───► form (writes.decode_described) ──► right (Admissions) ──► copied, hashed on the way ──► events, TAKEN
 
 Memory is mapped once per link and unmapped with it; what an owner that died has left stays readable until then, so a Commit that
 was under way still finds its blocks.

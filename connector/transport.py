@@ -71,7 +71,7 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLanded:
-    """These blocks of a lease are complete in place, each piece's checksum verified over the destination."""
+    """These blocks of a lease are complete in place, each piece's checksum verified, of the bytes that were put there."""
 
     lease_id: int
     block_indices: tuple[int, ...]

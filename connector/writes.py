@@ -61,7 +61,7 @@ class IncomingWrite:
     spans: tuple[Span, ...]
     checksums: tuple[int, ...]
     source: Bytes  # [bytes]; empty for a write that stands in memory already
-    begins: tuple[int, ...]  # per span, where its bytes begin in it
+    begins: tuple[int, ...]  # per span, where its bytes begin in it; none of a write that stands in memory already
 
     @property
     def num_bytes(self) -> int:
@@ -188,7 +188,7 @@ def decode_described(header: bytes, peer_memory: Bytes) -> IncomingWrite | Write
 def decode_written(header: bytes) -> IncomingWrite | WriteRefused:
     """Check the form of a header made by `describe` for bytes that its sender has put in place itself."""
     write = _parse_header(header)
-    return write if isinstance(write, WriteRefused) else _incoming(write, _NOTHING, (0,) * len(write.pieces))
+    return write if isinstance(write, WriteRefused) else _incoming(write, _NOTHING, ())
 
 
 def copy_in(

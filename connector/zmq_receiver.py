@@ -1,7 +1,7 @@
 """The receiving end of the zmq transport: one ROUTER socket and the thread that copies from it into leased blocks.
 
     stranger ──handshake──► gate: refused, no frame ever read
-    sender   ──handshake──► gate ──frames──► form (writes.decode) ──► right (Admissions) ──► copy ──► checksum ──► events
+    sender   ──handshake──► gate ──frames──► form (writes.decode) ──► right (Admissions) ──► copied, hashed on the way ──► events
 
 One thread serves handshakes, messages and answers, so the events of a link come in the order in which its frames did. It sleeps
 in the poll. What one sender can make this node hold is bounded by the socket's limits per link, except that a sender who knows

@@ -25,8 +25,13 @@ class CpuCopier:
         places: NDArray[np.int64],
         seeds: NDArray[np.uint64] | None,
     ) -> NDArray[np.uint64]:
-        """Copy places ([num_pieces, 3]: to, from, bytes); their xxh3-64 with these seeds, nothing without."""
-        digests = np.empty(0 if seeds is None else len(seeds), np.uint64)
+        """Copy places ([num_pieces, 3]: to, from, bytes); their xxh3-64 with these seeds, nothing without.
+
+        Raises ValueError for a seed too many or too few, and for other types than these.
+        """
+        if places.dtype != np.int64 or (seeds is not None and (seeds.dtype != np.uint64 or len(seeds) != len(places))):
+            raise ValueError("places are int64, and seeds uint64, one for each")
+        digests = np.empty(0 if seeds is None else len(places), np.uint64)
         seeds_at = None if seeds is None else address(seeds)
         self._copy(address(to), address(source), address(places), len(places), seeds_at, address(digests))
         return digests
@@ -39,6 +44,6 @@ def find_copier() -> CpuCopier | None:
         if path.exists():
             try:
                 return CpuCopier(Library(path))
-            except OSError:  # another version's: who computes with it says so (choice.py)
+            except OSError:  # another version's
                 continue
     return None

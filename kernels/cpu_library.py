@@ -243,12 +243,12 @@ class Library:
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded or is another version's."""
         library = ctypes.CDLL(str(path))
+        if getattr(library, "baton_interface", int)() != INTERFACE:
+            raise OSError(f"{path} is of another version")
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
-        if library.baton_interface() != INTERFACE:
-            raise OSError(f"{path} is of another version")
         self.call: Final[Any] = library  # ctypes has no types for what it finds
 
 

@@ -96,6 +96,8 @@ template <class See> BATON_INLINE void copy_stripes(char *to, const char *from, 
         __m256i stripe[2];
         for (int half = 0; half < 2; half++)
             stripe[half] = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + byte) + half);
+        // From here on what is hashed is what is written: the compiler may not load it a second time.
+        asm volatile("" : "+x"(stripe[0]), "+x"(stripe[1]));
         see(stripe, byte);
         for (int half = 0; half < 2; half++) _mm256_stream_si256(reinterpret_cast<__m256i *>(to + byte) + half, stripe[half]);
     }

@@ -197,6 +197,14 @@ MUTANTS: Final = (
         ("tests/transport/test_pieces.py", "tests/transport/test_memory_schedules.py"),
     ),
     Mutant(
+        "source-hashed",
+        "What is hashed is the source behind its copy, not what was written of it.",
+        "connector/copying.py",
+        "seeded_checksum(piece, int(seeds[index]))",
+        "seeded_checksum(source[begin : begin + length], int(seeds[index]))",
+        ("tests/transport/test_copying.py",),
+    ),
+    Mutant(
         "short-piece-to-compiled-code",
         "A piece of fewer stripes than xxh3's long form is for goes to compiled code, which hashes it as a long one.",
         "connector/copying.py",
