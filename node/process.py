@@ -109,9 +109,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     if engine.kernels_shortfall:
         log_event(LOG, logging.WARNING, "slow_kernels", node=name, reason=engine.kernels_shortfall)
     if engine.memory.copier is None:
-        log_event(
-            LOG, logging.WARNING, "slow_copies", node=name, reason="nothing was compiled for this CPU: make setup"
-        )
+        log_event(LOG, logging.WARNING, "slow_copies", node=name, reason="nothing was compiled for this CPU")
     if engine.inexactness is not None:
         # A recomputed sequence may then differ from the one that was lost.
         log_event(LOG, logging.WARNING, "not_bit_exact", node=name, reason=engine.inexactness)
