@@ -153,8 +153,9 @@ def test_no_page_is_populated_or_mapped_while_a_first_transfer_runs(shm_net: Shm
     after = resource.getrusage(resource.RUSAGE_SELF)
     num_pages = num_blocks * MIB // resource.getpagesize()
     # A fault maps 16 pages at most (fault_around_bytes); what is left over is Python's own allocating.
-    assert after.ru_minflt - before.ru_minflt < num_pages / 16 / 4
-    assert after.ru_majflt == before.ru_majflt
+    # So are major ones, of which memory in memory has none: code that came from the disk.
+    num_faults = after.ru_minflt - before.ru_minflt + after.ru_majflt - before.ru_majflt
+    assert num_faults < num_pages / 16 / 4
     assert (receiver.memory == 7).all()
 
 
@@ -169,7 +170,7 @@ def test_memory_of_a_peer_is_let_go_on_a_thread_of_its_own() -> None:
 
     weakref.finalize(peer.bytes, lambda: where.append(threading.get_ident()))
     peer.release()
-    until_held((held_before[0] - 1, held_before[1] - 1, held_before[2]))
+    until_held((held_before[0], held_before[1] - 1, held_before[2]))
     assert where
     assert threading.get_ident() not in where
 

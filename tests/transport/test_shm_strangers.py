@@ -353,9 +353,23 @@ sys.stdin.read()
 # ---------------------------------------------------------------- without sockets
 
 
-def test_memory_of_a_peer_cannot_be_written() -> None:
-    shared = SharedBytes(8, 512)
-    peer = PeerMemory(shared.descriptor, 8, 512)
+def test_memory_of_a_peer_lies_where_huge_pages_begin_and_is_all_of_it() -> None:
+    huge = 2 << 20
+    for num_blocks in (3, 4097, 8192):  # less than a huge page, a little more, two of them
+        shared = SharedBytes(num_blocks, 512)
+        shared.bytes[:] = np.random.default_rng(num_blocks).integers(0, 256, shared.bytes.shape, np.uint8)
+        peers = [PeerMemory(shared.descriptor, num_blocks, 512) for _ in range(3)]
+        for peer in peers:
+            while not peer.populate_some():
+                pass
+            assert np.array_equal(peer.bytes, shared.bytes)
+            assert shared.bytes.nbytes < huge or peer.bytes.ctypes.data % huge == 0
+
+
+@pytest.mark.parametrize("num_blocks", [8, 8192])
+def test_memory_of_a_peer_cannot_be_written(num_blocks: int) -> None:
+    shared = SharedBytes(num_blocks, 512)
+    peer = PeerMemory(shared.descriptor, num_blocks, 512)
     shared.bytes[7, 511] = 9
     assert peer.bytes[7, 511] == 9
     with pytest.raises(ValueError, match="read-only"):
