@@ -117,5 +117,15 @@ def test_whole_stripes_take_the_compiled_way_and_others_do_not(pool: Bytes) -> N
     assert lengths == [[256], [320]]
 
 
+@pytest.mark.parametrize("place", [(_POOL_BYTES - 256, 0, 512), (0, 4096 - 64, 256), (-64, 0, 256), (0, 0, -256)])
+def test_a_place_outside_of_either_memory_is_refused_before_a_byte_is_copied(
+    copier: StripeCopier | None, pool: Bytes, place: tuple[int, int, int]
+) -> None:
+    pool[:] = 0
+    with pytest.raises(ValueError, match="outside"):
+        copy_pieces(pool, np.ones(4096, np.uint8), table((0, 0, 256), place), None, copier)
+    assert not pool.any()
+
+
 def test_a_node_finds_what_was_compiled() -> None:
     assert (find_copier() is None) == (not any(path.exists() for path in _VARIANTS.values()))
