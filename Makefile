@@ -105,7 +105,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then every test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
-bench: $(STAMP) $(KERNELS) ## every benchmark briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+bench: $(STAMP) $(KERNELS) ## eleven benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
 	@$(BIN)/python -m bench $(BENCH_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -1,6 +1,6 @@
-"""`python -m bench`: every benchmark with short settings, one behind the other, into one table; also `make bench`.
+"""`python -m bench`: eleven benchmarks with short settings, one behind the other, into one table; also `make bench`.
 
-    benchmarks (suite_entries.py) --> bench/results/suite/NAME.json, .png, .log --> bench/results/suite.md --> README's table
+    benchmarks (suite_entries.py) --> bench/results/suite/NAME.json, .md, .png, .log --> bench/results/suite.md --> README's table
 
 Each is a process like any user's, with a bound on its time; twenty minutes in all on two quiet cores. One that fails is a line of
 the table, and the others go on; then the exit code is 1. What stands in the table are ratios, against a limit, a peer or the other
@@ -23,6 +23,7 @@ from rich.console import Console
 from bench.cluster import BATON, environment_of_a_cluster
 from bench.frame import can_plot
 from bench.machine import machine, utc_date
+from bench.page import PAGES, write_page
 from bench.progress import StepProgress
 from bench.suite_entries import ENTRIES, Entry
 from bench.suite_table import only_asked, outcome_of, page, with_table
@@ -56,7 +57,7 @@ class SuiteConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them; 0, 1 if one failed, 2 for what the user can mend, 130 after Ctrl-C."""
-    config = load(SuiteConfig, PROG, "Run every benchmark briefly and write one table of ratios.", argv)
+    config = load(SuiteConfig, PROG, "Run eleven benchmarks briefly and write one table of ratios.", argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     folder, chosen = config.results / "suite", [entry for entry in ENTRIES if entry.name in config.only.split(",")]
     folder.mkdir(exist_ok=True)
@@ -87,6 +88,8 @@ def _run_all(chosen: Sequence[Entry], config: SuiteConfig, folder: Path, console
         for entry in chosen:
             started_at = time.monotonic()
             codes[entry.name] = _run(entry, config, folder)
+            if not codes[entry.name] and entry.module in PAGES:
+                write_page(folder / f"{entry.name}.json")
             took_s = time.monotonic() - started_at
             how = "" if not codes[entry.name] else f", exit code {codes[entry.name]}: {folder / entry.name}.log"
             console.print(f"{entry.name}: {took_s:.0f} s{how}")

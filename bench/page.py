@@ -1,6 +1,6 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover and grammar_step. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step and peers. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.peers_report import markdown
+
 Result = Mapping[str, Any]
 
 
@@ -19,22 +21,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = [Path(each) for each in (sys.argv[1:] if argv is None else argv)]
     for path in paths:
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            text = page(result)
+            written = write_page(path)
         except (OSError, ValueError) as error:
             sys.stderr.write(f"python -m bench.page: {path}: {error}\n")
             return 2
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        sys.stdout.write(f"written: {path.with_suffix('.md')}\n")
+        sys.stdout.write(f"written: {written}\n")
     return 0
+
+
+def write_page(path: Path) -> Path:
+    """Write the page of a result's file beside it; ValueError for one that has none, OSError."""
+    text = page(json.loads(path.read_text(encoding="utf-8")))
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    return path.with_suffix(".md")
 
 
 def page(result: Result) -> str:
     """The page of a result; ValueError for one that has none."""
     name = str(result.get("command", "")).removeprefix("python -m bench.").split(" ")[0]
-    if name not in _PAGES:
+    if name not in PAGES:
         raise ValueError(f"a result of {name or 'nothing known'}, of which there is no page")
-    title, write = _PAGES[name]
+    title, write = PAGES[name]
     machine = result["machine"]
     where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
     head = [
@@ -168,10 +175,11 @@ def _crossover(result: Result) -> Iterator[str]:
         lost = [f"{cell['prompt_tokens']}/{cell['load']}" for cell in result["cells"] if cell["ratios"][name] > 1]
         share = f"{len(lost)} of {len(result['cells'])}"
         won = [
-            f"{load} under way {'never' if at is None else f'from {at} tokens on'}"
+            f"{load} under way {'at no length' if at is None else f'from {at} tokens'}"
             for load, at in result["crossovers"][name].items()
         ]
-        yield f"- *{said}*: in {share} (prompt/under way: {', '.join(lost) or 'none'}). Ahead with {'; '.join(won)}."
+        where = f"in {share} (prompt/under way: {', '.join(lost) or 'none'})"
+        yield f"- *{said}*: {where}. Ahead from some length on: {'; '.join(won)}."
     yield ""
     yield (
         "Who has such a load runs mixed nodes (`baton up --prefill 0 --decode 0 --mixed 1`), or leaves short prompts to decode "
@@ -194,12 +202,26 @@ def _grammar_step(result: Result) -> Iterator[str]:
     yield from _table(("rows", "bound by", "ms of a step", "ratio", "beside, µs a row"), rows)
 
 
-_PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
+def _peers(result: Result) -> Iterator[str]:
+    settings = result["settings"]
+    weights = "bf16" if settings["weights"] == "bf16" else "in 8 bits, of Baton and llama.cpp (`q8_0`)"
+    yield (
+        f"`{Path(settings['model']).name}`, weights {weights}; {settings['threads']} compute threads of each, one server after "
+        f"the other, the rest stopped. `decode 8 x 128`: {settings['output_tokens']} tokens each of 8 streams at once behind "
+        "prompts of 128 tokens; `prefill 512`: one prompt of 512 tokens. Tokens a second: the median of "
+        f"{settings['rounds']} rounds, in brackets the least and the most; last the median of the rounds' own ratios."
+    )
+    yield ""
+    yield markdown(result["tokens_per_s"])
+
+
+PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "transport": ("Transports: how fast blocks get from node to node", _transport),
     "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
     "interference": ("What long prompts cost the streams beside them", _interference),
     "crossover": ("Where prefill and decode apart lose", _crossover),
     "grammar_step": ("What grammars cost a step", _grammar_step),
+    "peers": ("Served tokens beside vLLM, llama.cpp and transformers", _peers),
 }
 
 

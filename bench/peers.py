@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -29,7 +28,9 @@ from bench.completions import Asked, Asking, Record
 from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
 from bench.machine import machine, utc_date
+from bench.page import write_page
 from bench.peers_install import has_llama, has_vllm, install
+from bench.peers_report import Figures, markdown
 from bench.peers_servers import (
     Peer,
     PeerProblem,
@@ -115,20 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
         return 130
-    table = markdown(figures)
-    console.print(table)
+    console.print(markdown(figures))
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         write_atomically(config.output, {**result, "tokens_per_s": figures})
-        config.output.with_suffix(".md").write_text(f"{utc_date()}\n\n    {command}\n\n{table}\n", encoding="utf-8")
+        write_page(config.output)
         console.print(f"written: {config.output}")
     return 0
-
-
-# case -> peer -> tokens a second of each round
-Figures = dict[str, dict[str, list[float]]]
 
 
 def _measure(config: PeersConfig, model: Path, console: Console) -> Figures:
@@ -228,29 +224,6 @@ def decode_rate(records: Sequence[Record]) -> float:
     begins = [record.arrival_s + record.lag_s + record.chunk_at_s[0] for record in records]
     ends = [record.arrival_s + record.lag_s + record.chunk_at_s[-1] for record in records]
     return sum((record.output_tokens or 0) - 1 for record in records) / (max(ends) - min(begins))
-
-
-def markdown(figures: Figures) -> str:
-    """Medians with the least and greatest, and Baton's against the best of the others, round by round."""
-    names = list(dict.fromkeys(name for by_peer in figures.values() for name in by_peer))
-    lines = ["| tokens/s | " + " | ".join(names) + " | Baton / best peer |", "|---" * (len(names) + 2) + "|"]
-    for case, by_peer in figures.items():
-        cells = [
-            f"{statistics.median(rates):.0f} [{min(rates):.0f}..{max(rates):.0f}]"
-            for name in names
-            if (rates := by_peer[name])
-        ]
-        lines.append(f"| {case} | " + " | ".join(cells) + f" | {ratio_to_best(by_peer)} |")
-    return "\n".join(lines)
-
-
-def ratio_to_best(by_peer: dict[str, list[float]]) -> str:
-    """Above 1 Baton is ahead of every peer."""
-    others = [rates for name, rates in by_peer.items() if name != "Baton"]
-    if "Baton" not in by_peer or not others:
-        return ""
-    ratios = [ours / max(theirs) for ours, *theirs in zip(by_peer["Baton"], *others, strict=True)]
-    return f"{statistics.median(ratios):.2f}"
 
 
 def numbers(name: str, text: str) -> list[int]:

@@ -12,6 +12,11 @@ from bench.suite_entries import Entry, Line
 
 BEGIN: Final = "<!-- from bench: make bench -->\n"
 END: Final = "<!-- end of bench -->\n"
+_HOW_TO_READ: Final = (
+    "Short runs. The smaller a ratio the better, but transports': the larger. `of 30 µs`: the ratio is to that. "
+    "*Branches a message*: streams whose tokens a node tells in one. `8 x 128`: 8 sequences behind 128 tokens each. "
+    "*1P+1D*: a prefill and a decode node, *mixed*: nodes that do both."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,7 @@ class Outcome:
     lines: Sequence[Line]
     date: str = ""
     problem: str = ""
+    is_new: bool = True  # it ran just now
 
 
 def outcome_of(entry: Entry, path: Path, code: int | None) -> Outcome:
@@ -31,13 +37,13 @@ def outcome_of(entry: Entry, path: Path, code: int | None) -> Outcome:
     if not path.is_file():
         return Outcome(entry.name, (), problem="not run yet")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Outcome(entry.name, list(entry.lines(result)), str(result.get("date", "")))
+    return Outcome(entry.name, list(entry.lines(result)), str(result.get("date", "")), is_new=code is not None)
 
 
 def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str, Any]) -> str:
     """The whole table with its date, machine and command; a ratio that a target is named for says whether it is met."""
     where = f"{machine['cores']} cores of {machine['cpu_model']}, Python {machine['python']}"
-    lines = [f"`{command}`, {date[:10]}, {where}. Short runs; a ratio is better small, but those of transports.", ""]
+    lines = [f"`{command}`, {date[:10]}, {where}. {_HOW_TO_READ}", ""]
     lines += ["| what | ratio | target | numbers |", "|---|---|---|---|"]
     for outcome in outcomes:
         if outcome.problem:
@@ -46,9 +52,9 @@ def page(outcomes: Sequence[Outcome], command: str, date: str, machine: dict[str
             sign = "≥" if each.is_better_high else "≤"
             asked = "" if each.target is None else f"{sign} {each.target:.2f} {'met' if each.is_met else 'missed'}"
             lines.append(f"| {each.what} | {each.ratio:.2f} | {asked} | {each.shown} |")
-    older = sorted({each.date[:10] for each in outcomes if each.date and each.date[:10] != date[:10]})
-    if older:
-        lines += ["", f"Some lines are of earlier runs: {', '.join(older)}."]
+    if older := [each for each in outcomes if each.date and not each.is_new]:
+        told = ", ".join(f"{each.name} ({each.date[:10]})" for each in older)
+        lines += ["", f"That command has not run all of them. Of earlier runs: {told}."]
     return "\n".join(lines) + "\n"
 
 

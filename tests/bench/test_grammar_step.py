@@ -9,8 +9,6 @@ import pytest
 
 from bench.grammar_step import figures_of, main
 from bench.page import main as write_pages
-from bench.page import page
-from tests.architecture.source_tree import ROOT
 from tests.kernels_choice import KERNELS
 
 
@@ -35,12 +33,6 @@ def test_ratios_are_of_the_same_round() -> None:
     found = figures_of(8, "one", rounds)
     assert (found.batch, found.step_s, found.ratio, found.beside_s) == (8, 2.0, 1.5, 0.2)
     assert figures_of(8, "free", rounds).ratio == 1
-
-
-def test_the_page_is_that_of_its_result() -> None:
-    """`python -m bench.page bench/results/grammar_step.json` writes it."""
-    result = ROOT / "bench/results/grammar_step.json"
-    assert result.with_suffix(".md").read_text(encoding="utf-8") == page(json.loads(result.read_text(encoding="utf-8")))
 
 
 def test_more_rows_than_a_node_follows_grammars_is_one_line(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.completions import Record
-from bench.peers import decode_rate, markdown, ratio_to_best
+from bench.peers import decode_rate
+from bench.peers_report import markdown, ratio_to_best
 from tests.architecture.source_tree import ROOT
 
 

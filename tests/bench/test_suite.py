@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -69,12 +70,13 @@ def test_a_page_says_what_is_met_what_failed_and_of_when_it_is(tmp_path: Path) -
         outcome_of(entry, tmp_path / "one.json", 0),
         outcome_of(entry, tmp_path / "one.json", 124),
         outcome_of(entry, tmp_path / "none.json", None),
+        replace(outcome_of(entry, tmp_path / "one.json", None), name="old"),
     ]
     text = page(outcomes, "python -m bench", "2026-02-03T00:00:00", MACHINE)
     assert "`python -m bench`, 2026-02-03, 2 cores of a processor" in text
     assert "| a ÷ b | 0.50 | ≤ 0.40 missed | 1 ÷ 2 |\n| c | 3.00 | ≥ 2.00 met |  |" in text
     assert "| one | failed with exit code 124 | | |\n| one | not run yet | | |" in text
-    assert "earlier runs: 2026-01-02" in text
+    assert "Of earlier runs: old (2026-01-02)." in text
 
 
 def test_the_readme_has_the_lines_that_something_is_asked_of_and_what_failed() -> None:
