@@ -78,6 +78,15 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1] * 2)
 return 0
 """
 
+# What redis-py, and we, make of answers that are not Redis's.
+_OF_WHO_SPEAKS_SOMETHING_ELSE: Final = (
+    TypeError,
+    LookupError,
+    ValueError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 _T = TypeVar("_T")
 
 
@@ -119,6 +128,7 @@ class RedisKvStore:
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
         """As KvStore.write."""
+        self._records.check_lengths([block for _, block in blocks])
         if self._max_records == 0:
             return 0
         is_missing = self.missing([key for key, _ in blocks])
@@ -159,7 +169,9 @@ class RedisKvStore:
         pipe.set(_ID, secrets.token_bytes(32), nx=True)
         pipe.get(_ID)
         _, drawn = pipe.execute()
-        return bytes(drawn)
+        if not isinstance(drawn, bytes):
+            raise TypeError
+        return drawn
 
     def _ask_missing(self, names: Sequence[bytes]) -> list[bool]:
         pipe = self._client.pipeline(transaction=False)
@@ -209,8 +221,7 @@ class RedisKvStore:
     def _answer_of(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
-        except (RedisError, OSError, TypeError, LookupError, RecursionError) as error:
-            # The last three: of a server that does not speak its protocol.
+        except (RedisError, OSError, *_OF_WHO_SPEAKS_SOMETHING_ELSE) as error:
             raise KvStoreError(f"redis: {_word_for(error)}") from None
 
 

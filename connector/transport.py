@@ -49,7 +49,10 @@ class BlocksTaken:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The receiver's answer to a notification: a serialized DataMessage with a CommitAnswer, unchecked."""
+    """The receiver's answer to a notification: a serialized DataMessage with a CommitAnswer, unchecked.
+
+    Behind BlocksTaken of all that was written on the link before the notification.
+    """
 
     link_id: str
     payload: bytes

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -51,7 +52,7 @@ from connector.zmq_options import (
 )
 from proto import baton_pb2 as pb
 
-_CLOSING_MS: Final = 10  # until the thread looks whether libzmq has let go of what closed links had lent it
+_CLOSING_MS: Final = 10  # until the thread looks whether libzmq has let go of what closed links, or answers, wait for
 
 # What libzmq's monitor says when a link is at its end.
 _END_REASONS: Final[Mapping[int, str]] = {
@@ -87,6 +88,8 @@ class _Link(SenderLink):
         self.socket = socket
         self.loans: dict[int, _Loan] = {}
         self.num_lent = 0
+        self.num_before_notice = 0  # lent before the last notification
+        self.answers: deque[tuple[int, bytes]] = deque()  # that wait for what was lent before them, so many
         self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_END_REASONS))
 
     @property
@@ -128,9 +131,9 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
     def _timeout_ms(self) -> int | None:
         timeout_s = self._seconds_to_overdue()
         timeout_ms = None if timeout_s is None else int(timeout_s * 1000) + 1
-        if not self._closing:
+        if not self._closing and not any(link.answers for link in self._links.values()):
             return timeout_ms
-        # libzmq lets go of a closed link's messages in any order: the last may be one that wakes nobody.
+        # libzmq lets go of messages in any order: what is waited for may be one that wakes nobody.
         return min(_CLOSING_MS, timeout_ms or _CLOSING_MS)
 
     def _connect(self, link_id: str, endpoint: pb.Endpoint) -> _Link | str:
@@ -150,6 +153,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         except zmq.ZMQError as fault:  # the endpoint came over the wire: libzmq does not take its address or its secret
             link.close()
             return f"bad endpoint {endpoint.address}: {fault}"
+        link.must_open_by = time.monotonic() + OPEN_S  # finding its address may have taken long
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link
@@ -205,7 +209,13 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
                 return None
             if len(frames) != 1:
                 return "the peer sent what is no answer"
-            self._emit(Answered(link.link_id, frames[0]))
+            link.answers.append((link.num_before_notice, frames[0]))
+            self._tell_answers(link)
+
+    def _tell_answers(self, link: _Link) -> None:
+        """Behind the blocks that were taken before the peer can have answered, of which pyzmq tells later, on its own thread."""
+        while link.answers and not any(number <= link.answers[0][0] for number in link.loans):
+            self._emit(Answered(link.link_id, link.answers.popleft()[1]))
 
     def _read_monitor(self, link: _Link) -> str | None:
         """Take note of a finished handshake; returns why the link is at its end, if it is."""
@@ -227,6 +237,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
                 if len(message) > MAX_FRAME_BYTES:
                     return f"a notification of {len(message)} bytes, {MAX_FRAME_BYTES} allowed"
                 link.socket.send(message, zmq.NOBLOCK)
+                link.num_before_notice = link.num_lent
                 return None
             self._send_write(link, message)
         except zmq.Again:  # a DEALER that was ready and is not any more has lost its connection
@@ -261,6 +272,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
         loan = link.loans.pop(word.number)
         if self._links.get(link.link_id) is link:
             self._taken(link, loan.write)
+            self._tell_answers(link)
         elif not link.loans and (reason := self._closing.pop(link.link_id, None)) is not None:
             self._say_closed(link, reason)
 

@@ -67,7 +67,7 @@ class Door:
 
     def turn_away(self, call_id: int, keys: tuple[AttemptKey, ...], flaw: str | None) -> bool:
         """Answer what needs no decision: flaws, repeats, old attempts. True if that was all."""
-        lease, waiting = self._leases.of_any(keys), self.line.find(keys[0])
+        lease, waiting = self._leases.of_any(keys), self.line.of_any(keys)
         if flaw is not None:
             self._refuse([call_id], keys[0], (pb.INCOMPATIBLE, flaw))
         elif lease is not None and lease.keys == keys and lease.state in OPEN:
@@ -77,6 +77,8 @@ class Door:
             waiting.call_ids.append(call_id)
         elif waiting is not None and waiting.keys == keys:
             self._refuse([call_id], keys[0], (pb.BUSY, f"{_MAX_CALLS} calls wait for this attempt already"))
+        elif waiting is not None:
+            self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} waits with other choices"))
         elif lease is not None or any(map(self._scheduler.knows, keys)):
             self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is committed already"))
         elif not any(map(self._fence.admits, keys)):

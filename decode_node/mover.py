@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from connector.handoff import SenderAction, SenderEvent, SenderState
 from connector.transport import BlocksTaken
+from connector.writes import MAX_FRAME_BYTES
 from decode_node.moving import MoveAction, MoveEvent, MoveState, step_move
 from decode_node.running_branch import RunningBranch
 from engine.scheduler import Scheduler
@@ -41,6 +42,10 @@ SLACK_BLOCKS: Final = (
     4  # that the sequence may fill while its blocks are written: dozens of steps, and not much to reserve
 )
 FEW_BLOCKS: Final = 2  # that the link has yet to read when the sequence stops, and when its Commit is queued
+_ID_BYTES: Final = 3  # of a Commit: a token's id, below 2 ** 21
+_OWN_BYTES: Final = 8  # a token's own logprob
+_TOP_BYTES: Final = 11  # one of the most likely ones
+_REST_BYTES: Final = 1024
 _SENT: Final = {MoveState.COMMITTED, MoveState.SURRENDERED}
 _STOPPED: Final = {MoveState.PAUSED, MoveState.YIELDED}
 
@@ -281,7 +286,7 @@ class Mover:
 
     def _give_up(self, move: Move) -> None:
         key = move.branch.key
-        if self._scheduler.resumes_preempted:
+        if self._scheduler.resumes_preempted and self._scheduler.knows(key):  # else its blocks went when they were read
             self._scheduler.resume(key)
         else:
             self._scheduler.abandon(key)
@@ -350,6 +355,8 @@ class Mover:
             return None
         if move.state is not MoveState.HELD:
             num_tokens = min(num_tokens + SLACK_BLOCKS * self._block_size, most)
+        if _commit_bytes(branch, num_tokens) > MAX_FRAME_BYTES:  # a link would be closed by it, with all who share it
+            return None
         known = [*branch.prompt_token_ids, *branch.token_ids]
         return Offer(
             key=key,
@@ -363,6 +370,13 @@ class Mover:
             wait_s=0.0,  # two full nodes must not wait for each other
             grammar=grammar_of(branch.sampling),
         )
+
+
+def _commit_bytes(branch: RunningBranch, num_tokens: int) -> int:
+    """What the Commit takes at most, if prompt and completion are so many tokens."""
+    num_said = num_tokens - len(branch.prompt_token_ids)
+    of_each = _OWN_BYTES + _TOP_BYTES * branch.sampling.num_logprobs if branch.sampling.HasField("num_logprobs") else 0
+    return _ID_BYTES * num_tokens + of_each * num_said + branch.sampling.ByteSize() + _REST_BYTES
 
 
 def _commit(branch: RunningBranch, now: float) -> pb.Commit:

@@ -7,7 +7,7 @@ requester is a sender (a prefill node), so that one that asks for much does not 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from proto import baton_pb2 as pb
@@ -58,6 +58,10 @@ class WaitingReserves:
         """Who waits for this branch of this attempt."""
         waiting = self._of_branch.get(key.branch)
         return waiting if waiting is not None and key in waiting.open else None
+
+    def of_any(self, keys: Iterable[AttemptKey]) -> WaitingReserve | None:
+        """Who waits for any of these, the first of which may not be wanted any more."""
+        return next((waiting for waiting in map(self.find, keys) if waiting is not None), None)
 
     def older(self, floors: Mapping[BranchKey, int]) -> list[tuple[WaitingReserve, AttemptKey]]:
         """Attempts below their branch's floor."""

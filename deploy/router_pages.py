@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,6 +18,7 @@ from runtime.command_words import as_flags
 
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
+_NO_HEADERS: Final[Mapping[str, str]] = {}
 BARE_FLAGS: Final = ("--once", "--json")  # as people write them: without `on`
 
 
@@ -36,7 +37,7 @@ class Pages:
     def __init__(self, url: str, api_key: str | None, tls_dir: Path | None) -> None:
         """Raises NoAnswer if the directory has no certificate authority."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}  # for the router alone
         verify: bool | ssl.SSLContext = True
         if tls_dir is not None:
             try:
@@ -44,7 +45,7 @@ class Pages:
             except OSError as error:
                 raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt cannot be read: {error.strerror}") from None
         self._scheme = "http" if tls_dir is None else "https"
-        self._client = httpx.Client(headers=headers, timeout=ASK_TIMEOUT_S, trust_env=False, verify=verify)
+        self._client = httpx.Client(timeout=ASK_TIMEOUT_S, trust_env=False, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +57,7 @@ class Pages:
 
     def get(self, path: str, timeout_s: float = ASK_TIMEOUT_S) -> httpx.Response:
         """A page of the router, whatever its status. Raises NoAnswer."""
-        return self._get(self.url + path, timeout_s)
+        return self._get(self.url + path, timeout_s, self._headers)
 
     def json(self, path: str) -> Any:
         """A page that must be there. Raises NoAnswer."""
@@ -68,9 +69,9 @@ class Pages:
         answer = self._get(url, NODE_TIMEOUT_S)
         return _content(answer, url), answer
 
-    def _get(self, url: str, timeout_s: float) -> httpx.Response:
+    def _get(self, url: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS) -> httpx.Response:
         try:
-            return self._client.get(url, timeout=timeout_s)
+            return self._client.get(url, timeout=timeout_s, headers=headers)
         except httpx.TimeoutException:
             raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
         except httpx.ConnectError as error:

@@ -40,6 +40,7 @@ class Planner:
         self.bound_prompts(max_beside_decodes)
         self._next_step_id = 0
         self._starts: list[SlotStart] = []  # of the plan being made
+        self._matched: list[int] = []  # in it: blocks of the prefix cache that a link is going to read
         self._to_mark: list[Sequence] = []  # in it
         self._pausing: list[Sequence] = []  # to be marked in the next one
         self.shown: Shown = ()  # what the last plan puts where links read: whose, and how many leading blocks it makes
@@ -54,7 +55,7 @@ class Planner:
         """The next step; None if there is nothing to do."""
         self.is_short = False
         self._starts, self._to_mark = [], [each for each in self._pausing if self._is_preempting(each)]
-        self._pausing = []
+        self._pausing, self._matched = [], []
         decodes = self._plan_decodes()
         budget_tokens = self._max_batched_tokens - len(decodes)
         chunks = self._plan_chunks(min(budget_tokens, self._max_beside_decodes) if decodes else budget_tokens)
@@ -171,6 +172,8 @@ class Planner:
         del population.waiting[waiting.spec.sequence_id]
         sequence = population.occupy(waiting, block_ids, num_promised, len(block_ids) * self._room.block_size)
         population.prefilling = sequence
+        if waiting.spec.lends:
+            self._matched += block_ids
         return sequence
 
     # Sequences that move, or are saved
@@ -183,10 +186,11 @@ class Planner:
     def _show(self) -> tuple[int, ...]:
         """Blocks for links to read: those that are final, and all of who is paused, or marked in the plan being made.
 
-        And those that are saved: the full ones of who finished, and of who is marked because it gives way.
+        And those that are saved: the full ones of who finished, and of who is marked because it gives way. And those that a
+        lending sequence found in the prefix cache: decode rows may have written them, of which nothing else is brought there.
         """
         shown: list[tuple[Sequence, tuple[int, int], int]] = []
-        leaving = self._saves.name(self._next_step_id)
+        leaving = self._saves.name(self._next_step_id) + self._matched
         for sequence in self._to_mark if self._saves.of_preempted else ():
             if not sequence.is_pausing:
                 num_full = int(self._slots.num_planned[sequence.slot]) // self._room.block_size

@@ -69,18 +69,13 @@ class GrammarProcesses:
             if self._forker is not None and self._forker.poll() is None:
                 return
             self._end()
-            own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            environment = child_environment(1)
-            environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-            with theirs:
-                forker = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "node.grammar_process", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.stderr.fileno(),
-                    pass_fds=(theirs.fileno(),),
-                    env=environment,
-                )
-            self._forker, self._control = forker, own
+            try:
+                self._forker, own = _start_forker()
+            except OSError as error:  # no descriptor, no process or no memory left
+                raise GrammarsBusyError(
+                    f"the process that follows grammars cannot be started: {error.strerror}"
+                ) from None
+            self._control = own
             own.settimeout(LOAD_S)
             try:
                 own.send(json.dumps({"directory": str(self._directory), "vocab_size": self._vocab_size}).encode())
@@ -181,7 +176,10 @@ class GrammarProcesses:
             found = self._book.find(grammar, now)
             if found is not None:
                 return found
-            process = AskedProcess(grammar, next(self._numbers), self._vocab_size)
+            try:
+                process = AskedProcess(grammar, next(self._numbers), self._vocab_size)
+            except OSError as error:
+                raise GrammarsBusyError(f"its grammar cannot be asked for: {error.strerror}") from None
             gone = self._book.add(grammar, process, now)
         if gone is not None:
             self._drop(gone)
@@ -208,3 +206,23 @@ class GrammarProcesses:
                 socket.send_fds(control, [json.dumps(what).encode()], [*descriptors])
         except OSError as error:
             log_event(LOG, logging.WARNING, "grammars_lost", reason=error.strerror)
+
+
+def _start_forker() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """And the socket to it. Raises OSError."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = child_environment(1)
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    try:
+        with theirs:
+            forker = subprocess.Popen(
+                [sys.executable, "-P", "-m", "node.grammar_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+            )
+    except OSError:
+        own.close()
+        raise
+    return forker, own

@@ -15,17 +15,15 @@ from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.block_key import KEY_BYTES
+from proto.bounds import MAX_LOGIT_BIASES, MAX_PROMPT_LOGPROBS
 
 PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})  # roles that take a Dispatch to any node
 DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})  # roles that give leases
 MAX_ID_BYTES: Final = 256  # of a request id, a node's name, an address
 MAX_STOP_TOKEN_IDS: Final = 1_024
-MAX_LOGIT_BIAS: Final = 300  # entries; this, the greatest bias and penalty and the number of logprobs are OpenAI's
-MAX_BIAS: Final = 100.0  # either way, as is the next
+MAX_BIAS: Final = 100.0  # either way, as is the next; these and the number of logprobs are OpenAI's
 MAX_PENALTY: Final = 2.0
 MAX_LOGPROBS: Final = 20  # most likely tokens beside each
-# Log-probabilities of one prompt: some 3 MiB in the one message that they travel in.
-MAX_PROMPT_LOGPROBS: Final = 1 << 18
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 MAX_CHOICE: Final = 1_024  # choices of a request
 MAX_MS_LEFT: Final = 24 * 3600 * 1000  # a day: no request may hold a fence for longer
@@ -84,8 +82,8 @@ def reserve_problem(request: pb.ReserveRequest, bounds: Bounds) -> str | None:
         return _no_leases(bounds)
     if request.num_tokens < 1:
         return "num_tokens: 0, at least 1 is needed"
-    if request.max_total_tokens < request.num_tokens:
-        return f"max_total_tokens: {request.max_total_tokens} is less than num_tokens {request.num_tokens}"
+    if request.max_total_tokens <= request.num_tokens:  # at least one more is said there
+        return f"max_total_tokens: {request.max_total_tokens} is not more than num_tokens {request.num_tokens}"
     # Whatever the sender's block size (the fingerprint's business), a block holds a token at least.
     if len(request.block_keys) > request.num_tokens:
         return f"block_keys: {len(request.block_keys)} for {request.num_tokens} tokens"
@@ -156,8 +154,8 @@ def grammar_problem(grammar: pb.Grammar, vocab_size: int) -> str | None:
 
 def _bias_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
     token_ids = [entry.token_id for entry in sampling.logit_bias]
-    if len(token_ids) > MAX_LOGIT_BIAS:
-        return f"logit_bias: {len(token_ids)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+    if len(token_ids) > MAX_LOGIT_BIASES:
+        return f"logit_bias: {len(token_ids)} entries, at most {MAX_LOGIT_BIASES} are allowed"
     if len({*token_ids}) < len(token_ids):
         return "logit_bias: a token id is given twice"
     for entry in sampling.logit_bias:

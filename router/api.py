@@ -255,7 +255,7 @@ class Api:
                 body = await off_loop(len(content), parse, content)
                 if body.request_id is not None:
                     headers[REQUEST_ID] = client_id = body.request_id
-                asked = await self._asked(body, arrived_at)
+                asked = await self._asked(body, arrived_at, len(content))
             if account is not None:
                 account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
         except ApiError as error:
@@ -265,17 +265,17 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
-        writer = self._writer(body, asked)
+        writer = await off_loop(len(content), self._writer, body, asked)  # it reads what a resubmission said before
         told = (request.headers.get("traceparent", ""), None if account is None else account.client.name)
         delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
         on_end = None if account is None else account.owe
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
 
-    async def _asked(self, body: AnyBody, arrived_at: float) -> list[Asked]:
+    async def _asked(self, body: AnyBody, arrived_at: float, num_bytes: int) -> list[Asked]:
         if not isinstance(body, ResponsesBody):
-            return await self._intake.asked(body, arrived_at)
+            return await self._intake.asked(body, arrived_at, num_bytes)
         try:
-            return await self._intake.asked(body.as_chat(), arrived_at)
+            return await self._intake.asked(await off_loop(num_bytes, body.as_chat), arrived_at, num_bytes)
         except ApiError as error:
             raise renamed(error) from error
 

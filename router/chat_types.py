@@ -68,7 +68,7 @@ class Message(Nested):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
     name: StrictStr | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS_PER_MESSAGE, fail_fast=True)] = Field(
         default_factory=list

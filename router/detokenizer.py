@@ -10,7 +10,7 @@ an incomplete character, it is held back.
 
 Tokens are taken strictly one at a time, so the text does not depend on how they were grouped on the way. A model may also
 produce bytes that never become a character; then what is held back would grow, so a long run is cut where both parts decode to
-the same as the whole.
+the same as the whole. Of a long run without any text the last tokens are kept.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class IncrementalDetokenizer:
             return self._cut_long_run(text) if len(self._fresh) > _LONG_RUN else ""
         if text:  # an empty text stays in front of what follows: it may be a mark that joins its neighbours
             self._give_out(len(self._fresh))
+        elif len(self._fresh) > _LONGEST_RUN:  # ids that no text belongs to, say: a vocabulary may be padded with them
+            del self._fresh[:-_LONG_RUN]
         return text
 
     def _fresh_text(self) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, ParamSpec, TypeVar
 
+from proto.bounds import MAX_PROMPT_LOGPROBS
 from router.answer import Asked, Echo
 from router.chat_template import TemplateRefusal
 from router.chat_types import ChatBody
@@ -71,8 +72,8 @@ class Intake:
         self._model_name = model_name
         self._limits = limits
 
-    async def asked(self, body: CompletionBody | ChatBody, arrived_at: float) -> list[Asked]:
-        """The requests of a body, one per prompt."""
+    async def asked(self, body: CompletionBody | ChatBody, arrived_at: float, num_bytes: int) -> list[Asked]:
+        """The requests of a body of so many bytes, one per prompt."""
         if body.model != self._model_name:
             raise unknown_model(body.model, self._model_name)
         if body.n > self._limits.max_n:
@@ -84,10 +85,10 @@ class Intake:
             tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
-            prompts = [await self._chat_prompt(body)]
+            prompts = [await off_loop(num_bytes, self._chat_prompt, body)]
         else:
             max_tokens = _completion_max_tokens(body)
-            prompts = await self._completion_prompts(body)
+            prompts = await self._completion_prompts(body, num_bytes)
         _check_resubmission(body, len(prompts))
         if self._shell.max_total_tokens is None:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
@@ -107,6 +108,7 @@ class Intake:
             if max_tokens is None and isinstance(body, CompletionBody):
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
             sampling = _sampling(body, fitting, stop_token_ids, logit_bias, grammar)
+            _check_prompt_logprobs(sampling, len(prompt.token_ids), body.n)
             request = GenerationRequest(
                 request_id=secrets.token_hex(12),
                 prompt_token_ids=tuple(prompt.token_ids),
@@ -116,23 +118,22 @@ class Intake:
                 num_choices=body.n,
                 generated_token_ids=self._generated_token_ids(body, sampling),
             )
-            asked.append(await self._with_text(body, prompt, request, tools))
+            asked.append(await self._with_text(body, prompt, request, tools, num_bytes))
         return asked
 
     # ---------------------------------------------------------------- prompts
 
-    async def _chat_prompt(self, body: ChatBody) -> _Prompt:
+    def _chat_prompt(self, body: ChatBody) -> _Prompt:
         messages = [message.for_template() for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
-            return _Prompt("messages", await off_loop(size, self._text.encode_chat, messages, tools), None)
+            return _Prompt("messages", self._text.encode_chat(messages, tools), None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
         except UnicodeError as error:
             raise bad_request("messages", NO_CHARACTER) from error
 
-    async def _completion_prompts(self, body: CompletionBody) -> list[_Prompt]:
+    async def _completion_prompts(self, body: CompletionBody, num_bytes: int) -> list[_Prompt]:
         given = prompts_of(body.prompt)
         if len(given) * body.n > MAX_CHOICES:
             message = f"{len(given)} prompts with n = {body.n} are more than the {MAX_CHOICES} choices of an answer"
@@ -144,7 +145,7 @@ class Intake:
             if not each:
                 raise bad_request(field, "must not be empty")
             if isinstance(each, str):
-                prompts.append(_Prompt(field, await self._encode(field, each), each))
+                prompts.append(_Prompt(field, await off_loop(num_bytes, self._encode, field, each), each))
             else:
                 self._check_token_ids(field, each)
                 prompts.append(_Prompt(field, each, None))
@@ -158,29 +159,34 @@ class Intake:
             message = f"{num_tokens} tokens are more than the {most} that a prompt may have here"
             raise bad_request(prompt.field, message, "context_length_exceeded")
 
-    async def _encode(self, field: str, text: str) -> Sequence[int]:
+    def _encode(self, field: str, text: str) -> Sequence[int]:
         try:
-            return await off_loop(len(text), self._text.encode_prompt, text)
+            return self._text.encode_prompt(text)
         except UnicodeError as error:
             raise bad_request(field, NO_CHARACTER) from error
 
     async def _with_text(
-        self, body: CompletionBody | ChatBody, prompt: _Prompt, request: GenerationRequest, tools: ToolUse | None
+        self,
+        body: CompletionBody | ChatBody,
+        prompt: _Prompt,
+        request: GenerationRequest,
+        tools: ToolUse | None,
+        num_bytes: int,
     ) -> Asked:
         """The request with the ways to text of its choices."""
         spelled = {} if tools is None else self._text.spelled(tools.syntax.tokens)
         rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens, spelled)
         given = request.generated_token_ids
         if given:  # of one choice, without echo
-            resumed = await off_loop(16 * len(given), self._text.choice_text, rules, given)
+            resumed = await off_loop(max(num_bytes, 16 * len(given)), self._text.choice_text, rules, given)
             return Asked(request, [resumed], tools=tools, known_end=_known_end(request, resumed))
         texts = [self._text.choice_text(rules) for _ in range(body.n)]
         if isinstance(body, ChatBody) or not body.echo:
             return Asked(request, texts, tools=tools)
-        token_ids, size = prompt.token_ids, len(prompt.token_ids)
+        token_ids, size = prompt.token_ids, max(num_bytes, 16 * len(prompt.token_ids))
         text = await off_loop(size, self._text.decode, token_ids) if prompt.text is None else prompt.text
         wants_offsets = request.sampling.wants_prompt_logprobs
-        offsets = await off_loop(16 * size, self._text.offsets, token_ids) if wants_offsets else []
+        offsets = await off_loop(size, self._text.offsets, token_ids) if wants_offsets else []
         return Asked(request, texts, Echo(text, offsets), drops_tokens=body.max_tokens == 0)
 
     # ---------------------------------------------------------------- limits
@@ -271,6 +277,13 @@ def _check_resubmission(body: CompletionBody | ChatBody, num_prompts: int) -> No
         raise bad_request("generated_token_ids", "need one prompt and n = 1: they belong to one choice")
     if isinstance(body, CompletionBody) and body.echo:
         raise bad_request("generated_token_ids", "cannot be given with echo: the text between would be missing")
+
+
+def _check_prompt_logprobs(sampling: Sampling, num_tokens: int, n: int) -> None:
+    number = num_tokens * (1 + (sampling.num_logprobs or 0)) * n
+    if sampling.wants_prompt_logprobs and number > MAX_PROMPT_LOGPROBS:
+        told = f"{number} of {num_tokens} prompt tokens with echo, at most {MAX_PROMPT_LOGPROBS} are told"
+        raise bad_request("logprobs", told)
 
 
 def _known_end(request: GenerationRequest, text: ChoiceText) -> str | None:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Final
 
 MAX_DEPTH: Final = 128
+MAX_OWN: Final = 1000  # characters of a key or a name of the call's own, and of a number: no call has more
 _SPACE: Final = " \t\n\r"
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
@@ -60,7 +61,7 @@ class JsonScan:
                 return self._within_string(character)
             case Want.NUMBER if character in "0123456789+-.eE":
                 self._part += character
-                return True
+                return len(self._part) <= MAX_OWN
             case Want.NUMBER:
                 if not _NUMBER.fullmatch(self._part):
                     return False
@@ -145,6 +146,7 @@ class CallScan:
         self._argument_keys = argument_keys
         self._scan = JsonScan()
         self._text = ""  # of the key, or of the name, that is being read
+        self._is_in_key = False  # that it is a key's
         self._key = ""
         self._arguments: list[str] = []  # those that have not been taken
         self._is_in_arguments = False
@@ -192,12 +194,15 @@ class CallScan:
         """One of the call's own keys and values."""
         now = self._scan.want
         if was in (Want.KEY, Want.FIRST_KEY):
-            self._text = character.strip()
+            self._text, self._is_in_key = character.strip(), True
         elif was is Want.VALUE and now is not Want.VALUE:
             self._begin_value(character)
         elif was in (Want.STRING, Want.ESCAPED, Want.HEX):
-            self._text += character
-            if now is Want.COLON:
+            if self._is_in_key or self._key == "name":  # of other values nobody asks
+                self._text += character
+            if len(self._text) > MAX_OWN:
+                self.is_broken = True
+            elif now is Want.COLON:
                 self._key = str(json.loads(self._text, strict=False))
             elif now is Want.MORE and self._key == "name":
                 name = str(json.loads(self._text, strict=False))
@@ -205,7 +210,7 @@ class CallScan:
                 self.name = self.name or name
 
     def _begin_value(self, character: str) -> None:
-        self._text = character
+        self._text, self._is_in_key = character, False
         if self._key in self._argument_keys:
             self.is_broken = character != "{" or self._has_arguments
             self._has_arguments = self._is_in_arguments = not self.is_broken

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
@@ -24,7 +25,9 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
+from proto.bounds import MAX_LOGIT_BIASES
 from router.limits import MAX_CHOICES_PER_PROMPT
 from router.wrong_values import SHOWN_LENGTH, shown, wrong_of
 from runtime.logs import printable
@@ -49,7 +52,7 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LENGTH: Final = 1000  # characters
 MAX_STOP_TOKEN_IDS: Final = 256  # with the model's own ones well within what nodes take
-MAX_LOGIT_BIASES: Final = 1024
+MAX_FIELDS: Final = 64  # of an object within a body
 
 # Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -108,6 +111,15 @@ def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(404, message, code="model_not_found", param="model")
 
 
+def check_few(values: object, most: int) -> object:
+    """One error for an object of more: else each of its values is looked at, and each that is wrong is an error of its own."""
+    if isinstance(values, dict) and len(values) > most:
+        raise PydanticKnownError(
+            "too_long", {"field_type": "Dictionary", "max_length": most, "actual_length": len(values)}
+        )
+    return values
+
+
 class CheckedBody(BaseModel):
     """Of JSON objects here: what they do not know is an error."""
 
@@ -123,6 +135,7 @@ class Nested(CheckedBody):
     def _without_nulls(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
+        check_few(values, MAX_FIELDS)
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -150,6 +163,11 @@ StopStrings = Annotated[
     ),
 ]
 Structured = dict[str, Any] | None
+LogitBias = Annotated[
+    dict[str, Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES),
+    BeforeValidator(partial(check_few, most=MAX_LOGIT_BIASES)),
+]
 PromptForm = str | list[str] | list[int] | list[list[int]]
 
 
@@ -172,11 +190,7 @@ class GenerationBody(SamplingDefaults):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] = (
-        Field(
-            default_factory=dict  # of a literal pydantic makes a deep copy for each body
-        )
-    )
+    logit_bias: LogitBias = Field(default_factory=dict)  # of a literal pydantic makes a deep copy for each body
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     stop: StopStrings = Field(default_factory=list)
     stop_token_ids: Annotated[list[StrictInt], Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
@@ -186,7 +200,7 @@ class GenerationBody(SamplingDefaults):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
-    generated_token_ids: list[StrictInt] = Field(default_factory=list)
+    generated_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] = Field(default_factory=list)
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: StrictStr | None = None
     request_id: (

@@ -40,6 +40,7 @@ from router.launcher_link import LauncherLink
 from router.placement import CACHE_AWARE, Imbalance, Placement
 from router.shell import RouterShell
 from router.spans import RequestSpans
+from router.streaming import LAST_WRITE_S
 from router.text import ModelText
 from router.worker_pages import own_page
 from runtime.advertise import with_port
@@ -235,7 +236,8 @@ def _behind_keys(
 def _http_server(
     config: RouterConfig, app: ASGIApp, listener: socket.socket, shell: RouterShell, credentials: Credentials
 ) -> HttpServer:
-    bounds = HttpBounds(config.max_connections, config.max_header_kib << 10, config.header_timeout_s)
+    stuck_timeout_s = config.request_timeout_s + LAST_WRITE_S  # a stream may be paused so long
+    bounds = HttpBounds(config.max_connections, config.max_header_kib << 10, config.header_timeout_s, stuck_timeout_s)
     allow_descriptors(config.max_connections + _OTHER_DESCRIPTORS)
     count = shell.metrics.turned_away
     tls = credentials.http_context(lambda: count("tls"))

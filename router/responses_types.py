@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
@@ -32,6 +33,7 @@ from router.openai_types import (
     Number,
     SamplingDefaults,
     bad_request,
+    check_few,
     validated,
 )
 from router.wrong_values import NO_CHARACTER
@@ -82,7 +84,7 @@ class InputPart(Nested):
         return {name: value for name, value in values.items() if not (name in _EMPTY_IN_PARTS and value == [])}
 
 
-Text = StrictStr | list[InputPart]
+Text = StrictStr | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class _Item(Nested):
@@ -175,7 +177,9 @@ class ResponsesBody(SamplingDefaults):
         "auto"
     )
     parallel_tool_calls: Flag = True
-    metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA)] = Field(default_factory=dict)
+    metadata: Annotated[
+        dict[str, StrictStr], Field(max_length=MAX_METADATA), BeforeValidator(partial(check_few, most=MAX_METADATA))
+    ] = Field(default_factory=dict)
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
     user: StrictStr | None = None

@@ -80,7 +80,7 @@ class RouterShell:
         self.timelines = Timelines(max_timelines)
         self._loop = asyncio.get_running_loop()
         self._dialer = SessionDialer(me, self, timing, credentials)
-        self.is_draining = False
+        self.is_draining = self._is_closed = False
         self._answers: dict[str, Answer] = {}  # by request id
         self.ended_tokens = 0  # completion tokens of requests that have ended
         self._events: deque[Event] = deque()
@@ -117,7 +117,9 @@ class RouterShell:
         )
         if self._spans is not None:
             self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices)
-        if answer.known_end is None:
+        if self._is_closed:
+            self._end(request.request_id, _shutting_down(request.request_id))
+        elif answer.known_end is None:
             self._feed(Submitted(request))
         else:
             self._finish(Finished(request.request_id, answer.known_end, request.generated_token_ids))
@@ -171,9 +173,10 @@ class RouterShell:
         return time.monotonic()
 
     async def close(self) -> None:
-        """End every request with an error, then every session, once the nodes have heard that they may stop."""
+        """End every request with an error, whenever it comes, then every session, once the nodes have heard that they may stop."""
+        self.is_draining = self._is_closed = True
         for request_id in list(self._answers):
-            self._end(request_id, Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0))
+            self._end(request_id, _shutting_down(request_id))
             self._feed(Aborted(request_id))
         while self._events:
             self._take_one()
@@ -346,3 +349,7 @@ class RouterShell:
             **({} if answer.arrival.client is None else {"client": answer.arrival.client}),
             **({} if error is None else {"error": error}),
         )
+
+
+def _shutting_down(request_id: str) -> Failed:
+    return Failed(request_id, 503, "SHUTTING_DOWN", "The router is shutting down.", 1.0)

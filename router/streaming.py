@@ -29,7 +29,7 @@ from runtime.http_protocol import DIRECT, DirectWay
 from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
-_LAST_WRITE_S: Final = 5.0  # beyond the deadline, for a client to take what is there
+LAST_WRITE_S: Final = 5.0  # beyond the deadline, for a client to take what is there
 _TURN_S: Final = 0.005  # of writing, before others have theirs
 _BLOCK_BYTES: Final = 64 << 10  # that are handed on together
 
@@ -107,12 +107,14 @@ class GenerationResponse(Response):
         if direct is not None:
             direct.when_lost(self._abort)
         try:
-            async with asyncio.timeout_at(first.deadline + _LAST_WRITE_S):
+            async with asyncio.timeout_at(first.deadline + LAST_WRITE_S):
                 response = await (self._stream(send) if self._is_stream else self._collect(send))
                 if response is not None:
                     await response(scope, receive, send)
         except TimeoutError:
             log_event(_LOG, logging.WARNING, "client_too_slow", request=first.request_id)
+            if direct is not None:
+                direct.cut_off()
         finally:
             if direct is not None:
                 direct.when_lost(None)

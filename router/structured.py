@@ -237,6 +237,8 @@ def _types_of(schema: Mapping[str, Any], field: str) -> list[str]:
     for each in types:
         if not isinstance(each, str) or each not in _OF_TYPE:
             raise bad_request(f"{field}.type", f"must be a JSON type, not {shown(each)}")
+    if len({*types}) < len(types):  # as JSON Schema has it; and each value of an enum is held against each of them
+        raise bad_request(f"{field}.type", "names a type twice")
     return types
 
 

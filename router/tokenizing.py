@@ -47,7 +47,7 @@ class DetokenizeBody(CheckedBody):
     """The body of /detokenize."""
 
     model: StrictStr | None = None
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], Field(fail_fast=True)]
 
 
 class Tokenizing:
@@ -77,7 +77,7 @@ class Tokenizing:
         return await self._answer(request, DetokenizeBody, self._detokenized)
 
     async def _answer(
-        self, request: Request, body_type: type[Body], answer: Callable[[Body], Awaitable[dict[str, Any]]]
+        self, request: Request, body_type: type[Body], answer: Callable[[Body, int], Awaitable[dict[str, Any]]]
     ) -> Response:
         headers = id_header(request)
         account = account_of(request)
@@ -90,7 +90,7 @@ class Tokenizing:
                 asked: str | None = getattr(body, "model", None)
                 if asked not in (None, self._model_name):
                     raise unknown_model(str(asked), self._model_name)
-                return json_answer(await answer(body), headers=headers)
+                return json_answer(await answer(body, len(content)), headers=headers)
         except ApiError as error:
             return refusal(error, headers)
         except TimeoutError:
@@ -98,7 +98,7 @@ class Tokenizing:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
-    async def _tokenized(self, body: TokenizeBody) -> dict[str, Any]:
+    async def _tokenized(self, body: TokenizeBody, num_bytes: int) -> dict[str, Any]:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "give either prompt or messages")
         if body.continue_final_message:
@@ -109,7 +109,7 @@ class Tokenizing:
                 raise bad_request("tools", "needs messages, and a chat template that has tools")
         field = "prompt" if body.messages is None else "messages"
         try:
-            token_ids = await self._token_ids(body)
+            token_ids = await off_loop(num_bytes, self._token_ids, body)
         except TemplateRefusal as refused:
             raise bad_request(field, str(refused)) from refused
         except UnicodeError as error:
@@ -118,22 +118,22 @@ class Tokenizing:
         max_model_len = self._max_model_len()
         return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
 
-    async def _token_ids(self, body: TokenizeBody) -> list[int]:
+    def _token_ids(self, body: TokenizeBody) -> list[int]:
         if body.messages is None:
-            text, is_special = body.prompt or "", body.add_special_tokens is not False
-            return await off_loop(len(text), self._text.encode_prompt, text, add_special_tokens=is_special)
-        messages = [message.for_template() for message in body.messages]
-        return await off_loop(
-            sum(len(message["content"]) for message in messages),
-            self._text.encode_chat,
-            messages,
+            return self._text.encode_prompt(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return self._text.encode_chat(
+            [message.for_template() for message in body.messages],
             [tool.for_template() for tool in body.tools],
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens is True,
         )
 
-    async def _detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def _detokenized(self, body: DetokenizeBody, num_bytes: int) -> dict[str, Any]:
         tokens, vocab_size = body.tokens, self._text.vocab_size
         if wrong := next((each for each in tokens if not 0 <= each < vocab_size), None):
             raise bad_request("tokens", f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
-        return {"prompt": await off_loop(16 * len(tokens), self._text.decode, tokens, skip_special_tokens=False)}
+        return {
+            "prompt": await off_loop(
+                max(num_bytes, 16 * len(tokens)), self._text.decode, tokens, skip_special_tokens=False
+            )
+        }

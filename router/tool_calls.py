@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from router.chat_types import ChatBody
 from router.forced_calls import is_forced
 from router.openai_types import bad_request
-from router.tool_syntax import LIST, SYNTAXES, ToolSyntax, call_id, syntax_of
+from router.tool_syntax import LIST, SYNTAXES, ToolSyntax, call_id, digest_of, syntax_of
 from router.tool_text import Called, Said, Told, ToolReader
 
 AUTOMATIC = "auto"  # the template says how the model writes calls
@@ -59,6 +59,7 @@ class ChoiceCalls:
         self._use = use
         self._seed = seed
         self._prompt_token_ids = prompt_token_ids
+        self._prompt_digest = ""  # none is known before the first call
         self._reader = ToolReader(use.syntax, use.names)
         self.calls: list[Call] = []  # by index
         self.push(text_before)
@@ -87,7 +88,8 @@ class ChoiceCalls:
         return counted
 
     def _id_of(self, index: int) -> str:
-        return call_id(self._seed, self._prompt_token_ids, index, is_short=self._use.syntax.has_short_ids)
+        self._prompt_digest = self._prompt_digest or digest_of(self._prompt_token_ids)
+        return call_id(self._seed, self._prompt_digest, index, is_short=self._use.syntax.has_short_ids)
 
 
 def content_of(told: Sequence[Told]) -> str:

@@ -58,10 +58,14 @@ def syntax_of(template: str) -> ToolSyntax | None:
     return None
 
 
-def call_id(seed: int, prompt_token_ids: Sequence[int], index: int, *, is_short: bool) -> str:
+def digest_of(prompt_token_ids: Sequence[int]) -> str:
+    """What a prompt's calls are named by."""
+    return hashlib.sha256(",".join(map(str, prompt_token_ids)).encode("ascii")).hexdigest()
+
+
+def call_id(seed: int, prompt_digest: str, index: int, *, is_short: bool) -> str:
     """The id of a choice's call: the same for whoever asks for the same choice again, and another for any other."""
-    prompt = hashlib.sha256(",".join(map(str, prompt_token_ids)).encode("ascii")).hexdigest()
-    digest = hashlib.sha256(f"baton call {seed} {prompt} {index}".encode("ascii")).digest()
+    digest = hashlib.sha256(f"baton call {seed} {prompt_digest} {index}".encode("ascii")).digest()
     if is_short:
         return "".join(_SHORT_ID[byte % len(_SHORT_ID)] for byte in digest[:9])
     return f"call_{digest[:12].hex()}"

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
@@ -162,7 +162,8 @@ class _Parent:
                     self._go(self._live(index), f"worker {index}")
                 case Signal(index, number):
                     if (child := self._children.get(index)) is not None:
-                        child.process.send_signal(number)
+                        with suppress(ProcessLookupError):  # it has ended, and that is about to be heard
+                            child.process.send_signal(number)
                     else:
                         self._unsent[index] = number
                 case Announce():
@@ -181,24 +182,18 @@ class _Parent:
 
     async def _live(self, index: int) -> None:
         """One process of a worker, from its start to its end."""
-        ours, theirs = socket.socketpair()
-        fds = (self._listener.fileno(), theirs.fileno())
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "router.worker_end",
-            *map(str, fds),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=child_environment(),
-            pass_fds=fds,
-            process_group=0,  # Ctrl-C reaches the parent alone, which passes it on once
-        )
-        theirs.close()
+        try:
+            process, ours = await self._start_process()
+        except OSError as error:  # no process, no descriptor or no memory left, now
+            log_event(_LOG, logging.WARNING, "worker_not_started", worker=index, reason=error.strerror)
+            self._unsent.pop(index, None)
+            self._perform(self._pool.ended(index, 1, self._loop.time()))
+            return
         link = await Link.opened(pb.FromWorker.FromString, ours)
         self._children[index] = _Child(process, link)
         if (number := self._unsent.pop(index, None)) is not None:
-            process.send_signal(number)
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
         mine = replace(self._config, parent_pid=os.getpid(), ready_file=None)
         settings = pb.WorkerSettings(index=index, config=to_json(mine), registry=self._registry)
         link.send(pb.ToWorker(settings=settings))
@@ -214,6 +209,28 @@ class _Parent:
         level = logging.INFO if code == 0 else logging.WARNING
         log_event(_LOG, level, "worker_ended", worker=index, pid=process.pid, code=code)
         self._perform(self._pool.ended(index, code, self._loop.time()))
+
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """And our end of its link. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        fds = (self._listener.fileno(), theirs.fileno())
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "router.worker_end",
+                    *map(str, fds),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=child_environment(),
+                    pass_fds=fds,
+                    process_group=0,  # Ctrl-C reaches the parent alone, which passes it on once
+                )
+        except OSError:
+            ours.close()
+            raise
+        return process, ours
 
     def _announce(self) -> None:
         url = f"{self._credentials.scheme}://{address_here(self._config, self._listener.getsockname()[1])}"

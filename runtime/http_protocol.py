@@ -4,6 +4,7 @@
     seconds until a head is complete                                                            408, closed
     requests sent before the first one is answered                                              400, closed
     connections at once                                                                         503, closed
+    seconds in which a client takes nothing of what is there for it                             closed, by the kernel
 
 Over the bound on connections, those that ask for one of the spared paths are still answered, since who probes a busy process must
 not find it dead; beyond a few more they are closed without a word. Bodies are the application's to bound. Each refusal is counted.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -45,6 +47,7 @@ class HttpBounds:
     max_connections: int = 256
     max_head_bytes: int = 32 << 10
     head_timeout_s: float = 10.0
+    stuck_timeout_s: float = 60.0  # until a connection ends whose client takes nothing of what it was sent
     spared_paths: frozenset[str] = frozenset({"/health", "/ready", "/metrics"})
 
 
@@ -69,6 +72,14 @@ class _Refusal:
 _FULL: Final = _Refusal("connections", 503, "The server has as many connections as it takes.")
 
 
+def _end_when_stuck(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end a connection whose peer has taken nothing for so long, though there was something for it.
+
+    Else closing it waits for ever where bytes are left. Source: TCP_USER_TIMEOUT, https://man7.org/linux/man-pages/man7/tcp.7.html
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+
+
 class DirectWay:
     """From one answer to its connection."""
 
@@ -88,6 +99,10 @@ class DirectWay:
     def write(self, part: bytes) -> None:
         """Write a part of the body, which is not empty; only where `takes_more`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def cut_off(self) -> None:
+        """End the connection, whatever the client has not read yet."""
+        self._cycle.transport.abort()
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
         """Have `call` called when the client has gone, once, or at once if it has; None: nobody wants to know any more."""
@@ -132,6 +147,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._refusal = _FULL
             transport.abort()
             return
+        if (connection := transport.get_extra_info("socket")) is not None:
+            _end_when_stuck(connection, self._bounds.stuck_timeout_s)
         self._arm_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -165,6 +165,29 @@ def test_the_same_reserve_twice_waits_once_and_both_calls_hear_of_it() -> None:
     assert len(set(replies)) == 1 and replies[0]
 
 
+@pytest.mark.covers("H06", "D01")
+def test_the_same_reserve_twice_waits_once_even_after_its_first_branch_was_cancelled() -> None:
+    line = Line()
+    line.asks(ask("a", 40, 9))
+    request = ask("b", 40, 9)
+    request.more_choices.append(1)
+    first = line.asks(request)
+    message = pb.RouterMessage(cancel=pb.Cancel(key=key("b").to_proto(), ms_left=60_000))
+    line.feed(ev.FromRouter(ROUTER, message))
+    again = line.asks(request)
+    assert line.node.core.snapshot()["waiting_reserves"] == 1
+    of_one = ask("b", 40, 9)
+    of_one.key.choice = 1
+    assert line.result(line.asks(of_one)) == "CANCELLED", "it stands in line with others"
+    line.release("a")
+    assert [line.result(each) for each in (first, again)] == ["lease", "lease"]
+    release = pb.ReleaseRequest(key=AttemptKey("b", 1, 0).to_proto(), ms_left=60_000)
+    for action in line.feed(ev.ReleaseAsked(release)):
+        if isinstance(action, ev.RevokeLease):
+            line.feed(RevokeDone(action.lease_id))
+    assert line.is_clean() and line.result(line.asks(ask("c", 4, 2, wait_ms=0))) == "lease"
+
+
 @pytest.mark.covers("R04", "H06")
 @pytest.mark.parametrize("how", ["cancel", "release", "router lost", "newer attempt"])
 def test_who_is_not_wanted_any_more_leaves_the_line_and_hears_of_it(how: str) -> None:

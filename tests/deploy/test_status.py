@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
 
+from deploy.router_pages import Pages
 from deploy.status import rendered
 
 BLOCKS = {"free": 200, "cached": 30, "used": 20, "leased": 4, "quarantined": 2}
@@ -35,3 +38,29 @@ def test_every_node_and_request_is_one_line_and_a_narrow_terminal_is_shown_less_
     assert [line.split()[0][:4] for line in lines] == ["node", "deco", "requ", "49eb"]
     assert ("quarantined" in lines[0], "attempts" in lines[2]) == (has_all, has_all)
     assert all(("used" in lines[0], "20" in lines[1], "stop" in lines[3], max(map(len, lines)) <= width))
+
+
+def test_a_key_is_the_routers_alone_to_see() -> None:
+    """Nodes need none, and whoever registers one would be sent it."""
+    keys: list[tuple[str, str | None]] = []
+
+    class Told(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"127.0.0.1:{server.server_port}"
+        with Pages(f"http://{address}", "a-key", None) as pages:
+            pages.json("/state")
+            pages.node_state(address)
+        server.shutdown()
+        thread.join()
+    assert keys == [("/state", "Bearer a-key"), ("/state", None)]

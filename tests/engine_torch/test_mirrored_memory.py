@@ -18,6 +18,7 @@ from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from proto import baton_pb2 as pb
+from proto.block_key import block_keys
 from tests.cores import nodes
 from tests.cores.moving_world import MovingWorld, decode_nodes, dispatch_of
 from tests.cores.nodes import BLOCK_SIZE, MAX_MODEL_LEN
@@ -167,3 +168,31 @@ def test_what_is_saved_is_on_the_hosts_side_when_it_is_to_be_copied(model: Model
             num_saved += 1
             scheduler.saved(save.save_id)
     assert num_saved == 3 + scheduler.num_preempted > 3
+
+
+@pytest.mark.covers("H02")
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_what_decoding_wrote_is_on_the_hosts_side_when_a_prompt_that_begins_so_is_handed_over(
+    model: Model, is_asynchronous: bool
+) -> None:
+    """A chat's second turn, on the node that said the first: the prefix cache gives it blocks that no chunk has written."""
+    memory = KvMemory(model.config, BLOCK_SIZE, 32, model.dtype, mirror=True)
+    scheduler = Scheduler(SchedulerConfig(2, 64, MAX_MODEL_LEN), BlockPool(32, BLOCK_SIZE), b"key")
+    runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN, is_asynchronous=is_asynchronous)
+
+    def spec(name: str, token_ids: tuple[int, ...], max_new_tokens: int, *, lends: bool) -> SequenceSpec:
+        keys = tuple(block_keys(b"key", token_ids, BLOCK_SIZE))
+        return SequenceSpec(name, token_ids, 0, SamplingParams(0.0, 0), max_new_tokens, frozenset(), keys, lends)
+
+    prompt = tuple(range(40, 46))
+    said = LocalEngine(scheduler, runner).generate([spec("first", prompt, 14, lends=False)])["first"]
+    turn = (*prompt, *said, *range(60, 64))
+    scheduler.submit(spec("second", turn, 1, lends=True))
+    plan = scheduler.plan()
+    assert plan is not None and plan.chunks[0].start >= len(prompt) + BLOCK_SIZE, (
+        "completion tokens are among those found"
+    )
+    scheduler.complete(runner.run(plan))
+    block_ids = list(scheduler.block_ids("second"))[: len(turn) // BLOCK_SIZE]
+    on_device = memory.tensor[block_ids].reshape(len(block_ids), -1).view(torch.uint8).numpy()
+    assert np.array_equal(memory.bytes[block_ids], on_device) and on_device.any(-1).all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from connector.kv_record import KvRecords
 from connector.kv_store import KvStoreError, KvStoreLimits, RunRead
+from connector.redis_kv_store import RedisKvStore
 from tests.kv_pool.places import REDIS_PREFIX, RedisPlace, blocks_of, keys_of, pairs, views
 from tests.registry.redis_server import RedisServer, started_redis
 
@@ -136,3 +140,37 @@ def test_an_error_shows_no_password(server: RedisServer) -> None:
     assert str(raised.value) == "redis: AuthenticationError"
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
     store.close()
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("answer", [b":x\r\n", b"$y\r\n", b"*z\r\n", b":-5\r\n", b":99999999999999999999\r\n", b"\r\n"])
+def test_who_speaks_something_else_fails_as_a_store_does(answer: bytes) -> None:
+    """A wrong address, a broken proxy: whatever it says costs a recompute, and no thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=repeat, args=(listener, answer))
+        thread.start()
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        store = RedisKvStore(url, RECORDS, KvStoreLimits(timeout_s=TIMEOUT_S))
+        into = np.zeros((2, SMALL), np.uint8)
+        for call in (
+            store.identity,
+            lambda: store.missing(keys_of(2)),
+            lambda: store.num_leading(keys_of(2)),
+            lambda: store.read(keys_of(2), views(into)),
+            lambda: store.write(pairs(keys_of(2), blocks_of(2, SMALL))),
+        ):
+            with contextlib.suppress(KvStoreError):
+                call()
+        store.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def repeat(listener: socket.socket, answer: bytes) -> None:
+    """Say the same to whatever is asked, on one connection after the other."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                while connection.recv(1 << 16):
+                    connection.sendall(answer * 8)

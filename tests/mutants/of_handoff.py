@@ -236,4 +236,20 @@ MUTANTS: Final = (
         "wakes=word.number != word.link.num_lent)",
         ("tests/transport/test_contract.py::test_blocks_arrive_bit_identical_wherever_the_lease_puts_them[zmq-512]",),
     ),
+    Mutant(
+        "line-asked-by-the-first-branch-alone",
+        "A Reserve that comes again, whose first branch was cancelled, stands in line twice: nobody is let in at once any more.",
+        "decode_node/door.py",
+        "self._leases.of_any(keys), self.line.of_any(keys)",
+        "self._leases.of_any(keys), self.line.find(keys[0])",
+        ("tests/cores/test_door.py",),
+    ),
+    Mutant(
+        "answer-overtakes-the-blocks",
+        "The zmq sender tells of a Commit's answer before it has heard that its blocks were taken: nobody believes it then.",
+        "connector/zmq_sender.py",
+        "while link.answers and not any(number <= link.answers[0][0] for number in link.loans):",
+        "while link.answers:",
+        ("tests/transport/test_zmq_links.py::test_an_answer_comes_behind_the_blocks_that_were_sent_before_it",),
+    ),
 )

@@ -7,7 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _MOVE: Final = ("tests/handoff/test_move_exhaustive.py",)
-_MOVES: Final = ("tests/cores/test_moves.py",)
+_MOVES: Final = ("tests/cores/test_moves.py", "tests/cores/test_moves_under_pressure.py")
 
 MUTANTS: Final = (
     Mutant(
@@ -56,6 +56,22 @@ MUTANTS: Final = (
         "decode_node/mover.py",
         "self._scheduler.num_planned(move.branch.key) + STEPS_AHEAD > num_reserved",
         "False",
+        _MOVES,
+    ),
+    Mutant(
+        "who-has-no-blocks-is-resumed",
+        "A mixed node's sequence that gave way on its move is resumed when its Commit is refused, though its blocks have gone.",
+        "decode_node/mover.py",
+        "if self._scheduler.resumes_preempted and self._scheduler.knows(key):",
+        "if self._scheduler.resumes_preempted:",
+        _MOVES,
+    ),
+    Mutant(
+        "commit-that-no-link-takes",
+        "A move is begun whose Commit is longer than a message may be: its link is closed, with every move that shares it.",
+        "decode_node/mover.py",
+        "if _commit_bytes(branch, num_tokens) > MAX_FRAME_BYTES:",
+        "if _commit_bytes(branch, 0) > 2 * MAX_FRAME_BYTES:",
         _MOVES,
     ),
     Mutant(

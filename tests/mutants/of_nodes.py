@@ -26,8 +26,8 @@ MUTANTS: Final = (
         "repeat-leases-again",
         "A repeated Reserve gets a second lease for the same attempt, and the first one is in nobody's hands.",
         "decode_node/door.py",
-        "lease, waiting = self._leases.of_any(keys), self.line.find(keys[0])",
-        "lease, waiting = None, self.line.find(keys[0])",
+        "lease, waiting = self._leases.of_any(keys), self.line.of_any(keys)",
+        "lease, waiting = None, self.line.of_any(keys)",
         _DECODE,
     ),
     Mutant(

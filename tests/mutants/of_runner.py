@@ -12,6 +12,17 @@ _IN_ONE_CALL: Final = ("tests/kernels/test_decode_steps.py", "tests/engine_torch
 
 MUTANTS: Final = (
     Mutant(
+        "lent-prefix-left-on-the-device",
+        "What decode rows wrote, and a prompt that is handed over found in the prefix cache, is sent as host memory has it.",
+        "engine/planning.py",
+        "            self._matched += block_ids\n",
+        "            pass\n",
+        (
+            "tests/engine_torch/test_mirrored_memory.py::"
+            "test_what_decoding_wrote_is_on_the_hosts_side_when_a_prompt_that_begins_so_is_handed_over",
+        ),
+    ),
+    Mutant(
         "drawn-token-not-fed",
         "The next decode row feeds the token that the host knows, which is an older one.",
         "engine/runner.py",

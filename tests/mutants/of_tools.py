@@ -72,8 +72,8 @@ MUTANTS: Final = (
         "calls-share-an-id",
         "The calls of a choice have one id.",
         "router/tool_syntax.py",
-        "{seed} {prompt} {index}",
-        "{seed} {prompt}",
+        "{seed} {prompt_digest} {index}",
+        "{seed} {prompt_digest}",
         _CALLS,
     ),
     Mutant(

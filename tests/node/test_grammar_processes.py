@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.binding import Nothing
 from engine.grammars import GrammarError, Grammars
 from engine.plan import Grammar
 from node.grammar_book import STALL_S, GrammarsBusyError
@@ -164,4 +168,30 @@ def test_a_directory_without_tokenizer_says_so(tmp_path: Path) -> None:
     found = GrammarProcesses(tmp_path, VOCAB_SIZE)
     with pytest.raises(GrammarError, match=r"no tokenizer\.json"):
         found.open()
+    found.close()
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize("what", ["process", "socket"])
+def test_what_cannot_be_started_now_is_a_sentence_and_is_tried_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+
+    def lacks(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        if what == "process":
+            patch.setattr(subprocess, "Popen", lacks)
+            with pytest.raises(GrammarsBusyError, match="cannot be started: Too many open files"):
+                found.open()
+        else:
+            found.open()
+            patch.setattr(socket, "socketpair", lacks)
+            with pytest.raises(GrammarsBusyError, match="cannot be asked for: Too many open files"):
+                found.check(JSON)
+            assert isinstance(found.constraint(JSON), Nothing)
+    found.open()
+    found.check(JSON)
     found.close()

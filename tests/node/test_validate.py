@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from node.validate import (
     reserve_problem,
 )
 from proto import baton_pb2 as pb
+from router.openai_types import CompletionBody, parse_body
 
 PREFILL = Bounds(role=pb.ROLE_PREFILL, vocab_size=100, max_model_len=32)
 DECODE = Bounds(role=pb.ROLE_DECODE, vocab_size=100, max_model_len=32)
@@ -93,7 +95,7 @@ def good_reserve() -> pb.ReserveRequest:
         sender=pb.PeerId(name="p0", incarnation=2),
         router=pb.PeerId(name="router", incarnation=3),
         num_tokens=17,
-        max_total_tokens=17,
+        max_total_tokens=18,
         block_keys=[bytes(32)],
         ms_left=1,
     )
@@ -125,7 +127,7 @@ def test_a_dispatch_that_passes_fits_the_model_and_no_dispatch_raises(dispatch: 
 def test_a_reserve_that_passes_is_in_order_and_no_reserve_raises(request: pb.ReserveRequest) -> None:
     if reserve_problem(request, DECODE) is not None:
         return
-    assert 1 <= request.num_tokens <= request.max_total_tokens
+    assert 1 <= request.num_tokens < request.max_total_tokens
     assert all(len(key) == 32 for key in request.block_keys) and len(request.block_keys) <= request.num_tokens
     assert request.key.request_id and request.sender.name and request.router.incarnation and request.ms_left
 
@@ -151,6 +153,15 @@ def test_the_logprobs_of_a_prompt_fit_into_a_message() -> None:
     dispatch.sampling.prompt_logprobs = True
     assert "prompt_logprobs: 262164" in str(dispatch_problem(dispatch, bounds))
     del dispatch.prompt_token_ids[0]
+    assert dispatch_problem(dispatch, bounds) is None
+
+
+@pytest.mark.covers("A11")
+def test_a_node_takes_as_many_biases_as_a_router_lets_in() -> None:
+    dispatch, bounds = good_dispatch(), Bounds(role=pb.ROLE_PREFILL, vocab_size=2000, max_model_len=32)
+    body = {"model": "m", "prompt": "x", "logit_bias": {str(token_id): 1 for token_id in range(1024)}}
+    let_in = parse_body(CompletionBody, json.dumps(body).encode()).logit_bias
+    dispatch.sampling.logit_bias.extend(pb.LogitBias(token_id=int(name), bias=bias) for name, bias in let_in.items())
     assert dispatch_problem(dispatch, bounds) is None
 
 
@@ -240,7 +251,7 @@ def _set(path: str, value: object) -> Callable[[pb.Dispatch], None]:
         (lambda d: d.sampling.logit_bias.add(token_id=1, bias=math.nan), "logit_bias: nan"),
         (lambda d: d.sampling.logit_bias.add(token_id=1, bias=100.5), "logit_bias: 100.5"),
         (lambda d: d.sampling.logit_bias.extend([pb.LogitBias(token_id=1)] * 2), "twice"),
-        (lambda d: d.sampling.logit_bias.extend([pb.LogitBias(token_id=1)] * 301), "logit_bias: 301 entries"),
+        (lambda d: d.sampling.logit_bias.extend([pb.LogitBias(token_id=1)] * 1025), "logit_bias: 1025 entries"),
     ],
 )
 def test_the_sentence_names_the_field(change: Callable[[pb.Dispatch], None], named: str) -> None:

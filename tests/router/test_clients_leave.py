@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -11,9 +12,10 @@ from typing import Final
 import pytest
 
 from proto import baton_pb2 as pb
+from router import streaming
 from router.entrance import RouterCoreConfig
-from tests.router.live_router import MODEL_NAME, LiveRouter, until
-from tests.router.scripted_nodes import ScriptedAttempt
+from tests.router.live_router import MODEL_NAME, LiveRouter, live_router, until
+from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
 
@@ -111,3 +113,41 @@ def test_a_client_that_leaves_while_it_is_queued_gives_its_place_to_the_next_and
         await until(lambda: len(router.pair.decode.cancels) == 2, timeout_s=ALLOWED_S)
 
     play(model, scenario, silent, core_config=RouterCoreConfig(max_inflight_prefills=1))
+
+
+@pytest.mark.covers("A10")
+def test_a_client_that_does_not_read_is_cut_off_behind_its_deadline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "LAST_WRITE_S", 0.2)
+    create_server = socket.create_server
+
+    def with_little_room(address: tuple[str, int]) -> socket.socket:
+        listener = create_server(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of each connection
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", with_little_room)
+    prompts, n = ["\x01" * 900] * 8, 16  # six bytes each in JSON
+
+    async def run() -> None:
+        async with live_router(model, replying(b"hello"), max_model_len=1024) as router:
+            body = {"prompt": prompts, "n": n, "echo": True, "max_tokens": 5, "timeout_s": 6, "model": MODEL_NAME}
+            encoded = json.dumps(body).encode()
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                client.connect(("127.0.0.1", router.port))
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(encoded)}\r\n\r\n"
+                await asyncio.to_thread(client.sendall, head.encode() + encoded)
+                assert is_open(router.port, client.getsockname()[1])
+                await until(lambda: not is_open(router.port, client.getsockname()[1]), 30)
+
+    asyncio.run(run())
+
+
+def is_open(own_port: int, client_port: int) -> bool:
+    """Whether the server's end of a connection is, as the kernel has it."""
+    ends = [line.split()[1:4] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(
+        (int(own[-4:], 16), int(other[-4:], 16), state) == (own_port, client_port, "01") for own, other, state in ends
+    )

@@ -20,7 +20,7 @@ from proto import baton_pb2 as pb
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
 from runtime.session import SessionTiming
 from tests.plain_http import NO_CERTIFICATES
-from tests.router.live_router import until
+from tests.router.live_router import live_router, until
 from tests.router.scripted_nodes import ScriptedAttempt, ScriptedNode, ScriptedPair
 from tests.router.tiny_model import write_model_text
 
@@ -152,5 +152,19 @@ def test_a_second_signal_ends_a_draining_router_now(tmp_path: Path) -> None:
             assert await router.process.wait() == 128 + signal.SIGTERM
             with pytest.raises(httpx.TransportError):
                 await router.rest()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.covers("C03", "A06")
+def test_a_request_that_comes_while_a_router_closes_is_told_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with live_router(write_model_text(tmp_path)) as router:
+            await router.shell.close()
+            for was_let_in in (False, True):  # it came before, and is through its tokenizer now
+                router.shell.is_draining = not was_let_in
+                answer = await router.post(max_tokens=3)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "SHUTTING_DOWN")
+                assert answer.headers["Retry-After"] == "1"
 
     asyncio.run(scene())

@@ -149,6 +149,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "properties": {}, "required": ["a"]}, 'schema.required: "a" is none of the properties'),
     ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "must be false beside properties"),
     ({"type": "colour"}, 'schema.type: must be a JSON type, not "colour"'),
+    ({"type": ["null", "integer", "null"], "enum": [0]}, "schema.type: names a type twice"),
     ({"$ref": "http://elsewhere/"}, "schema.$ref: must be # or #/$defs/NAME"),
     ({"type": "array", "items": {"type": "array", "items": 5}}, "schema.items.items: must be a schema, not 5"),
     ({"type": "string", "maxLength": MAX_REPEATS + 1}, f"more than {MAX_REPEATS}"),

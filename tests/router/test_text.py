@@ -103,6 +103,21 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> Non
     assert "".join(parts) + detokenizer.finish() == REPLACEMENT * 300
 
 
+@pytest.mark.covers("A08")
+def test_ids_without_any_text_cost_no_more_the_more_there_are_and_what_follows_keeps_its_space() -> None:
+    """As a vocabulary has them that is padded beyond its tokens: half a minute of the router's time for 32,000 of them once."""
+    tokens, num_decoded = [1, *[len(BYTE_TOKENS) + 300] * 3000, 2], 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return fallback_decode(token_ids)
+
+    parts = streamed(IncrementalDetokenizer(decode, ()), [[token] for token in tokens])
+    assert "".join(parts) == fallback_decode(tokens) == "the cat"
+    assert num_decoded < 100 * len(tokens)
+
+
 @pytest.mark.covers("M03")
 def test_special_tokens_have_no_text(text: ModelText) -> None:
     detokenizer = text.detokenizer()

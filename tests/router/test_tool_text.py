@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.json_scan import JsonScan, Want
-from router.tool_syntax import HERMES, LIST, LLAMA, MISTRAL, ToolSyntax, call_id, syntax_of
+from router.json_scan import MAX_OWN, CallScan, JsonScan, Want
+from router.tool_syntax import HERMES, LIST, LLAMA, MISTRAL, ToolSyntax, call_id, digest_of, syntax_of
 from router.tool_text import Called, Said, Told, ToolReader
 
 OFFERED: Final = ("f", "get_weather")
@@ -188,16 +188,31 @@ def test_what_python_takes_for_json_is_taken_and_nothing_else(text: str) -> None
     assert (all(scan.push(character) for character in text) and scan.want is Want.NOTHING) is is_json
 
 
+def test_what_no_call_has_is_not_collected() -> None:
+    """A string is followed to its end, and kept only where it is asked for: each character of a long one was a copy of it."""
+    scan = CallScan(frozenset({"arguments"}))
+    for character in '{"note": "' + "a" * 5000 + '", "name": "f", "arguments": {':
+        scan.push(character)
+        assert len(scan._text) <= MAX_OWN + 1
+    assert not scan.is_broken and (scan.name, scan.is_begun) == ("f", True)
+    for text in ('{"' + "a" * (MAX_OWN + 1), '{"name": "' + "a" * (MAX_OWN + 1), '{"name": ' + "1" * (MAX_OWN + 1)):
+        scan = CallScan(frozenset({"arguments"}))
+        for character in text:
+            if not scan.is_broken:
+                scan.push(character)
+        assert scan.is_broken
+
+
 def test_ids_are_the_same_for_the_same_choice_and_no_other() -> None:
     ids = [
-        call_id(seed, prompt, index, is_short=short)
+        call_id(seed, digest_of(prompt), index, is_short=short)
         for seed in (1, 11)
         for prompt in ((1, 2), (12,), (1, 2, 3))
         for index in (0, 1)
         for short in (False, True)
     ]
     assert len(set(ids)) == len(ids)
-    assert call_id(1, (1, 2), 0, is_short=False) == ids[0] and len(ids[0]) == 29
+    assert call_id(1, digest_of((1, 2)), 0, is_short=False) == ids[0] and len(ids[0]) == 29
     assert len(ids[1]) == 9 and ids[1].isalnum()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -90,6 +91,20 @@ async def while_one_dies(url: str, pids: list[int]) -> tuple[list[str], dict[int
         live = await asyncio.to_thread(by_worker, url, "live_requests")
     os.kill(pids[0], signal.SIGKILL)
     return list(await asyncio.gather(*streams)), live
+
+
+@pytest.mark.covers("C05")
+def test_a_worker_that_cannot_be_started_now_is_started_later_and_the_others_serve(tmp_path: Path) -> None:
+    with started(tmp_path) as (router, ready):
+        url, pids = ready["url"], ready["workers"]
+        soft, hard = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (5, hard))  # it has more: none can be opened
+        os.kill(pids[0], signal.SIGKILL)
+        time.sleep(1.0)  # long enough for some tries
+        assert router.poll() is None
+        assert asyncio.run(stream(url)) == (TEXT * NUM_TOKENS)[:NUM_TOKENS]
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})
 
 
 @pytest.mark.covers("C05", "R16")

@@ -170,11 +170,11 @@ class _Checks:
             return error
         try:
             if endpoint == "responses":
-                await self._intake.asked(parse_body(ResponsesBody, content).as_chat(), 0.0)
+                await self._intake.asked(parse_body(ResponsesBody, content).as_chat(), 0.0, len(content))
             elif endpoint == "chat":
-                await self._intake.asked(parse_body(ChatBody, content), 0.0)
+                await self._intake.asked(parse_body(ChatBody, content), 0.0, len(content))
             else:
-                await self._intake.asked(parse_body(CompletionBody, content), 0.0)
+                await self._intake.asked(parse_body(CompletionBody, content), 0.0, len(content))
         except ApiError as refused:
             told: dict[str, Any] = (renamed(refused) if endpoint == "responses" else refused).body()["error"]
             return told

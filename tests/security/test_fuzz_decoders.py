@@ -102,6 +102,13 @@ def _huge(name: str) -> list[bytes]:
             shaped = [
                 b'{"model":"m","prompt":[' + piece * (size // len(piece)) + b"0]}" for piece in (b"[],", b"1,", b'"",')
             ]
+            numbered = b",".join(b'"%d":""' % number for number in range(size // 10))
+            shaped += [
+                b'{"model":"m","prompt":"x","generated_token_ids":[' + b'"",' * (size // 3) + b"0]}",
+                b'{"model":"m","prompt":"x","logit_bias":{' + numbered + b"}}",
+                b'{"model":"m","prompt":"x","stream_options":{' + numbered + b"}}",
+                b'{"model":"m","messages":[{"role":"user","content":[' + b"{}," * (size // 3) + b"{}]}]}",
+            ]
         case _:
             shaped = [joined([piece]) for piece in content]
     return content + shaped

@@ -30,10 +30,17 @@ class Served:
     refused: list[str] = field(default_factory=list)
     num_asked: int = 0
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    has_sent: asyncio.Event = field(default_factory=asyncio.Event)  # all that is long, or the connection has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_asked += 1
         await self.may_answer.wait()
+        if scope["path"] == "/long":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(32):
+                await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+            self.has_sent.set()
+            return
         size = 0
         while scope["path"] != "/unread" and (message := await receive()) and message["type"] == "http.request":
             size += len(message["body"])
@@ -275,6 +282,22 @@ def test_a_hundred_hostile_connections_hold_no_more_than_their_heads() -> None:
 
     # Ours, the clients' and the server's: what the clients have not sent yet is theirs.
     assert asyncio.run(run()) < 100 * 600_000 + (10 << 20)
+
+
+@pytest.mark.covers("X05")
+def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection() -> None:
+    """It is alive, and says so to the kernel: a connection that is closed waits for it as long as bytes are left."""
+
+    async def run() -> None:
+        async with served(HttpBounds(stuck_timeout_s=0.5)) as app:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", app.port))
+                client.sendall(GET.replace(b"/v1/models", b"/long"))
+                async with asyncio.timeout(20):
+                    await app.has_sent.wait()
+
+    asyncio.run(run())
 
 
 def test_a_connection_that_was_not_used_for_longer_than_clients_keep_one_still_serves() -> None:

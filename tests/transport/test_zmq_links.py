@@ -7,7 +7,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -329,6 +330,33 @@ def test_a_node_id_that_does_not_fit_into_the_handshake_is_refused_at_start(node
 def test_a_memory_that_blocks_cannot_be_cut_from_is_refused_at_start(memory: np.ndarray) -> None:
     with pytest.raises(ValueError, match="contiguous uint8"):
         ZmqTransport(memory, "node", 1, ignore)
+
+
+@pytest.mark.covers("H05")
+def test_an_answer_comes_behind_the_blocks_that_were_sent_before_it(
+    zmq_net: ZmqNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyzmq tells of what libzmq has let go of on a thread of its own, which may get its turn late."""
+    late: list[Callable[[], None]] = []
+    take_back = ZmqSender._take_back
+    monkeypatch.setattr(ZmqSender, "_take_back", lambda *its: late.append(partial(take_back, *its)))
+    num_blocks = 4
+    sender, receiver = (zmq_net.node(name, num_blocks, MIB) for name in ("sender", "receiver"))
+    receiver.transport.admit(1, SECRET, range(num_blocks))
+    sender.transport.open("receiver@1/1", receiver.transport.endpoint())
+    for block_id in range(num_blocks):
+        sender.transport.write("receiver@1/1", LeaseRef(1, SECRET), [(block_id, block_id)])
+    sender.transport.notify("receiver@1/1", commit(1))
+    zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)) and len(late) == num_blocks)
+    (notice,) = receiver.said.of(NotifyArrived)
+    receiver.transport.answer(notice.reply_to, answer(1))
+    time.sleep(0.2)
+    assert not sender.said.of(Answered)
+    for tell in (*late[:0:-1], late[0]):  # in any order: what wakes the thread comes first
+        tell()
+    zmq_net.until(lambda: bool(sender.said.of(Answered)))
+    told = [type(event) for event in sender.said.all() if isinstance(event, BlocksTaken | Answered)]
+    assert told == [BlocksTaken] * num_blocks + [Answered]
 
 
 @pytest.mark.covers("H05")
