@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ PROG: Final = "python -m bench.local_prefill"
 _PROBE_TOKENS: Final = 3  # that a probe says: the first is the prefill's, the second is behind the handoff
 _SETTLED_TOKENS: Final = 3  # of each stream, before the first probe
 _SETTLED_BOUND_S: Final = 120.0
+_TOKEN_IDS: Final = re.compile(rb'"completion_token_ids":\[([0-9,]+)\]')  # as a router writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +165,16 @@ class _Run:
             "return_token_ids": True,
         }
 
-        last = b""
+        last, rest = b"", b""
 
         def take(data: bytes, now: float) -> None:
-            nonlocal last
+            nonlocal last, rest
             last = data
-            instants.extend([now] * data.count(b'"completion_token_ids":['))
+            *lines, rest = (rest + data).split(b"\n")
+            for token_ids in _TOKEN_IDS.findall(b"\n".join(lines)):
+                instants.extend(
+                    [now] * (token_ids.count(b",") + 1)
+                )  # a router that is behind puts several into one event
             self._said.set()
 
         await exchange(server, server.post(PATH, json.dumps(fields).encode()), take, lambda _at: None, None)

@@ -9,7 +9,6 @@ import { Requests } from "./requests.js";
 import { RouterError, kill, page, setKey } from "./router.js";
 
 const LOOK_MS = 1000;
-const THEME = "baton-theme";
 const THEMES = ["auto", "light", "dark"];
 
 const figures = new Figures();
@@ -112,14 +111,15 @@ function notice(text) {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  localStorage.setItem(THEME, theme);
+  localStorage.setItem(THEME_KEY, theme); // theme.js reads it, and has named it
   for (const button of byId("theme").children) button.setAttribute("aria-pressed", String(button.dataset.theme === theme));
 }
 
 for (const theme of THEMES) {
   byId("theme").append(el("button", { type: "button", "data-theme": theme, click: () => setTheme(theme) }, theme));
 }
-setTheme(THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto");
+const chosen = document.documentElement.dataset.theme;
+setTheme(THEMES.includes(chosen) ? chosen : "auto");
 byId("keys").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("key").value.trim());

@@ -98,6 +98,11 @@ class Browser:
         """What the system asks pages for: light or dark."""
         self._devtools("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
 
+    def block(self, *patterns: str) -> None:
+        """Load nothing that these name, `*` for anything; none: load everything."""
+        self._devtools("Network.enable", {})
+        self._devtools("Network.setBlockedURLs", {"urls": list(patterns)})
+
     def screenshot(self, *, whole: bool = False) -> bytes:
         """A PNG of what is seen, or of the whole page."""
         taken = self._devtools("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})
