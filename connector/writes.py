@@ -36,8 +36,7 @@ from proto import baton_pb2 as pb
 
 MAX_PIECES: Final = 1024  # of one write
 MAX_WRITE_HEADER_BYTES: Final = 36 * MAX_PIECES + 256  # a piece takes 35 bytes at most, tag and length included
-MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (64 << 10)  # a Commit holds a prompt's ids, 3 bytes each
-MAX_MESSAGE_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # of a write's payload, where it travels as a frame
+MAX_FRAME_BYTES: Final = 4 * MAX_PAYLOAD_BYTES  # a write's payload, or a Commit: the ids of a million tokens take 3 MiB
 _FRAMES_OF_A_SHORT_WRITE: Final = 8
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -90,7 +89,7 @@ def frame_bytes(write_bytes: int) -> int:
     A long write's are long, since each costs both ends the same. A short one's are short: what is received of one message is
     copied while the next is under way, and nothing but the first one's way and the last one's copy is without company.
     """
-    return min(max(write_bytes // _FRAMES_OF_A_SHORT_WRITE, MAX_PAYLOAD_BYTES), MAX_MESSAGE_BYTES)
+    return min(max(write_bytes // _FRAMES_OF_A_SHORT_WRITE, MAX_PAYLOAD_BYTES), MAX_FRAME_BYTES)
 
 
 def pack(
@@ -225,7 +224,7 @@ def _decode_write(write: pb.Write, payload: bytes | memoryview) -> IncomingWrite
     if not 1 <= len(write.pieces) <= MAX_PIECES:
         return _malformed(f"a write of {len(write.pieces)} pieces, 1 to {MAX_PIECES} allowed")
     num_bytes = sum(piece.length for piece in write.pieces)
-    if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_MESSAGE_BYTES:
+    if num_bytes != len(payload) or not 1 <= num_bytes <= MAX_FRAME_BYTES:
         return _malformed(f"a payload of {len(payload)} bytes for pieces of {num_bytes}")
     cuts = accumulate((piece.length for piece in write.pieces), initial=0)
     return _incoming(write, np.frombuffer(payload, np.uint8), tuple(cuts)[:-1])

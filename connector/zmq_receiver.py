@@ -20,7 +20,7 @@ import zmq
 from connector.landing import Landing
 from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, ReplyTo, Unsaid
 from connector.transport import Emit, NotifyArrived, WriteRefused
-from connector.writes import MAX_MESSAGE_BYTES, IncomingNotice, IncomingWrite, decode
+from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
 from connector.zmq_options import Context, LinkRules, Place, Socket, bound_link, numeric, tcp_address
 from proto import baton_pb2 as pb
@@ -37,7 +37,7 @@ class ZmqReceiver(ReceiverThread):
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)
         address = tcp_address(numeric(place.host), place.port or "*")
-        bound_link(self._socket, address, MAX_MESSAGE_BYTES)
+        bound_link(self._socket, address, MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if place.known_as is not None:

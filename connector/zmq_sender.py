@@ -32,7 +32,6 @@ from connector.sender_thread import SenderLink, SenderThread
 from connector.transport import Answered, BlocksTaken, Emit
 from connector.writes import (
     MAX_FRAME_BYTES,
-    MAX_MESSAGE_BYTES,
     OutgoingWrite,
     describe,
     frame_bytes,
@@ -161,7 +160,7 @@ class ZmqSender(SenderThread[_Link, _GivenBack]):
     def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint) -> None:
         host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
         address = tcp_address(numeric(host.strip("[]")), port)
-        bound_link(socket, address, MAX_MESSAGE_BYTES)
+        bound_link(socket, address, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.copy_threshold = 0  # a short piece, copied, would be given back before the longer ones of its block

@@ -112,7 +112,7 @@ class NodeConfig:
         None,
         "tokens of prompt and completion together; none: what the model was made for, at most 4096",
         low=2,
-        high=1 << 24,
+        high=1 << 20,  # a Commit with so many ids fits into a frame of every transport
     )
 
     reserve_policy: ReservePolicy = knob(

@@ -64,6 +64,7 @@ class SessionTiming:
     backoff_max_s: float = 0.5  # a quarter of the grace, so that a healed path is found within it
     max_unacked_messages: int = 65_536
     max_unacked_bytes: int = 16 << 20
+    max_message_bytes: int = 16 << 20  # of one; gRPC is told to take frames a little larger
 
 
 class State(Enum):

@@ -17,7 +17,7 @@ from runtime.bell import Bell
 from runtime.session_end import SessionEnd
 from runtime.session_events import Fate, Input, Output
 
-MAX_FRAME_BYTES: Final = 17 << 20  # one message may fill the whole bound of unacknowledged bytes, and has a header
+MAX_FRAME_BYTES: Final = 17 << 20  # SessionTiming.max_message_bytes, and a header
 
 # For channels and servers that carry sessions. Who notices a dead peer is the session, not gRPC.
 CHANNEL_OPTIONS: Final = (

@@ -290,10 +290,13 @@ class SessionEnd:
     def _send(self, message: Message, now: float) -> list[Output]:
         size = message.ByteSize()
         timing = self._timing
-        if len(self._kept) >= timing.max_unacked_messages or self._kept_bytes + size > timing.max_unacked_bytes:
+        if size > timing.max_message_bytes:
+            reason = f"a message of {size} bytes, {timing.max_message_bytes} allowed"
+        elif len(self._kept) >= timing.max_unacked_messages or self._kept_bytes + size > timing.max_unacked_bytes:
             reason = f"{len(self._kept)} messages, {self._kept_bytes} bytes are unacknowledged"
-            return self._step(Event.OVERFLOW, now, reason=reason)
-        return self._step(Event.SEND, now, message=message)
+        else:
+            return self._step(Event.SEND, now, message=message)
+        return self._step(Event.OVERFLOW, now, reason=reason)
 
     # ---------------------------------------------------------------- actions into outputs
 

@@ -231,6 +231,17 @@ def test_a_notification_that_is_no_commit_is_refused(net: Net, payload: bytes) -
     assert [refused.lease_id for refused in receiver.said.of(WriteRefused)] == [0]
 
 
+def test_the_commit_of_a_million_tokens_arrives(net: Net) -> None:
+    """As many as a node's --max-model-len may be."""
+    sender, receiver = pair(net)
+    token_ids = [131_071] * ((1 << 20) - 1)
+    long = pb.DataMessage(commit=pb.Commit(lease_id=1, prompt_token_ids=token_ids)).SerializeToString()
+    sender.transport.notify("receiver@1/1", long)
+    drain(net, sender, receiver)
+    assert receiver.said.of(NotifyArrived)[0].payload == long
+    assert sender.said.of(LinkClosed) == []
+
+
 def test_a_closed_link_says_so_once_and_takes_nothing_more(net: Net) -> None:
     sender, receiver = pair(net)
     receiver.transport.admit(LEASE.lease_id, LEASE.secret, [0, 1])

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from connector.landing import Landing
 from connector.transport import BlocksLanded, LeaseRef, LinkClosed, NotifyArrived, WriteRefused
 from connector.writes import (
-    MAX_MESSAGE_BYTES,
+    MAX_FRAME_BYTES,
     IncomingNotice,
     IncomingWrite,
     decode,
@@ -244,7 +244,7 @@ def test_random_frames_decode_to_a_refusal_or_to_what_they_say(frames: list[byte
         case IncomingWrite() as write:
             assert write.begins == tuple(accumulate((span.length for span in write.spans[:-1]), initial=0))
             assert len(write.source) == write.num_bytes
-            assert write.num_bytes <= MAX_MESSAGE_BYTES
+            assert write.num_bytes <= MAX_FRAME_BYTES
 
 
 @pytest.mark.covers("H13", "H09")

@@ -234,9 +234,9 @@ def test_a_long_commit_crosses_in_pieces_and_one_that_no_receiver_would_take_clo
     sender.transport.notify("receiver@1/1", long)
     shm_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
     assert receiver.said.of(NotifyArrived)[0].payload == long
-    sender.transport.notify("receiver@1/1", b"x" * (2 * MIB))
+    sender.transport.notify("receiver@1/1", b"x" * (4 * MIB + 1))
     shm_net.until(lambda: bool(sender.said.of(LinkClosed)))
-    assert "2097152 bytes" in sender.said.of(LinkClosed)[0].reason
+    assert "4194305 bytes" in sender.said.of(LinkClosed)[0].reason
 
 
 def test_nothing_of_a_stopped_transport_stays_and_idle_threads_sleep(shm_net: ShmNet) -> None:
