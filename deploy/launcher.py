@@ -185,12 +185,17 @@ class _Launcher:
         killed = node.child
         killed.kill()
         await killed.ended()
-        if not self._is_stopping:
-            self._children.remove(killed)
+        if self._is_stopping:
+            return None
+        try:
             node.child = await self._start_child(name, node.command, node.threads, keeps_log=True)
-            task = asyncio.create_task(self._welcome(node))
-            self._replacements.add(task)
-            task.add_done_callback(self._replacements.discard)
+        except OSError as error:  # no process, no descriptor, no place for its log: asked for again, perhaps there is one
+            node.is_new = False
+            return f"{name} was killed, and no new one can be started: {error}"
+        self._children.remove(killed)
+        task = asyncio.create_task(self._welcome(node))
+        self._replacements.add(task)
+        task.add_done_callback(self._replacements.discard)
         return None
 
     async def _welcome(self, node: _Node) -> None:

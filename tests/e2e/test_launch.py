@@ -69,6 +69,31 @@ def test_a_cluster_without_prefill_nodes_starts_and_serves(tiny_model: Path, tmp
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
 
 
+def test_a_killed_node_that_could_not_be_started_again_is_by_the_next_press_of_its_button(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with started_cluster(tiny_model, tmp_path, "--prefill", "0", "--decode", "1") as running, running.client() as client:
+        log = running.run_dir / "decode-0.log"
+        log.unlink()
+        log.mkdir()
+
+        def press() -> httpx.Response:
+            return client.post("/dashboard/kill", json={"node": "decode-0"}, headers={"Origin": running.url})
+
+        for _ in range(2):
+            refused = press()
+            assert refused.status_code == 409 and "Is a directory" in refused.text, refused.text
+        log.rmdir()
+        assert press().status_code == 200
+        ends_at = time.monotonic() + START_BOUND_S
+        while json.loads((running.run_dir / "cluster.json").read_text())["nodes"] == running.nodes:
+            assert time.monotonic() < ends_at, log.read_text()
+            time.sleep(0.05)
+        (url, headers, body), _ = printed_requests(running)
+        answer = httpx.post(url, headers=headers, content=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+
+
 @pytest.mark.covers("A01")
 def test_the_printed_curl_lines_give_a_completion_and_a_stream(cluster: Cluster) -> None:
     """Sent as they stand there."""
