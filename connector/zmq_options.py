@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
 import socket
 from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
+LOOK_UP_S: Final = 10.0  # that a name server may take, while other links go on
 OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s in which a dead node must be found
 HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
@@ -76,6 +78,15 @@ def numeric(host: str) -> str:
     except (OSError, ValueError):  # ValueError: no name at all, it may have come over the wire
         raise zmq.ZMQError(errno.ENODEV, f"{host} has no address") from None
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def is_address(host: str) -> bool:
+    """Whether it needs no name server."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def tcp_address(host: str, port: int | str) -> str:

@@ -235,9 +235,9 @@ def test_a_notification_that_no_receiver_would_take_closes_the_link(zmq_net: Zmq
     sender = zmq_net.node("sender")
     receiver = zmq_net.node("receiver")
     sender.transport.open("receiver@1/1", receiver.transport.endpoint())
-    sender.transport.notify("receiver@1/1", b"x" * (2 * MIB))
+    sender.transport.notify("receiver@1/1", b"x" * (4 * MIB + 1))
     zmq_net.until(lambda: bool(sender.said.of(LinkClosed)))
-    assert "2097152 bytes" in sender.said.of(LinkClosed)[0].reason
+    assert "4194305 bytes" in sender.said.of(LinkClosed)[0].reason
 
 
 def test_stop_ends_every_thread_within_a_second_also_with_stuck_links(zmq_net: ZmqNet) -> None:
@@ -300,22 +300,6 @@ def test_a_thread_that_dies_of_a_bug_says_so_and_the_transport_can_still_be_stop
         assert ended.result(timeout=10) is None
     zmq_net.until(lambda: bool(sender.said.of(LinkClosed)))
     broken.stop()
-
-
-@pytest.mark.parametrize("host", ["::1", "localhost"])
-def test_other_names_of_loopback_work_as_well(host: str) -> None:
-    arrived = threading.Event()
-    memory = np.zeros((1, 512), np.uint8)
-    try:
-        receiver = ZmqTransport(memory, "receiver", 1, lambda event: arrived.set(), Place(host))
-    except zmq.ZMQError as fault:
-        pytest.skip(f"this machine has no {host}: {fault}")
-    sender = ZmqTransport(memory, "sender", 1, ignore)
-    sender.open("receiver@1/1", receiver.endpoint())
-    sender.notify("receiver@1/1", commit(1))
-    assert arrived.wait(10)
-    sender.stop()
-    receiver.stop()
 
 
 @pytest.mark.parametrize("node_id", ["", "a@b", "a\n", "x" * 240])
