@@ -139,6 +139,11 @@ class Breakers:
                 found.append((circuit.trips, circuit.until if isinstance(circuit, Open) else now, name))
         return [name for *_, name in sorted(found)]
 
+    def first_rest_end(self, now: float) -> float | None:
+        """When the next of them may be tried again."""
+        ends = [circuit.until for circuit in self._circuits.values() if isinstance(circuit, Open)]
+        return min((until for until in ends if until > now), default=None)
+
     def state(self, name: str) -> str:
         """For /metrics: "closed", "open", "probing"."""
         return type(self._circuits.get(name, CLOSED)).__name__.lower()

@@ -65,6 +65,7 @@ class RouterCore:
         self._moves = Moves(self._nodes, self._breakers, placement, self._live, config)
         self._ends = AttemptEnds(self._live, self._moves, self._breakers, config, Draw(config.seed))
         self._num_arrived = self._num_lost = 0
+        self._rest_ends_at: float | None = None  # of a node that is left alone, while somebody waits
 
     # ---------------------------------------------------------------- the four methods
 
@@ -89,9 +90,9 @@ class RouterCore:
             self._live.send(ref, pb.RouterMessage(cache=ask))
         if (gives_up_at := self._entrance.gives_up_at) is not None and gives_up_at <= now:
             self._entrance.give_up()
-            for request_id in dict.fromkeys(branch.key.request_id for branch in self._waiting):
-                if not self._live.has_told(request_id):
-                    self._live.end(self._entrance.no_nodes(request_id), now)
+            self._live.may_place = True
+        if self._rest_ends_at is not None and self._rest_ends_at <= now:
+            self._live.may_place = True
         for branch in self._live.due(now):
             match branch.phase:
                 case _ if branch.request.deadline <= now:
@@ -114,7 +115,8 @@ class RouterCore:
         """When tick must be called at the latest, or None."""
         gives_up_at = self._entrance.gives_up_at if len(self._waiting) else None
         asks_at = None if self._caches is None else self._caches.next_deadline()
-        return min((at for at in (self._live.next_deadline(), gives_up_at, asks_at) if at is not None), default=None)
+        all_ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at)
+        return min((at for at in all_ends if at is not None), default=None)
 
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state for /metrics and the invariants of tests; costs a pass over nodes and requests."""
@@ -324,10 +326,19 @@ class RouterCore:
 
     def _settle(self, now: float) -> list[ev.Action]:
         """Dispatch from the queue's head while there is room; return what has been decided."""
+        if self._live.may_place and self._entrance.has_given_up:
+            self._turn_away(now)
         while self._live.may_place:
             self._live.may_place = self._place_head(now)
+        self._rest_ends_at = self._breakers.first_rest_end(now) if len(self._waiting) else None
         actions, self._live.actions = self._live.actions, []
         return actions
+
+    def _turn_away(self, now: float) -> None:
+        """Who waits in vain, and whose client has got nothing, also if it came back to the queue only now."""
+        for request_id in dict.fromkeys(branch.key.request_id for branch in self._waiting):
+            if not self._live.has_told(request_id):
+                self._live.end(self._entrance.no_nodes(request_id), now)
 
     def _place_head(self, now: float) -> bool:
         """Dispatch who comes next; False if there is nobody or no room."""

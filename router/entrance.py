@@ -55,25 +55,25 @@ class Entrance:
         self._nodes = nodes
         self._config = config
         self._gone_at: float | None = -math.inf  # None: a pair is there
-        self._has_given_up = True
+        self.has_given_up = True  # who waits for a pair is turned away
 
     def look(self, now: float) -> None:
         """The nodes have changed."""
         if self._nodes.max_total_tokens is not None:
-            self._gone_at, self._has_given_up = None, False
+            self._gone_at, self.has_given_up = None, False
         elif self._gone_at is None:
             self._gone_at = now
 
     @property
     def gives_up_at(self) -> float | None:
         """When those who wait for a pair that was there are to be turned away; None: there is one, or they have been."""
-        if self._gone_at is None or self._has_given_up:
+        if self._gone_at is None or self.has_given_up:
             return None
         return self._gone_at + self._config.no_nodes_grace_s
 
     def give_up(self) -> None:
         """No pair has come back in time."""
-        self._has_given_up = True
+        self.has_given_up = True
 
     def no_nodes(self, request_id: str) -> Failed:
         """The answer to who finds no pair of nodes."""
@@ -87,7 +87,7 @@ class Entrance:
         if num_queued >= self._config.max_queue:
             message = f"The router's queue is full ({self._config.max_queue} requests)."
             return Failed(request.request_id, 429, "OVERLOADED", message, self._config.retry_after_s)
-        if longest is None or self._has_given_up:
+        if longest is None or self.has_given_up:
             return self.no_nodes(request.request_id)
         if total_tokens > longest:
             message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."

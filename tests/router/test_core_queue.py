@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
 from tests.router.core_world import CoreWorld, node_entry
+from tests.router.test_core_draining import drain
 
 SIZES = {"d1": 256, "d2": 64, "d3": 20}  # the longest sequence that each can hold
 MAX_NUM_SEQS = 2
@@ -92,3 +93,38 @@ def phase_of(world: CoreWorld, request_id: str) -> str:
     requests: Any = world.core.snapshot()["requests"]
     phase: str = requests[request_id][0]["phase"]
     return phase
+
+
+@pytest.mark.covers("R18")
+def test_the_end_of_a_nodes_rest_is_heard_by_who_waits_though_nothing_else_happens() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", breaker_failures=2, preempt_retry_count=50)
+    world.join(node_entry("d2", pb.ROLE_DECODE, max_num_seqs=1))
+    for name in ("stays", "a", "b", "c"):
+        world.submit(name)
+        if target_of(world, name) == "d2":
+            world.tokens_from("d2", name, 0, [1])
+    failing = [name for name in ("stays", "a", "b", "c") if target_of(world, name) == "d1"]
+    for name in failing:
+        world.error_from("d1", name, pb.INTERNAL)
+    waiting = [name for name in failing if phase_of(world, name) == "Waiting"]
+    assert world.core.snapshot()["circuits"]["d1"] == "open" and waiting
+    num_sent = sum(len(world.dispatches(name)) for name in waiting)
+    world.pass_time(1.1)
+    assert world.core.snapshot()["circuits"]["d1"] == "probing", "one of them tries it"
+    assert sum(len(world.dispatches(name)) for name in waiting) == num_sent + 1
+
+
+@pytest.mark.covers("A12")
+def test_who_comes_back_to_the_queue_when_its_nodes_were_given_up_is_answered_as_newcomers_are() -> None:
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("untold")
+    world.submit("told")
+    world.tokens_from("d1", "told", 0, [1])
+    drain(world, "p1")
+    world.pass_time(11.0)
+    world.submit("new")
+    assert world.failure("new").code == "NO_NODES" and not world.has_ended("untold")
+    world.error_from("p1", "untold", pb.DRAINING)
+    world.error_from("d1", "told", pb.PREEMPTED, 0)
+    assert world.failure("untold").status == 503 and world.failure("untold").code == "NO_NODES"
+    assert not world.has_ended("told") and phase_of(world, "told") == "Waiting", "its client has got something"
