@@ -11,6 +11,10 @@ not find it dead; beyond a few more they are closed without a word. Bodies are t
 
 httptools keeps a header that has not ended without telling anybody, so bytes are counted as they come.
 
+Nothing is switched to, which RFC 9110 7.8 allows: a request that asks for another protocol (Java's HttpClient does so on each new
+connection in the clear) is served as what it is. httptools ends such a message at its head, and would take its body, which the
+client wrote, for the next request: so its head is fed once more, without the field, before the body.
+
 An application may go around ASGI (DirectWay): write a part of its answer without a task's turn, and hear of the client's leaving
 without a task that waits for it.
 """
@@ -169,9 +173,28 @@ class BoundedHttp(HttpToolsProtocol):
         if self._refusal is not None:
             return  # it is being closed
         self._untold_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            msg = "Invalid HTTP request received."
+            self.logger.warning(msg)
+            self.send_400_response(msg)
         if self._refusal is None and self._untold_bytes > self._bounds.max_head_bytes:
             self._refuse(self._head_too_large())
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:  # behind a head, wherever in the piece; see on_headers_complete
+                data = self._head_without_upgrade() + data[stop.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode("ascii"))
+        fields = [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([line, *fields, b"\r\n"])
 
     # ---------------------------------------------------------------- the parser's words
 
@@ -190,6 +213,10 @@ class BoundedHttp(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._bounds.max_head_bytes:
             self._fail(self._head_too_large())
+        if self.parser.should_upgrade():
+            if not any(name == b"upgrade" for name, _ in self.headers):
+                self._fail(_Refusal("malformed", 400, "CONNECT is for proxies."))
+            return  # _feed brings it once more
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail(_Refusal("pipelined", 400, f"More than {MAX_PIPELINED} requests came ahead of an answer."))
         self._untold_bytes = 0
@@ -212,6 +239,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there."""
+        if self.parser.should_upgrade():
+            return  # its head alone
         self._untold_bytes = 0
         self._is_whole = True
         self._stop_timer()

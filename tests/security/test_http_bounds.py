@@ -19,6 +19,10 @@ from runtime.http_server import HttpServer
 BOUNDS = HttpBounds(max_connections=3, max_head_bytes=4096, head_timeout_s=30.0)
 CLIENTS_KEEP_S = 5.5  # httpx and the OpenAI client: 5
 GET = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: a\r\n\r\n"  # a body that looks like a request
+WISH = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"  # Java's HttpClient's
+WISHING = b"POST / HTTP/1.1\r\nhost: a\r\nContent-Length: %d\r\n%b\r\n" % (len(HIDDEN), WISH)
+LAST = GET.replace(b"host: a", b"connection: close")
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -29,11 +33,13 @@ class Served:
     port: int = 0
     refused: list[str] = field(default_factory=list)
     num_asked: int = 0
+    paths: list[str] = field(default_factory=list)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     has_sent: asyncio.Event = field(default_factory=asyncio.Event)  # all that is long, or the connection has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_asked += 1
+        self.paths.append(scope["path"])
         await self.may_answer.wait()
         if scope["path"] == "/long":
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -310,5 +316,57 @@ def test_a_connection_that_was_not_used_for_longer_than_clients_keep_one_still_s
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
                 assert await reader.readexactly(1) == b"0"
             writer.transport.abort()
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize("before", [b"", GET], ids=["first", "behind-another"])
+def test_who_asks_for_another_protocol_is_served_in_this_one_with_its_body_however_it_is_cut(before: bytes) -> None:
+    """Were the body taken for the next request, whoever wrote it would have that one's answer be read as another's."""
+    asking = before + WISHING
+    whole = asking + HIDDEN
+    cuts = [(whole,), (asking, HIDDEN), (asking, HIDDEN[:9], HIDDEN[9:])]
+    cuts += [(whole[:at], whole[at:]) for at in range(1, len(whole))]
+    cuts.append(tuple(whole[at : at + 1] for at in range(len(whole))))
+    paths = ["/v1/models"] * bool(before) + ["/", "/v1/models"]
+    sizes = [b"0"] * bool(before) + [b"%d" % len(HIDDEN), b"0"]
+
+    async def run() -> None:
+        async with served(HttpBounds(max_connections=1000)) as app:
+            for pieces in cuts:
+                app.paths.clear()
+                answers = (await app.say(*pieces, LAST)).split(b"HTTP/1.1 200 OK")
+                assert [each.rpartition(b"\r\n")[2] for each in answers] == [b"", *sizes], pieces
+                assert app.paths == paths
+            assert app.refused == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+def test_a_wish_for_another_protocol_changes_neither_chunks_nor_bounds() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n" + WISH
+
+    async def run() -> None:
+        async with served() as app:
+            body = b"%x\r\n%b\r\n0\r\nUpgrade: h2c\r\n\r\n" % (len(HIDDEN), HIDDEN)
+            answers = await app.say((head + b"\r\n" + body) * 3 + LAST)
+            assert answers.count(b"\r\n\r\n%d" % len(HIDDEN)) == 3 and answers.endswith(b"\r\n\r\n0")
+            assert app.paths == ["/"] * 3 + ["/v1/models"]
+            large = await app.say(head + b"x: " + b"y" * BOUNDS.max_head_bytes + b"\r\n\r\n")
+            assert status(large) == 431 and app.refused == ["head"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.parametrize("wish", [b"", WISH])
+def test_a_tunnel_is_refused_and_what_was_to_go_through_it_is_not_looked_at(wish: bytes) -> None:
+    async def run() -> None:
+        async with served() as app:
+            answer = await app.say(b"CONNECT a:1 HTTP/1.1\r\nhost: a:1\r\n" + wish + b"\r\n" + HIDDEN, HIDDEN)
+            assert (status(answer), error(answer)["code"]) == (400, "malformed")
+            assert (app.paths, app.refused) == ([], ["malformed"])
 
     asyncio.run(run())
