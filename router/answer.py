@@ -165,6 +165,7 @@ class Answer:
         self.fail = fail
         self.first_token_at: float | None = None
         self.untold = set(range(len(choices)))  # those whose timelines lack their first or second token
+        self.uncounted = set(range(len(choices)))  # those whose end no metric has
 
     @property
     def is_complete(self) -> bool:

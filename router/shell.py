@@ -303,13 +303,21 @@ class RouterShell:
             return
         choice = answer.choices[finished.choice]
         choice.finish(finished.finish_reason, finished.token_ids)
-        reason = choice.finish_reason or ""
-        self.metrics.choice_finished(reason, choice.seconds_per_token)
-        self.timelines.finished(finished.request_id, finished.choice, reason, self.now())
-        if self._spans is not None:
-            self._spans.finished(finished.request_id, finished.choice)
+        self._count(answer, finished.choice)
         if answer.is_complete:
             self._end(finished.request_id, None)
+
+    def _count(self, answer: Answer, index: int) -> None:
+        """The one place where a choice's end is counted."""
+        if index not in answer.uncounted:
+            return
+        answer.uncounted.discard(index)
+        request_id, choice = answer.request.request_id, answer.choices[index]
+        reason = choice.finish_reason or ""
+        self.metrics.choice_finished(reason, choice.seconds_per_token)
+        self.timelines.finished(request_id, index, reason, self.now())
+        if self._spans is not None:
+            self._spans.finished(request_id, index)
 
     def _end(self, request_id: str, end: Failed | ClientGone | None) -> None:
         """The one place where a request's end is logged and counted; without `end` each of its choices had its own."""
@@ -323,6 +331,9 @@ class RouterShell:
             outcome = end.code
         else:
             outcome, end = "aborted", ClientGone()
+        for index in sorted(answer.uncounted):  # a stop string's client may have all before the core has said Finished
+            if answer.choices[index].is_over:
+                self._count(answer, index)
         if end is not None:
             answer.fail(end)
         self.ended_tokens += answer.num_tokens

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proto import baton_pb2 as pb
 from router.metrics import HISTOGRAMS
-from tests.router.live_router import LiveRouter
+from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
@@ -84,6 +84,33 @@ def test_requests_choices_tokens_and_times_are_measured(model: Path) -> None:
         assert 0 < now["time_per_output_token_seconds_sum"] < now["request_seconds_sum"] < 10
         assert 0 < now["time_to_first_token_seconds_sum"] < now["request_seconds_sum"]
         assert all(math.isfinite(value) for value in now.values())
+
+    play(model, scenario, script)
+
+
+@pytest.mark.covers("O01")
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_choice_that_a_stop_string_ends_is_counted_once(model: Path, is_stream: bool, n: int) -> None:
+    """Its client may have all of it before the core has told the node to stop."""
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        attempt.prefill_says(0, b"h")
+        attempt.decode_says(0, b"hello")
+        await until(lambda: len(attempt.decode.cancels) == n)  # of all choices
+        attempt.decode_says(5, b" again", pb.FINISH_LENGTH)
+
+    async def scenario(router: LiveRouter) -> None:
+        assert (await router.post(n=n, stop="lo", max_tokens=50, stream=is_stream)).status_code == 200
+        await until(lambda: len(router.pair.decode.cancels) == 2 * n)  # once more for what it says late
+        now = await measured(router)
+        assert now["requests_total stop"] == 1
+        assert now["choices_total stop"] == now["time_per_output_token_seconds_count"] == n
+        assert not [name for name in now if name.startswith("choices_total ") and name != "choices_total stop"]
+        (record,) = router.shell.timelines.newest()
+        finished = [each for each in record.happenings if each.what == "finished"]
+        assert [each.code for each in finished] == ["stop"] * n and {each.choice for each in finished} == {*range(n)}
+        assert record.happenings[-1].what == "ended"
 
     play(model, scenario, script)
 
