@@ -35,6 +35,7 @@ class KeyFile:
         self._secret = secrets.token_bytes(32)
         self._mark = _mark(path)
         self._hung_up = asyncio.Event()
+        self._hangup_before = signal.getsignal(signal.SIGHUP)
         self._task: asyncio.Task[None] | None = None
         try:
             self.keys = self._read()
@@ -52,6 +53,7 @@ class KeyFile:
         """Watch it no more."""
         if self._task is not None:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, self._hangup_before)  # not what asyncio leaves: that ends the process
             self._task.cancel()
             await asyncio.wait({self._task})
 

@@ -8,7 +8,8 @@ arises: in a task, in a callback. It ends the process with a traceback and exit 
 incarnation, and nodes free the old one's work within the grace.
 
 SIGTERM drains: new requests are answered 503, `/ready` says so, and what was accepted ends as if nothing had happened, until the
-drain timeout. SIGINT, or the end of that time, ends every request with an error.
+drain timeout. SIGINT, or the end of that time, ends every request with an error. SIGHUP ends nothing
+(key_file.py).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from runtime.process import (
     die_with_parent,
     fatal,
     first_signal,
+    ignore_hangups,
     is_everywhere,
     listening_socket,
     reached_here,
@@ -87,6 +89,7 @@ def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
     `worker`: what it has from its parent, if it is one of several processes (workers.py).
     """
     die_with_parent(config.parent_pid)
+    ignore_hangups()
     set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)

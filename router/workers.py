@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterable
@@ -29,7 +28,7 @@ from runtime.alarm import Alarm
 from runtime.config import child_environment, to_json
 from runtime.credentials import Credentials, CredentialsError
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, is_everywhere, write_atomically
+from runtime.process import die_with_parent, fatal, first_signal, ignore_hangups, is_everywhere, write_atomically
 from runtime.redis_address import EMBEDDED
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -44,6 +43,7 @@ Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 def run_workers(config: RouterConfig) -> int:
     """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
+    ignore_hangups()  # what it tells others, workers see by themselves: they look each second
     set_up_logging(config.log_level, "router", config.log_format)
     try:
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
@@ -131,8 +131,6 @@ class _Parent:
         self._alarm = Alarm(self._loop, self._tick)
         stopped = first_signal()
         stopped.add_done_callback(lambda first: self._perform(self._pool.stop(first.result(), self._loop.time())))
-        if self._config.api_keys is not None:  # what it tells others, workers see by themselves: they look each second
-            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
         async with AsyncExitStack() as started:
             self._listener = started.enter_context(listen(self._config, "--port", self._config.port))
             if self._config.registry == EMBEDDED:

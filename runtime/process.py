@@ -51,6 +51,11 @@ def first_signal() -> asyncio.Future[signal.Signals]:
     return first
 
 
+def ignore_hangups() -> None:
+    """Have SIGHUP end nothing: a service manager's reload sends it, whether or not there is a file to read again."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the one with `parent_pid` dies, also by SIGKILL; 0 asks for nothing.
 

@@ -210,6 +210,26 @@ def test_a_file_that_changes_counts_without_a_restart(
     assert not [message for message in caplog.messages if KEY in message or OTHER in message]
 
 
+@pytest.mark.covers("X02")
+def test_a_file_that_nobody_watches_any_more_leaves_the_signal_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY}\n")
+
+    async def run() -> None:
+        file = KeyFile(path)
+        file.start(lambda: None)
+        assert signal.getsignal(signal.SIGHUP) is not before
+        await file.close()
+
+    outside = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = signal.getsignal(signal.SIGHUP)
+        asyncio.run(run())
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, outside)
+
+
 def logged(caplog: pytest.LogCaptureFixture, event: str, times: int) -> Callable[[], bool]:
     return lambda: sum(message.startswith(event) for message in caplog.messages) >= times
 

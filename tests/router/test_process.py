@@ -64,6 +64,16 @@ def test_it_serves_is_small_has_no_torch_and_ends_with_0_at_a_signal(model: Path
         assert process.wait(timeout=10) == 0
 
 
+def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "ready.json") as (process, ready):
+        process.send_signal(signal.SIGHUP)
+        for _ in range(2):  # the second, at the latest, once the signal has been taken
+            assert httpx.get(f"{ready['url']}/health").status_code == 200
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
 @pytest.mark.parametrize("flag", ["--port", "--registry-port"])
 def test_a_taken_port_is_one_line_that_names_it_and_exit_code_2(model: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

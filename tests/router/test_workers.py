@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from bench.router_sides import Speaker
@@ -122,6 +123,16 @@ def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(
         router.send_signal(signal.SIGTERM)
         assert router.wait(10) == 0
         assert not Path(f"/proc/{pids[1]}").exists()
+
+
+def test_a_reload_without_a_file_of_keys_ends_neither_parent_nor_workers(tmp_path: Path) -> None:
+    with started(tmp_path) as (router, ready):
+        for pid in (router.pid, *ready["workers"]):
+            os.kill(pid, signal.SIGHUP)
+        assert asyncio.run(stream(ready["url"])) == (TEXT * NUM_TOKENS)[:NUM_TOKENS]
+        assert by_worker(ready["url"], "node_up") == {0: 2, 1: 2}
+        assert router.poll() is None
+        assert {child.pid for child in psutil.Process(router.pid).children()} >= set(ready["workers"])
 
 
 def test_what_keeps_a_worker_from_starting_is_said_and_ends_all_with_exit_code_2(tmp_path: Path) -> None:
