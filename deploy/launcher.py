@@ -27,39 +27,15 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
+from deploy.child_commands import environment_of, node_command, router_command
 from deploy.child_process import ChildProcess
 from deploy.control import Control
 from deploy.up_config import UpConfig
-from runtime.config import child_environment, load, tables_in
+from runtime.config import load
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
-from runtime.redis_address import EMBEDDED
 
 READY_POLL_S: Final = 0.05
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
-HANDED_ON: Final = (
-    "block_size",
-    "num_blocks",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "dtype",
-    "kernels",
-    "weight_dtype",
-    "reserve_policy",
-    "decode_reserve",
-    "local_prefill",
-    "local_prefill_chunk",
-    "device",
-    "transport",
-    "cache_generated",
-    "kv_pool_max_mib",
-    "kv_pool_ttl_s",
-    "kv_pool_staging_mib",
-    "kv_pool_secret_file",
-    "save_preempted_kv",
-    "save_finished_kv",
-    "tls_dir",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +83,7 @@ class _Launcher:
         self._control = Control(self.replace) if config.has_kill_button else None
         self._control_address = ""
         self._replacements: set[asyncio.Task[None]] = set()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._num_running = 0
         self._waits_for_ends: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[ChildProcess] = asyncio.Queue()
@@ -133,7 +109,7 @@ class _Launcher:
             sys.stderr.write(f"baton up: not ready after {waited_s:g} s; see the logs in {self._config.run_dir}\n")
             return 1
         finally:
-            self._is_stopping = True
+            self._stopping.set()
             await _cancel(start)
             if stopped.done():
                 self._console.print("baton up: stopping")
@@ -148,7 +124,7 @@ class _Launcher:
         with self._console.status("baton up: starting the router") as status:
             async with asyncio.timeout(config.start_timeout_s):
                 children = [
-                    await self._start_child(name, self._router_command(index), threads=1)
+                    await self._start_child(name, router_command(config, index), threads=1)
                     for index, name in enumerate(names)
                 ]
                 routers = await asyncio.gather(*(self._ready(child) for child in children))
@@ -168,7 +144,7 @@ class _Launcher:
         threads = config.threads_by_role(len(os.sched_getaffinity(0)))
         children = []
         for role, name in names:
-            command = [*self._node_command(role, name, registry), "--threads", str(threads[role])]
+            command = [*node_command(config, role, name, registry), "--threads", str(threads[role])]
             child = await self._start_child(name, command, threads[role])
             self._nodes[name] = _Node(command, threads[role], child)
             children.append(child)
@@ -179,17 +155,17 @@ class _Launcher:
         node = self._nodes.get(name)
         if node is None:
             return f"There is no node {name[:100]!r} here."
-        if self._is_stopping or not self._cluster or node.is_new:
-            return "The cluster is stopping." if self._is_stopping else f"{name} is still starting."
+        if self._stopping.is_set() or not self._cluster or node.is_new:
+            return "The cluster is stopping." if self._stopping.is_set() else f"{name} is still starting."
         node.is_new = True
         killed = node.child
         killed.kill()
         await killed.ended()
-        if self._is_stopping:
+        if self._stopping.is_set():
             return None
         try:
             node.child = await self._start_child(name, node.command, node.threads, keeps_log=True)
-        except OSError as error:  # no process, no descriptor, no place for its log: asked for again, perhaps there is one
+        except OSError as error:  # no process, no place for its log: asked for again, perhaps there is one
             node.is_new = False
             return f"{name} was killed, and no new one can be started: {error}"
         self._children.remove(killed)
@@ -276,10 +252,7 @@ class _Launcher:
     async def _start_child(
         self, name: str, command: Sequence[str], threads: int, *, keeps_log: bool = False
     ) -> ChildProcess:
-        # By variable: a password in a command line is everybody's to see.
-        environment = child_environment(threads) | {"BATON_REGISTRY": self._config.registry}
-        environment["BATON_REGISTRY_NAMESPACE"] = self._config.registry_namespace or ""
-        environment["BATON_KV_POOL"] = self._config.kv_pool or ""
+        environment = environment_of(self._config, threads)
         if command[0] == "router":
             environment["BATON_LAUNCHER"] = self._control_address
         child = await ChildProcess.start(name, command, self._config.run_dir, environment, keeps_log=keeps_log)
@@ -296,44 +269,6 @@ class _Launcher:
         self._ended.put_nowait(child)
         if not self._first_end.done():
             self._first_end.set_result(child)
-
-    def _router_command(self, index: int) -> list[str]:
-        config = self._config
-        port = config.port and config.port + index
-        command = ["router", "--model", str(config.model_dir), "--host", config.host, "--port", str(port)]
-        if config.model_name is not None:
-            command += ["--served-model-name", config.model_name]
-        if config.workers > 1:
-            command += ["--workers", str(config.workers)]
-        if config.local_prefill_max_tokens is not None:
-            command += ["--local-prefill-max-tokens", str(config.local_prefill_max_tokens)]
-        if config.placement_prefill is not None:
-            command += ["--placement-prefill", config.placement_prefill]
-        for flag, path in (("--tls-dir", config.tls_dir), ("--api-keys", config.api_keys)):
-            if path is not None:
-                command += [flag, str(path)]
-        return [*command, "--registry-port", "0", *self._shared_file()]
-
-    def _node_command(self, role: str, name: str, registry: str) -> list[str]:
-        config = self._config
-        command = ["deploy.node_process", role, "--model", str(config.model_dir), "--node-id", name]
-        command += ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
-        if config.registry == EMBEDDED:
-            command += ["--router", registry]
-        for field in HANDED_ON:
-            value = getattr(config, field)
-            if value is not None:
-                command += ["--" + field.replace("_", "-"), str(value)]
-        if (tp := config.tp_of(role)) is not None:
-            command += ["--tp", str(tp)]
-        return [*command, *self._shared_file()]
-
-    def _shared_file(self) -> list[str]:
-        """The user's TOML file, if it says anything to the children."""
-        path = self._config.config
-        if path is None or not tables_in(path) - {"up"}:
-            return []
-        return ["--config", str(path)]
 
     def _say_how_to_use(self, urls: list[str], model_id: str) -> None:
         config, say = self._config, self._console.print

@@ -113,6 +113,7 @@ class UpConfig:
     config: Path | None = (
         None  # the file that --config named: its tables [router], [prefill], [decode], [mixed] go to the children
     )
+    given: frozenset[str] = frozenset()  # knobs that a flag, a variable or that file has a value for, be it the default
 
     @property
     def model_dir(self) -> Path:

@@ -43,6 +43,7 @@ T = TypeVar("T", bound="DataclassInstance")
 REQUIRED: Final = dataclasses.MISSING
 ENVIRONMENT_PREFIX: Final = "BATON_"
 ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
+_NO_KNOBS: Final = ("config", "given")  # --config is every room's
 GRPC_POLLS_ITSELF: Final = "-event_engine_client,-event_engine_listener"  # known to the gRPC that constraints.txt names
 SPIN_COUNT: Final = (
     "2000"  # idle OpenMP threads sleep soon: passive waiting costs 25-45 %, endless spinning starves the neighbours
@@ -84,7 +85,7 @@ def load(config_type: type[T], prog: str, description: str, argv: Sequence[str] 
     """Fill a config from `argv` (default: the process's), the environment and the file that `--config` or BATON_CONFIG names.
 
     Ends the process: `--help` with 0; a wrong value, an unknown flag or key, a missing value with one line and 2.
-    If the config itself has a field `config`, it gets the file's path.
+    If the config itself has a field `config`, it gets the file's path; a field `given`, the names of what was said anywhere.
     """
     try:
         return parse(config_type, prog, description, argv, os.environ)
@@ -113,7 +114,10 @@ def parse(
             values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {value!r}")
         elif each.default is REQUIRED:
             raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
-    if config_path and any(each.name == "config" for each in dataclasses.fields(config_type)):
+    own = {each.name for each in dataclasses.fields(config_type)}.intersection(_NO_KNOBS)
+    if "given" in own:
+        values["given"] = frozenset(values)
+    if config_path and "config" in own:
         values["config"] = Path(config_path)
     try:
         return config_type(**values)
@@ -271,13 +275,9 @@ class Knob:
 
 
 def knobs_of(config_type: type[DataclassInstance]) -> list[Knob]:
-    """The knobs of a config in their order, without `config`, which every command has. TypeError: one that no flag can spell."""
+    """The knobs of a config in their order, without what `load` fills in by itself. TypeError: one that no flag can spell."""
     hints = get_type_hints(config_type)
-    return [
-        _knob_of(each, hints[each.name])
-        for each in dataclasses.fields(config_type)
-        if each.name != "config"  # --config is every room's
-    ]
+    return [_knob_of(each, hints[each.name]) for each in dataclasses.fields(config_type) if each.name not in _NO_KNOBS]
 
 
 def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> Knob:

@@ -11,10 +11,11 @@ from typing import Literal
 
 import pytest
 
-from deploy.launcher import HANDED_ON
+from deploy.child_commands import HANDED_ON, TAKES_NONE, TO_ROUTERS, environment_of, node_command, router_command
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
-from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
+from router.config import RouterConfig
+from runtime.config import ConfigError, child_environment, knob, knobs_of, load, parse, tables_in, thread_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,67 @@ def test_baton_up_hands_on_what_it_says_that_it_hands_on_and_a_node_knows_it() -
     said = {each.name for each in fields(UpConfig) if "handed on to every node" in each.metadata.get("help", "")}
     assert said - {"kv_pool", "threads"} == {*HANDED_ON}
     assert said <= {each.name for each in fields(NodeConfig)}
+    takers = {each.name for each in (*knobs_of(NodeConfig), *knobs_of(RouterConfig)) if each.is_optional}
+    assert takers.intersection((*HANDED_ON, *TO_ROUTERS)) == TAKES_NONE
+
+
+def children_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *flags: str
+) -> tuple[RouterConfig, NodeConfig]:
+    """What a router and a decode node of a `baton up` make of its commands; `folder` holds a baton.toml, perhaps."""
+    (folder / "config.json").touch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    toml = folder / "baton.toml"
+    words = ["--model", str(folder), *(("--config", str(toml)) if toml.exists() else ()), *flags]
+    config = load(UpConfig, "baton up", "", words)
+    environment = environment_of(config, 1)
+    _, *router = router_command(config, 0)
+    _, role, *node = node_command(config, "decode", "decode-0", "127.0.0.1:1")
+    return (
+        parse(RouterConfig, "baton router", "", router, environment),
+        parse(NodeConfig, f"baton {role}", "", [*node, "--threads", "1"], environment),
+    )
+
+
+def test_what_baton_up_was_told_wins_at_its_children_over_their_variables_be_it_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "WORKERS": "4", "API_KEYS": "/keys", "TLS_DIR": "/tls", "NUM_BLOCKS": "7", "BLOCK_SIZE": "2", "KV_POOL": "file:///pool",
+        "SERVED_MODEL_NAME": "other", "PLACEMENT_PREFILL": "random", "TP": "2",
+    }  # fmt: skip
+    variables = {f"BATON_{name}": value for name, value in said.items()}
+    router, node = children_of(tmp_path, monkeypatch, variables)
+    assert (router.workers, router.api_keys, router.served_model_name) == (4, Path("/keys"), "other")
+    assert (node.num_blocks, node.block_size, node.kv_pool, node.tp) == (7, 2, "file:///pool", 2)
+    unsaid = [word for name in said if name != "WORKERS" for word in ("--" + name.lower().replace("_", "-"), "none")]
+    router, node = children_of(tmp_path, monkeypatch, variables, "--workers", "1", *unsaid)
+    assert (router.workers, router.api_keys, router.tls_dir, router.served_model_name) == (1, None, None, None)
+    assert router.placement_prefill == "cache_aware", "the router's own default"
+    assert (node.num_blocks, node.block_size, node.tls_dir, node.kv_pool, node.tp) == (None, 16, None, None, 1)
+
+
+def test_what_baton_up_was_told_wins_at_its_children_over_the_file_and_the_rest_is_their_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, '[router]\nworkers = 4\napi_keys = "/keys"\n[decode]\nnum_blocks = 7\nkv_pool = "file:///pool"\n')
+    router, node = children_of(tmp_path, monkeypatch, {})
+    assert (router.workers, router.api_keys, node.num_blocks, node.kv_pool) == (4, Path("/keys"), 7, "file:///pool")
+    flags = ("--workers", "1", "--api-keys", "none", "--num-blocks", "none", "--kv-pool", "none")
+    router, node = children_of(tmp_path, monkeypatch, {}, *flags)
+    assert (router.workers, router.api_keys, node.num_blocks, node.kv_pool) == (1, None, None, None)
+
+
+def test_variables_of_one_process_reach_no_node_of_baton_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has them, for the one process that it is meant for."""
+    alone = {"KV_PORT": "1", "HTTP_PORT": "2", "GRPC_PORT": "3", "ADVERTISE": "elsewhere", "ROUTER": "there:5"}
+    variables = {f"BATON_{name}": value for name, value in alone.items()}
+    _, node = children_of(tmp_path, monkeypatch, variables)
+    assert (node.kv_port, node.http_port, node.grpc_port, node.advertise) == (0, 0, 0, None)
+    assert node.router == ("127.0.0.1:1",)
+    _, node = children_of(tmp_path, monkeypatch, variables, "--registry", "redis://127.0.0.1:1/0")
+    assert node.router == ()
 
 
 @pytest.mark.covers("H14")
