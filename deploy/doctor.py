@@ -81,7 +81,7 @@ def _print(findings: Iterable[Finding], num_wrong: int) -> None:
 
 def look_at_cluster(pages: Pages) -> Iterator[Finding]:
     """The router, its nodes, and the way between every two of them. Raises NoAnswer if the router cannot be asked."""
-    state: dict[str, Any] = pages.json("/state")
+    state = pages.state()
     lacks = "; ".join(state["missing"])
     yield (
         Finding(WRONG, "router", f"is not ready: {lacks}") if lacks else Finding(OK, "router", f"{pages.url} is ready")
@@ -175,9 +175,10 @@ def _send_canaries(pages: Pages) -> Iterator[Finding]:
     if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
         yield Finding(WARNING, "canary", "another deep look is under way; ask again in a moment")
         return
-    pairs = answer.json().get("pairs")
-    if pairs is None:
-        raise NoAnswer(f"{pages.url}/ready?deep=1: is answered {answer.status_code}")
+    try:
+        pairs = answer.json()["pairs"]
+    except (ValueError, KeyError, TypeError):  # of whoever stands before the router
+        raise NoAnswer(f"{pages.url}/ready?deep=1: is answered {answer.status_code}, not as a router does") from None
     for pair in pairs:
         way = f"{pair['prefill']} to {pair['decode']}"
         well = f"its KV crossed in {pair['seconds'] * 1000:.0f} ms, tokens equal"

@@ -19,6 +19,8 @@ from runtime.command_words import as_flags
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
 _NO_HEADERS: Final[Mapping[str, str]] = {}
+_ROUTERS_OWN: Final = frozenset(("missing", "degraded", "nodes"))  # keys of its /state
+_NODES_OWN: Final = frozenset(("node_id", "bit_exact", "transport", "versions"))
 BARE_FLAGS: Final = ("--once", "--json")  # as people write them: without `on`
 
 
@@ -63,11 +65,23 @@ class Pages:
         """A page that must be there. Raises NoAnswer."""
         return _content(self.get(path), self.url + path)
 
+    def state(self) -> dict[str, Any]:
+        """The router's /state. Raises NoAnswer, also where it is somebody else's: a node has one, too."""
+        state = self.json("/state")
+        if not isinstance(state, dict) or not state.keys() >= _ROUTERS_OWN:
+            is_node = isinstance(state, dict) and state.keys() >= _NODES_OWN
+            whose = f"that of node {state['node_id']}; a router's URL is wanted" if is_node else "somebody else's"
+            raise NoAnswer(f"{self.url}/state: is no router's, but {whose}")
+        return state
+
     def node_state(self, address: str) -> tuple[dict[str, Any], httpx.Response]:
         """A node's /state, by its HTTP address, and the answer that it came in. Raises NoAnswer."""
         url = f"{address if '://' in address else f'{self._scheme}://{address}'}/state"
         answer = self._get(url, NODE_TIMEOUT_S)
-        return _content(answer, url), answer
+        state = _content(answer, url)
+        if not isinstance(state, dict) or not state.keys() >= _NODES_OWN:
+            raise NoAnswer(f"{url}: is no node's")
+        return state, answer
 
     def _get(self, url: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS) -> httpx.Response:
         try:

@@ -104,7 +104,7 @@ def _show(config: StatusConfig, pages: Pages) -> None:
 
 
 def _look(config: StatusConfig, pages: Pages) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    state: dict[str, Any] = pages.json("/state")
+    state = pages.state()
     requests: list[dict[str, Any]] = pages.json(f"/v1/requests?limit={config.requests}")["data"]
     return state, requests
 
