@@ -63,7 +63,7 @@ class AskedProcess:
         """Have it compile; the other ends are somebody else's. OSError: nobody's."""
         self._checks_there.close()
         self._rows_there.close()
-        self._checks.settimeout(STALL_S)
+        self._checks.settimeout(COMPILE_S)  # as in check, which another thread may be in already
         self._checks.sendall(json.dumps(asdict(self.grammar)).encode() + b"\n")
 
     def hang_up(self) -> None:
@@ -103,11 +103,10 @@ class AskedProcess:
                     self._rows.send(data)
                     break
                 except BlockingIOError:
-                    left_s = ends_at - time.monotonic()
-                    ready = select.select([self._rows], [self._rows], [], max(0.0, left_s))
-                    if not any(ready):
+                    ready = _ready(self._rows, select.POLLIN | select.POLLOUT, ends_at - time.monotonic())
+                    if not ready:
                         raise TimeoutError from None
-                    if ready[0]:  # it may wait for somebody who takes its answers
+                    if ready & ~select.POLLOUT:  # it may wait for somebody who takes its answers
                         self._hear()
 
     @property
@@ -154,12 +153,20 @@ class AskedProcess:
             since_s = ask.cpu_s if self._ready is None else max(ask.cpu_s, self._ready.cpu_s)
             return self.cpu_s() - since_s, time.monotonic() - ask.at, ask.num_tokens
 
-        if not select.select([self._rows], [], [], self._patience.left_s(*spent()))[0]:
+        if not _ready(self._rows, select.POLLIN, self._patience.left_s(*spent())):
             self.verdict = self._patience.waiting(*spent())
 
     def cpu_s(self) -> float:
         """What it has computed; 0 as long as it compiles, which no step has asked for, and when it has ended."""
         return computed_s(self._pid)
+
+
+def _ready(end: socket.socket, events: int, timeout_s: float) -> int:
+    """Which of them have come; 0: none in time. Whatever the descriptor's number, unlike select."""
+    poll = select.poll()
+    poll.register(end, events)
+    found = poll.poll(max(0.0, timeout_s) * 1000)
+    return found[0][1] if found else 0
 
 
 def _close(*ends: IO[bytes] | socket.socket) -> None:

@@ -85,6 +85,11 @@ class GrammarGate:
                     self._post(each)
             elif released:
                 refuse(event, flaw)
+                for each in released[1:]:
+                    if (
+                        each.message.WhichOneof("kind") == "cancel"
+                    ):  # perhaps of a newer attempt, which is let in already
+                        self._post(each)
 
         self._keep(compile_it())
 

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -91,7 +92,10 @@ class GrammarProcesses:
             own.settimeout(STALL_S)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, also one that loads yet, which `open` waits for."""
+        if (control := self._control) is not None:
+            with suppress(OSError):
+                control.shutdown(socket.SHUT_RDWR)
         with self._opening:
             self._end()
 
@@ -113,10 +117,10 @@ class GrammarProcesses:
 
     # ---------------------------------------------------------------- grammars
 
-    def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
+    def check(self, grammar: Grammar, generated_token_ids: Sequence[int] = ()) -> None:
         """Compile it, try it, and follow it along a completion; raises GrammarError if nothing can follow, or too slowly.
 
-        GrammarsBusyError: too many others are followed.
+        GrammarsBusyError: too many others are followed, or it was compiled elsewhere in time, as its completion shows.
         """
         process = self._find(grammar)
         cpu_then_s = process.cpu_s()
@@ -125,6 +129,8 @@ class GrammarProcesses:
         except TimeoutError:
             cpu_s = process.cpu_s() - cpu_then_s
             self._drop(process)
+            if not process.has_compiled and generated_token_ids:
+                raise GrammarsBusyError(f"its grammar takes longer than {COMPILE_S:g} s to compile here") from None
             if not process.has_compiled:
                 raise GrammarError(f"it takes longer than {COMPILE_S:g} s to compile") from None
             if cpu_s < STALL_CPU_S:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -31,7 +31,7 @@ class Checks(Protocol):
     def open(self) -> None:
         """Load what it takes. Raises GrammarError."""
 
-    def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
+    def check(self, grammar: Grammar, generated_token_ids: Sequence[int] = ()) -> None:
         """Compile it, and follow a completion. Raises GrammarError: nobody can; GrammarsBusyError: not now."""
 
 
@@ -78,7 +78,9 @@ class GrammarThreads:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(job.done), self._compile_s)
         except TimeoutError:
-            return Flaw(pb.INVALID, f"the grammar takes longer than {self._compile_s:g} s to compile")
+            # Of a completion that has begun it was compiled elsewhere: this node is slow, not the grammar.
+            code = pb.BUSY if generated_token_ids else pb.INVALID
+            return Flaw(code, f"the grammar takes longer than {self._compile_s:g} s to compile")
 
     async def stop(self, timeout_s: float = 1.0) -> None:
         """End what is not compiling; a thread that is ends with the process."""

@@ -122,7 +122,7 @@ class HandoffClient:
         """Whether there is a connection, or one comes about in time: a port that refuses may be a node that restarts."""
         try:
             await asyncio.wait_for(self._channel(address).channel_ready(), timeout_s)
-        except TimeoutError:
+        except (TimeoutError, grpc.aio.UsageError):  # UsageError: more peers than channels, and this one was closed
             LOG.info("event=no_answer call=connect peer=%s", address)
             return False
         return True

@@ -34,19 +34,20 @@ class HeldDispatches:
         return self._next
 
     def defers(self, event: FromRouter) -> bool:
-        """Whether it is about an attempt that is held: then it is kept, behind the Dispatch."""
+        """Whether it is about an attempt that is held: then it is kept behind that, and behind older ones that it ends, too."""
         message = event.message
         kind = message.WhichOneof("kind")
         if kind not in ("cancel", "move"):
             return False
         key = message.cancel.key if kind == "cancel" else message.move.key
+        is_deferred = False
         for held in self._held.values():
             asked = held.dispatch.message.dispatch
             is_meant = (held.dispatch.router, asked.request_id) == (event.router, key.request_id)
             if is_meant and asked.attempt <= key.attempt and any(each.choice == key.choice for each in asked.branches):
                 held.followers.append(event)
-                return True
-        return False
+                is_deferred = True
+        return is_deferred
 
     def forget(self, router: RouterId) -> None:
         """The session with the router is lost: nobody waits for what it asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 
 from node.events import Event
@@ -48,3 +49,28 @@ class Inbox:
     def is_empty(self) -> bool:
         """Whether there is nothing to take."""
         return not self._events
+
+
+class NewestInbox:
+    """What threads that outlive an incarnation speak to: the newest one's inbox. What comes before the first one waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inbox: Inbox | None = None
+        self._early: list[Event] = []
+
+    def post(self, event: Event) -> None:
+        """As Inbox.post."""
+        with self._lock:
+            if self._inbox is None:
+                self._early.append(event)
+            else:
+                self._inbox.post(event)
+
+    def turn_to(self, inbox: Inbox) -> None:
+        """There is a new one."""
+        with self._lock:
+            self._inbox = inbox
+            for event in self._early:
+                inbox.post(event)
+            self._early.clear()

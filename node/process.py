@@ -43,6 +43,7 @@ from node.events import Event, NodeCore, StepDone
 from node.handoff_client import SERVER_OPTIONS
 from node.http import make_app
 from node.identity import NodeIdentity
+from node.inbox import NewestInbox
 from node.incarnation import (
     Incarnation,
     Running,
@@ -182,7 +183,7 @@ class _NodeProcess:
             ending=self._ending,
             make_transport=self._make_transport,
         )
-        self._running: Running | None = None  # the newest
+        self._newest = NewestInbox()
         self._refusal: str | None = None
 
     async def run(self) -> None:
@@ -206,7 +207,8 @@ class _NodeProcess:
         incarnation = first_incarnation(first, self._around, self._make_cores[first], _now_ms())
         while True:
             async with AsyncExitStack() as taken_up:
-                running = self._running = Running(incarnation, self._around, threads, tasks, taken_up)
+                running = Running(incarnation, self._around, threads, tasks, taken_up)
+                self._newest.turn_to(running.inbox)
                 if doors is None:
                     doors = await self._open_doors(running, threads, listeners, tasks, started)
                 else:
@@ -277,11 +279,7 @@ class _NodeProcess:
 
     def _start_threads(self, tasks: asyncio.TaskGroup, started: AsyncExitStack) -> Threads:
         """Those that every incarnation uses; they answer to the newest, which waits for what was asked before it goes."""
-
-        def post(event: Event) -> None:
-            if self._running is not None:
-                self._running.inbox.post(event)
-
+        post = self._newest.post
         kv_pool = self._start_kv_pool(post, tasks, started)
         runner = RunnerThread(self._engine.runner, lambda result: post(StepDone(result)))
         started.push_async_callback(runner.stop)

@@ -128,13 +128,19 @@ class NodeService(pb_grpc.NodeServicer):
         if problem is not None:
             self._malformed("Reserve", problem)
             return self._refused(request, pb.INTERNAL, problem, False)
-        if not self._sessions.knows(Peer(request.router.name, request.router.incarnation)):
+        flaw = None
+        if self._knows_router(request) and request.HasField("grammar"):
+            flaw = await self._gate.flaw(request.grammar)
+        if not self._knows_router(request):  # asked behind the wait: it may have been lost meanwhile
             # Its tokens would reach nobody, and nobody would ever cancel it.
             return self._refused(request, pb.BUSY, "there is no session with the attempt's router", True)
-        if request.HasField("grammar") and (flaw := await self._gate.flaw(request.grammar)) is not None:
+        if flaw is not None:
             return self._refused(request, flaw.code, flaw.reason, flaw.code == pb.BUSY)
         reply = await self._calls.reserve(request, self._gate.post)
         return self._refused(request, pb.DRAINING, "the node takes another role", True) if reply is None else reply
+
+    def _knows_router(self, request: pb.ReserveRequest) -> bool:
+        return self._sessions.knows(Peer(request.router.name, request.router.incarnation))
 
     async def Renew(self, request: pb.RenewRequest, context: _ServicerContext) -> pb.RenewReply:
         """Keep a lease alive; a life of 0 says that there is none."""

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
 import grpc
 import grpc.aio
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from proto.baton_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
 LOG = logging.getLogger(__name__)
+_CLOSE_S: Final = 1.0
 
 
 class SessionHandler(Protocol):
@@ -72,6 +73,11 @@ class _Stream:
     wake: Bell
     closing: asyncio.Future[CloseStream]
     handler: asyncio.Task[None]
+
+
+async def _ended(handlers: set[asyncio.Task[None]]) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
+    """Those that have, and those that have not within _CLOSE_S."""
+    return await asyncio.wait(handlers, timeout=_CLOSE_S) if handlers else (set(), set())
 
 
 class SessionServer:
@@ -147,9 +153,13 @@ class SessionServer:
         """End every session; the routers hear of it on their streams. The handler hears no more of them."""
         for session in self._book.sessions():
             self._drivers[session].feed(HangUp())
-            self._forget(session)
-        if self._streams:
-            await asyncio.wait([stream.handler for stream in self._streams.values()])
+            if session in self._drivers:  # feed ticks first, and its grace was over
+                self._forget(session)
+        handlers = {stream.handler for stream in self._streams.values()}
+        _, stuck = await _ended(handlers)
+        for handler in stuck:  # the end of its call waits behind a frame that a peer that hangs does not take
+            handler.cancel()
+        await _ended(stuck)
 
     def snapshot(self) -> Mapping[str, object]:
         """Each router's session, and counts over all sessions since the start; JSON-able."""

@@ -290,8 +290,8 @@ MUTANTS: Final = (
         "reserve-for-an-unknown-router",
         "A Reserve is granted for a router without a session here: its tokens reach nobody, and nobody cancels it.",
         "node/service.py",
-        "if not self._sessions.knows(Peer(request.router.name, request.router.incarnation)):",
-        "if False:",
+        "if not self._knows_router(request):  # asked behind",
+        "if False:  # asked behind",
         ("tests/node/test_service.py",),
     ),
     Mutant(

@@ -106,6 +106,22 @@ MUTANTS: Final = (
         ("tests/router/test_core_queue.py",),
     ),
     Mutant(
+        "rest-ends-unheard",
+        "A node has rested, nothing else happens, and who waits goes on waiting.",
+        "router/core.py",
+        "self._breakers.first_rest_end(now) if len(self._waiting) else None",
+        "None",
+        ("tests/router/test_core_queue.py",),
+    ),
+    Mutant(
+        "late-waiters-not-turned-away",
+        "Who comes back to the queue when its nodes have been given up waits for its deadline.",
+        "router/core.py",
+        "if self._live.may_place and self._entrance.has_given_up:",
+        "if False:",
+        ("tests/router/test_core_queue.py",),
+    ),
+    Mutant(
         "claims-are-overtaken",
         "Small requests take the blocks that a large one waits for, for ever.",
         "router/waiting.py",

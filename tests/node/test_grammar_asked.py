@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -91,3 +92,21 @@ def test_many_rows_are_begun_though_the_process_can_send_no_answer_before_some_a
             assert (allowed := row.allowed()) is not None and allowed.all()
         answering.join()
     assert process.verdict is Verdict.WAIT
+
+
+@pytest.mark.covers("A14")
+def test_it_is_asked_also_when_the_node_has_more_descriptors_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > 2048
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        for _ in range(1030):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        process = AskedProcess(Grammar("regex", "a*", False, (END,)), 0, VOCAB_SIZE)
+        with other_end(process) as rows:
+            row = row_of(process, 3)
+            answer = threading.Timer(0.1, rows.send, [told(3, EVERYTHING, 0.0, 0)])
+            answer.start()
+            assert row.allowed() is not None
+            answer.join()

@@ -164,6 +164,31 @@ def test_a_compilation_that_hangs_is_given_up_and_who_waits_for_its_thread_goes_
     play(lambda: Bed(slow, compile_s=1.0, wait_s=1.5), scenario)
 
 
+@pytest.mark.covers("A14", "R02")
+def test_a_completion_that_has_begun_goes_on_elsewhere_where_its_grammar_compiles_too_slowly(directory: Path) -> None:
+    """Another node has compiled it in time: its client must not hear that nobody can."""
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        bed.send(dispatch("r", GOOD, b"ab"))
+        await bed.until(0, 1)
+        assert bed.refused[0][1].code == pb.BUSY
+        slow.go.set()
+
+    play(lambda: Bed(slow, compile_s=0.5), scenario)
+
+
+def test_a_cancel_behind_a_dispatch_that_cannot_be_let_in_is_heard(directory: Path) -> None:
+    """It may be of a newer attempt, which has no Dispatch here."""
+
+    async def scenario(bed: Bed) -> None:
+        bed.send(dispatch("r", BAD), cancel("r"))
+        await bed.until(1, 1)
+        assert bed.let_in == [cancel("r")]
+
+    play(lambda: Bed(Grammars(directory, 260)), scenario)
+
+
 @pytest.mark.covers("A14")
 def test_a_node_that_cannot_says_why(tmp_path: Path) -> None:
     async def scenario(bed: Bed) -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from engine.binding import Nothing
 from engine.grammars import GrammarError, Grammars
 from engine.plan import Grammar
+from node import grammar_asked
 from node.grammar_book import STALL_S, GrammarsBusyError
 from node.grammar_processes import GrammarProcesses
 from tests.e2e.role_by_role import wait_until
@@ -195,3 +197,36 @@ def test_what_cannot_be_started_now_is_a_sentence_and_is_tried_again(
     found.open()
     found.check(JSON)
     found.close()
+
+
+@pytest.mark.covers("A14")
+def test_what_compiles_too_slowly_is_nobodys_fault_where_its_completion_has_begun(
+    processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.open()
+    monkeypatch.setattr(grammar_asked, "COMPILE_S", 1e-4)
+    with pytest.raises(GrammarError, match="to compile"):
+        processes.check(Grammar("regex", "([a-z]{1,20} ){1,29}", False, (END,)))
+    with pytest.raises(GrammarsBusyError, match="to compile here"):
+        processes.check(Grammar("regex", "([a-z]{1,20} ){1,28}", False, (END,)), (97,))
+
+
+def test_closing_waits_for_nothing_that_loads() -> None:
+    loading = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+    faults: list[Exception] = []
+
+    def load() -> None:
+        try:
+            loading.open()
+        except GrammarsBusyError as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    wait_until("it loads", lambda: loading.pid is not None)
+    forker = os.pidfd_open(loading.pid or 0)
+    loading.close()
+    thread.join(20)
+    assert [str(fault) for fault in faults] == ["the process that follows grammars did not start"]
+    assert select.select([forker], [], [], 20)[0], "it is still there"
+    os.close(forker)

@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from node import events as ev
+from node import handoff_client
 from node.handoff_client import HandoffClient
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
@@ -145,5 +146,22 @@ def test_closing_cancels_what_is_under_way() -> None:
         async with serve_node(pb.ROLE_DECODE) as silent_node:
             client.reserve(reserve(silent_node.address, 3600.0))
             await client.close()
+
+    with_client(test)
+
+
+def test_a_call_whose_channel_makes_room_for_others_fails_and_takes_nobody_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handoff_client, "MAX_CHANNELS", 1)
+
+    async def test(client: HandoffClient, outcomes: Outcomes) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as mute:  # accepts, and never speaks
+            client.reserve(reserve(f"127.0.0.1:{mute.getsockname()[1]}", 5.0))
+            await asyncio.sleep(0.05)
+            async with serve_node(pb.ROLE_DECODE, grant) as node:
+                client.reserve(reserve(node.address, 5.0))
+                answers = [await outcomes.next(), await outcomes.next()]
+        assert sorted(answer.reply is None for answer in answers) == [False, True]
 
     with_client(test)

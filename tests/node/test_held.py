@@ -70,3 +70,12 @@ def test_another_routers_cancel_waits_for_nobody() -> None:
     assert not held.defers(cancel(ROUTERS[1], "r", 0, 0))
     assert not held.defers(FromRouter(ROUTERS[0], pb.RouterMessage(cache=pb.CacheAsk())))
     assert held.defers(cancel(ROUTERS[0], "r", 0, 0))
+
+
+def test_a_cancel_stays_behind_every_attempt_that_it_ends() -> None:
+    held = HeldDispatches()
+    older, newer, newest = (dispatch(ROUTERS[0], "r", attempt, [0]) for attempt in (0, 1, 2))
+    numbers = [held.hold(each) for each in (older, newer, newest)]
+    ending = cancel(ROUTERS[0], "r", 0, 1)
+    assert held.defers(ending)
+    assert [held.release(number) for number in numbers] == [[older, ending], [newer, ending], [newest]]

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from node import events as ev
+from node.grammar_gate import GrammarGate
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
@@ -45,6 +46,25 @@ def test_a_reserve_for_a_router_without_a_session_is_refused() -> None:
     async def test(node: GrpcNode, stub: pb_grpc.NodeAsyncStub) -> pb.ReserveReply:
         request = reserve_for(INCARNATION)
         request.router.incarnation += 1
+        reply = await stub.Reserve(request)
+        assert node.events == []
+        return reply
+
+    error = call(pb.ROLE_DECODE, test).error
+    assert error.code == pb.BUSY and "session" in error.message
+
+
+@pytest.mark.covers("C09")
+def test_a_reserve_whose_router_was_lost_while_its_grammar_was_compiled_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(node: GrpcNode, stub: pb_grpc.NodeAsyncStub) -> pb.ReserveReply:
+        async def flaw(_: GrammarGate, grammar: pb.Grammar) -> None:
+            await node.routers.sessions.close()
+
+        monkeypatch.setattr(GrammarGate, "flaw", flaw)
+        request = reserve_for(INCARNATION)
+        request.grammar.CopyFrom(pb.Grammar(kind=pb.Grammar.REGEX, text="a", end_token_ids=[1]))
         reply = await stub.Reserve(request)
         assert node.events == []
         return reply

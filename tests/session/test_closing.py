@@ -1,0 +1,54 @@
+"""A node's end is closed whatever its routers do, and in whatever state their sessions are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import NodeStub
+from runtime.session import PROTOCOL, Peer, SessionTiming
+from tests.session.ends import NODE, RunningNode, connected, to_router, until
+
+
+def peers(node: RunningNode) -> dict[str, Any]:
+    return cast(dict[str, Any], node.sessions.snapshot()["peers"])
+
+
+@pytest.mark.covers("R12", "D08")
+def test_a_router_that_reads_nothing_does_not_hold_up_a_node_that_ends() -> None:
+    async def scenario() -> None:
+        async with (
+            connected() as (node, _, _, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{node.port}") as channel,
+        ):
+            stuck = Peer("stuck", 8)
+            call = NodeStub(channel).Session()
+            hello = pb.Hello(peer=stuck.to_proto(), to_incarnation=NODE.incarnation, session_id=4, protocol=PROTOCOL)
+            await call.write(pb.Frame(hello=hello))
+            await until(lambda: "stuck" in peers(node))
+            for number in range(10):
+                node.sessions.send(stuck, to_router(number, "x" * 1_000_000))
+            await asyncio.sleep(0.3)
+            assert peers(node)["stuck"]["sent"] != 10, "the stream is full"
+            async with asyncio.timeout(10):
+                await node.sessions.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_session_whose_grace_ends_as_it_is_closed_is_closed_once() -> None:
+    async def scenario() -> None:
+        async with connected() as (node, proxy, _, _):
+            proxy.black_hole()
+            grace_ends_at = peers(node)["router"]["heard_at"] + SessionTiming().grace_s
+            await asyncio.sleep(grace_ends_at - time.monotonic() - 0.05)
+            time.sleep(0.1)  # noqa: ASYNC251 - nothing else has a turn meanwhile, its alarm neither
+            await node.sessions.close()
+            assert peers(node) == {}
+
+    asyncio.run(scenario())
