@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import httpx
@@ -71,6 +72,14 @@ def _told_of(ready: Mapping[str, Any]) -> dict[str, Any]:
     return {key: ready[key] for key in ("node_id", "role", "pid", "http", "grpc")}
 
 
+class _CannotStart(Exception):
+    """A process, or what tells of it, cannot be there; the message is one sentence."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
 class _Launcher:
     """One cluster from start to stop."""
 
@@ -108,6 +117,9 @@ class _Launcher:
             waited_s = self._config.start_timeout_s
             sys.stderr.write(f"baton up: not ready after {waited_s:g} s; see the logs in {self._config.run_dir}\n")
             return 1
+        except _CannotStart as error:
+            sys.stderr.write(f"baton up: {error}\n")
+            return error.exit_code
         finally:
             self._stopping.set()
             await _cancel(start)
@@ -134,7 +146,7 @@ class _Launcher:
                 await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
         told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         self._cluster = {"router": told[0], "routers": told, "nodes": [_told_of(node) for node in nodes]}
-        write_atomically(config.run_dir / "cluster.json", self._cluster)
+        self._write_cluster_json()
         self._say_how_to_use([router["url"] for router in routers], routers[0]["model"])
 
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
@@ -165,7 +177,7 @@ class _Launcher:
             return None
         try:
             node.child = await self._start_child(name, node.command, node.threads, keeps_log=True)
-        except OSError as error:  # no process, no place for its log: asked for again, perhaps there is one
+        except _CannotStart as error:  # no process, no place for its log: asked for again, perhaps there is one
             node.is_new = False
             return f"{name} was killed, and no new one can be started: {error}"
         self._children.remove(killed)
@@ -184,13 +196,22 @@ class _Launcher:
                 told = _told_of(ready.result())
                 nodes = [told if each["node_id"] == told["node_id"] else each for each in self._cluster["nodes"]]
                 self._cluster = self._cluster | {"nodes": nodes}
-                write_atomically(self._config.run_dir / "cluster.json", self._cluster)
+                self._write_cluster_json()
                 if self._console.is_terminal:
                     self._console.print(f"baton up: {node.child.name} is up again")
+        except _CannotStart as error:  # it serves all the same
+            sys.stderr.write(f"baton up: {error}\n")
         finally:
             node.is_new = False
             await _cancel(ready)
             await _cancel(ended)
+
+    def _write_cluster_json(self) -> None:
+        try:
+            write_atomically(self._config.run_dir / "cluster.json", self._cluster)
+        except OSError as error:
+            told = f"--run-dir {self._config.run_dir}: cluster.json cannot be written: {error.strerror}"
+            raise _CannotStart(told, 1) from error
 
     async def _ready(self, child: ChildProcess) -> dict[str, Any]:
         content = await child.ready()
@@ -255,7 +276,14 @@ class _Launcher:
         environment = environment_of(self._config, threads)
         if command[0] == "router":
             environment["BATON_LAUNCHER"] = self._control_address
-        child = await ChildProcess.start(name, command, self._config.run_dir, environment, keeps_log=keeps_log)
+        run_dir = self._config.run_dir
+        try:
+            child = await ChildProcess.start(name, command, run_dir, environment, keeps_log=keeps_log)
+        except OSError as error:
+            if error.filename is None or Path(error.filename).parent != run_dir:  # no process, no descriptor
+                raise _CannotStart(f"{name} cannot be started: {error.strerror}", 1) from error
+            told = f"--run-dir {run_dir}: {Path(error.filename).name} cannot be written: {error.strerror}"
+            raise _CannotStart(told, EXIT_USAGE) from error
         self._children.append(child)
         self._num_running += 1
         task = asyncio.create_task(child.ended())
@@ -307,10 +335,14 @@ def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
         fatal(f"baton up: --run-dir {run_dir}: {error.strerror}")
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with TemporaryFile(dir=run_dir):  # before anything is started
+            pass
+        (run_dir / "cluster.json").unlink(missing_ok=True)
     except BlockingIOError:
         fatal(f"baton up: --run-dir {run_dir}: another baton up runs there; choose another directory")
+    except OSError as error:
+        fatal(f"baton up: --run-dir {run_dir}: cannot be written: {error.strerror}")
     try:
-        (run_dir / "cluster.json").unlink(missing_ok=True)
         yield
     finally:
         os.close(directory)
