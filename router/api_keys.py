@@ -51,14 +51,10 @@ class ApiKeys:
         """`clients`: by the SHA-256 of their keys."""
         self._secret = secret
         self._clients = {self._keyed(digest): client for digest, client in clients.items()}
+        self.names = frozenset(client.name for client in clients.values())  # once: the gate asks time and again
 
     def __len__(self) -> int:
         return len(self._clients)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all clients."""
-        return frozenset(client.name for client in self._clients.values())
 
     def find(self, authorization: bytes) -> Client | None:
         """Whose key the header `Authorization: Bearer KEY` shows; None: nobody's."""

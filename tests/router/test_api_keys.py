@@ -35,6 +35,7 @@ def test_each_key_is_found_with_what_its_line_says() -> None:
     )
     assert len(keys) == 4
     assert keys.names == {"alice", "bob", "line-6"}
+    assert keys.names is keys.names, "not made anew for each word of another process"
     assert shown(keys, KEY) == shown(keys, f"{KEY}-new") == Client("alice", 60, 1000)
     assert shown(keys, "a-key-that-no-file-holds") == Client("bob")
     assert shown(keys, "another-key-of-nobody") == Client("line-6")
