@@ -27,7 +27,7 @@ from router.chat_types import ChatBody
 from router.choice_text import ChoiceText, TextRules
 from router.events import GenerationRequest, Grammar, Sampling
 from router.forced_calls import forced_grammar, is_forced
-from router.openai_types import ApiError, CompletionBody, bad_request, prompts_of, unknown_model
+from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.structured import grammar_of
@@ -88,7 +88,7 @@ class Intake:
             prompts = [await off_loop(num_bytes, self._chat_prompt, body)]
         else:
             max_tokens = _completion_max_tokens(body)
-            prompts = await self._completion_prompts(body, num_bytes)
+            prompts = await off_loop(num_bytes, self._completion_prompts, body)
         _check_resubmission(body, len(prompts))
         if self._shell.max_total_tokens is None:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
@@ -109,6 +109,8 @@ class Intake:
                 fitting = min(fitting, _DEFAULT_COMPLETION_TOKENS)
             sampling = _sampling(body, fitting, stop_token_ids, logit_bias, grammar)
             _check_prompt_logprobs(sampling, len(prompt.token_ids), body.n)
+            size = 16 * len(body.generated_token_ids)
+            generated = await off_loop(size, self._generated_token_ids, body, sampling)
             request = GenerationRequest(
                 request_id=secrets.token_hex(12),
                 prompt_token_ids=tuple(prompt.token_ids),
@@ -116,7 +118,7 @@ class Intake:
                 sampling=sampling,
                 deadline=arrived_at + timeout_s,
                 num_choices=body.n,
-                generated_token_ids=self._generated_token_ids(body, sampling),
+                generated_token_ids=generated,
             )
             asked.append(await self._with_text(body, prompt, request, tools, num_bytes))
         return asked
@@ -133,7 +135,7 @@ class Intake:
         except UnicodeError as error:
             raise bad_request("messages", NO_CHARACTER) from error
 
-    async def _completion_prompts(self, body: CompletionBody, num_bytes: int) -> list[_Prompt]:
+    def _completion_prompts(self, body: CompletionBody) -> list[_Prompt]:
         given = prompts_of(body.prompt)
         if len(given) * body.n > MAX_CHOICES:
             message = f"{len(given)} prompts with n = {body.n} are more than the {MAX_CHOICES} choices of an answer"
@@ -145,7 +147,7 @@ class Intake:
             if not each:
                 raise bad_request(field, "must not be empty")
             if isinstance(each, str):
-                prompts.append(_Prompt(field, await off_loop(num_bytes, self._encode, field, each), each))
+                prompts.append(_Prompt(field, self._encode(field, each), each))
             else:
                 self._check_token_ids(field, each)
                 prompts.append(_Prompt(field, each, None))
@@ -193,9 +195,11 @@ class Intake:
 
     def _check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._text.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-            wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
-            raise bad_request(field, f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
+        for start in range(0, len(token_ids), IDS_AT_ONCE):
+            some = token_ids[start : start + IDS_AT_ONCE]
+            if not (min(some) >= 0 and max(some) < vocab_size):
+                wrong = next(each for each in some if not 0 <= each < vocab_size)
+                raise bad_request(field, f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
 
     def _stop_token_ids(self, body: CompletionBody | ChatBody) -> tuple[int, ...]:
         self._check_token_ids("stop_token_ids", body.stop_token_ids)

@@ -53,6 +53,9 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LENGTH: Final = 1000  # characters
 MAX_STOP_TOKEN_IDS: Final = 256  # with the model's own ones well within what nodes take
 MAX_FIELDS: Final = 64  # of an object within a body
+IDS_AT_ONCE: Final = (
+    1 << 16
+)  # that one call of Python's own looks at: no other thread runs meanwhile, not even the loop's
 
 # Parameters of the OpenAI API (and of its usual extensions) that an endpoint does not serve -> values that ask for nothing.
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -315,9 +318,10 @@ def prompts_of(value: object) -> list[str | list[int]]:
 
 
 def _check_token_list(field: str, token_ids: list[object]) -> None:
-    if set(map(type, token_ids)) - {int}:
-        position = next(i for i, each in enumerate(token_ids) if type(each) is not int)
-        raise bad_request(f"{field}.{position}", f"must be a token id, not {shown(token_ids[position])}")
+    for start in range(0, len(token_ids), IDS_AT_ONCE):
+        if set(map(type, token_ids[start : start + IDS_AT_ONCE])) - {int}:
+            position = next(i for i, each in enumerate(token_ids) if type(each) is not int)
+            raise bad_request(f"{field}.{position}", f"must be a token id, not {shown(token_ids[position])}")
 
 
 def _refuse_constant(name: str) -> None:

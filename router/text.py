@@ -19,6 +19,7 @@ from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
 
+_MANY_TOKENS: Final = 4096  # whose text takes so long that others must run meanwhile
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -88,7 +89,10 @@ class ModelText:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole completion; ids without a token have no text."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _MANY_TOKENS:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)  # see _encode
+        return text
 
     def token_string(self, token_id: int) -> str:
         """How the vocabulary writes a token; "" for an id that no token has."""

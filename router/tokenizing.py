@@ -7,9 +7,9 @@ Source: vLLM's vllm/entrypoints/serve/tokenize/protocol.py, of 0.16.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from fastapi import Request
 from pydantic import Field, StrictInt, StrictStr
@@ -20,14 +20,15 @@ from router.chat_template import TemplateRefusal
 from router.chat_types import MAX_TOOLS, Message, Tool, check_tools
 from router.gate import account_of
 from router.intake import off_loop
+from router.json_parts import Sliced, dump_ascii, json_parts
 from router.openai_types import ApiError, Body, CheckedBody, Flag, bad_request, parse_body, unknown_model
 from router.refusals import id_header, refusal
-from router.streaming import json_answer
 from router.text import ModelText
 from router.wrong_values import NO_CHARACTER
 
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
+_VALUES_PER_SLICE: Final = 4096  # written at one go: the encoder lets no other thread run, not even the loop's
 
 
 class TokenizeBody(CheckedBody):
@@ -77,7 +78,7 @@ class Tokenizing:
         return await self._answer(request, DetokenizeBody, self._detokenized)
 
     async def _answer(
-        self, request: Request, body_type: type[Body], answer: Callable[[Body, int], Awaitable[dict[str, Any]]]
+        self, request: Request, body_type: type[Body], answer: Callable[[Body, int], Awaitable[bytes]]
     ) -> Response:
         headers = id_header(request)
         account = account_of(request)
@@ -90,7 +91,7 @@ class Tokenizing:
                 asked: str | None = getattr(body, "model", None)
                 if asked not in (None, self._model_name):
                     raise unknown_model(str(asked), self._model_name)
-                return json_answer(await answer(body, len(content)), headers=headers)
+                return Response(await answer(body, len(content)), 200, headers, "application/json")
         except ApiError as error:
             return refusal(error, headers)
         except TimeoutError:
@@ -98,7 +99,7 @@ class Tokenizing:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
 
-    async def _tokenized(self, body: TokenizeBody, num_bytes: int) -> dict[str, Any]:
+    async def _tokenized(self, body: TokenizeBody, num_bytes: int) -> bytes:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "give either prompt or messages")
         if body.continue_final_message:
@@ -109,14 +110,17 @@ class Tokenizing:
                 raise bad_request("tools", "needs messages, and a chat template that has tools")
         field = "prompt" if body.messages is None else "messages"
         try:
-            token_ids = await off_loop(num_bytes, self._token_ids, body)
+            return await off_loop(num_bytes, self._told_tokens, body, self._max_model_len())
         except TemplateRefusal as refused:
             raise bad_request(field, str(refused)) from refused
         except UnicodeError as error:
             raise bad_request(field, NO_CHARACTER) from error
+
+    def _told_tokens(self, body: TokenizeBody, max_model_len: int | None) -> bytes:
+        token_ids = self._token_ids(body)
         strings = list(map(self._text.token_string, token_ids)) if body.return_token_strs else None
-        max_model_len = self._max_model_len()
-        return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
+        told = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": _sliced(token_ids)}
+        return _written(told | {"token_strs": None if strings is None else _sliced(strings)})
 
     def _token_ids(self, body: TokenizeBody) -> list[int]:
         if body.messages is None:
@@ -128,12 +132,19 @@ class Tokenizing:
             add_special_tokens=body.add_special_tokens is True,
         )
 
-    async def _detokenized(self, body: DetokenizeBody, num_bytes: int) -> dict[str, Any]:
-        tokens, vocab_size = body.tokens, self._text.vocab_size
+    async def _detokenized(self, body: DetokenizeBody, num_bytes: int) -> bytes:
+        return await off_loop(max(num_bytes, 16 * len(body.tokens)), self._told_text, body.tokens)
+
+    def _told_text(self, tokens: Sequence[int]) -> bytes:
+        vocab_size = self._text.vocab_size
         if wrong := next((each for each in tokens if not 0 <= each < vocab_size), None):
             raise bad_request("tokens", f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
-        return {
-            "prompt": await off_loop(
-                max(num_bytes, 16 * len(tokens)), self._text.decode, tokens, skip_special_tokens=False
-            )
-        }
+        return _written({"prompt": self._text.decode(tokens, skip_special_tokens=False)})
+
+
+def _sliced(values: Sequence[object]) -> Sliced:
+    return Sliced(values[start : start + _VALUES_PER_SLICE] for start in range(0, len(values), _VALUES_PER_SLICE))
+
+
+def _written(told: Mapping[str, object]) -> bytes:
+    return "".join(json_parts(told, dump_ascii)).encode("ascii")

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from router import tool_calls
+from router import intake, tokenizing, tool_calls
+from router.json_parts import dump_ascii
+from router.openai_types import prompts_of
 from router.text import ModelText
 from router.tool_calls import ChoiceCalls, ToolUse
 from router.tool_syntax import HERMES, digest_of
 from tests.router.live_router import LiveRouter
 from tests.router.test_api import play
-from tests.router.tiny_model import write_model_text
+from tests.router.tiny_model import VOCAB_SIZE, write_model_text
 
 BYTES = 100_000  # above what is done on the loop
 
@@ -47,8 +49,9 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/v1/responses", {"input": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/tokenize", {"messages": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
+        ("/tokenize", {"prompt": "a" * BYTES, "return_token_strs": True}, "token_string"),
     ],
-    ids=["prompts", "offsets", "chat", "responses", "tokenize"],
+    ids=["prompts", "offsets", "chat", "responses", "tokenize", "token strings"],
 )
 def test_it_is_the_size_of_the_body_that_counts(
     model: Path, path: str, body: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +61,89 @@ def test_it_is_the_size_of_the_body_that_counts(
     async def scenario(router: LiveRouter) -> None:
         content = {"model": "tiny"} | body
         await router.client.post(path, json=content)
+        assert threads and threading.get_ident() not in threads
+
+    play(model, scenario)
+
+
+class NotedSize:
+    """In place of ModelText's vocab_size, which is asked for where token ids are judged: the threads that ask."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self._value = 0
+
+    def __get__(self, text: ModelText | None, owner: type[ModelText]) -> int:
+        self.threads.append(threading.get_ident())
+        return self._value
+
+    def __set__(self, text: ModelText, value: int) -> None:
+        self._value = value
+
+
+WRONG = [97] * BYTES + [VOCAB_SIZE]
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": WRONG}),
+        ("/v1/completions", {"prompt": [[97], WRONG]}),
+        ("/v1/completions", {"prompt": "hi", "generated_token_ids": WRONG}),
+        ("/detokenize", {"tokens": WRONG}),
+    ],
+    ids=["prompt", "prompts", "resubmission", "detokenize"],
+)
+def test_token_ids_of_a_large_body_are_judged_beside_the_loop(
+    model: Path, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = NotedSize()
+    monkeypatch.setattr(ModelText, "vocab_size", size, raising=False)
+    forms: list[int] = []
+
+    def noted(value: object) -> list[str | list[int]]:
+        forms.append(threading.get_ident())
+        return prompts_of(value)
+
+    monkeypatch.setattr(intake, "prompts_of", noted)
+
+    async def scenario(router: LiveRouter) -> None:
+        refused = await router.post(path, **body)
+        assert refused.status_code == 400 and f"token id {VOCAB_SIZE} is not between" in refused.text
+        assert size.threads[-1] != threading.get_ident()  # the last one found it
+        assert threading.get_ident() not in forms or body.get("prompt") == "hi"
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11", "A13")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a" * BYTES, "return_token_strs": True, "add_special_tokens": False}),
+        ("/detokenize", {"tokens": [97] * BYTES}),
+    ],
+)
+def test_an_answer_of_many_tokens_is_written_beside_the_loop_bit_by_bit(
+    model: Path, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(value: object) -> str:
+        threads.append(threading.get_ident())
+        assert not isinstance(value, list) or len(value) < BYTES // 10
+        return dump_ascii(value)
+
+    monkeypatch.setattr(tokenizing, "dump_ascii", noted)
+
+    async def scenario(router: LiveRouter) -> None:
+        told = (await router.post(path, **body)).json()
+        if path == "/detokenize":
+            assert told == {"prompt": "a" * BYTES}
+        else:
+            assert list(told) == ["count", "max_model_len", "tokens", "token_strs"]
+            assert (told["tokens"], told["token_strs"]) == ([97] * BYTES, ["a"] * BYTES)
         assert threads and threading.get_ident() not in threads
 
     play(model, scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,6 +117,29 @@ def test_ids_without_any_text_cost_no_more_the_more_there_are_and_what_follows_k
     parts = streamed(IncrementalDetokenizer(decode, ()), [[token] for token in tokens])
     assert "".join(parts) == fallback_decode(tokens) == "the cat"
     assert num_decoded < 100 * len(tokens)
+
+
+def test_many_tokens_have_the_text_that_few_have_and_others_run_meanwhile(text: ModelText) -> None:
+    few = (BOS_ID, *b"abc", EOS_ID, VOCAB_SIZE - 1, 10**6)
+    many, turns, is_over = few * 200_000, 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not is_over.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    try:
+        decoded = text.decode(many)
+        num_turns = turns
+    finally:
+        is_over.set()
+        other.join()
+    assert decoded == text.decode(few) * 200_000
+    whole = text.decode(many[:7000], skip_special_tokens=False)
+    assert whole == text.decode(few, skip_special_tokens=False) * 1000
+    assert num_turns >= 5, "of about a hundred"
 
 
 @pytest.mark.covers("M03")
