@@ -70,24 +70,30 @@ class FindingConfig:
         """Whether somebody can be asked who is there."""
         return bool(self.router) or self.run_dir is not None or self.registry != EMBEDDED
 
-    @property
-    def routers(self) -> tuple[str, ...]:
-        """Whose registries to ask for the node's address. Raises ValueError where the run directory does not say."""
-        if self.run_dir is None:
-            return self.router
-        try:
-            content = json.loads((self.run_dir / "cluster.json").read_text(encoding="utf-8"))
-            return (*self.router, str(content["router"]["registry"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            raise ValueError(f"--run-dir {self.run_dir}: no cluster of `baton up` runs there") from None
-
 
 async def list_nodes(config: FindingConfig, credentials: Credentials) -> list[pb.NodeEntry]:
     """Everybody who is registered. Raises ValueError where a registry does not answer."""
-    entries = [entry for address in config.routers for entry in await _listed_at(address, credentials)]
-    if config.registry != EMBEDDED:
-        entries += await _listed_in_redis(config.registry, config.registry_namespace)
+    routers, registry, namespace, lack = [*config.router], config.registry, config.registry_namespace, ""
+    if config.run_dir is not None:
+        told, its_namespace = _told_in(config.run_dir)
+        namespace = namespace or its_namespace
+        if "://" not in told:
+            routers.append(told)
+        elif registry == EMBEDDED:
+            registry, lack = told, "; cluster.json has it without password and options: with them, give --registry"
+    entries = [entry for address in routers for entry in await _listed_at(address, credentials)]
+    if registry != EMBEDDED:
+        entries += await _listed_in_redis(registry, namespace, lack)
     return entries
+
+
+def _told_in(run_dir: Path) -> tuple[str, str | None]:
+    """The registry of a `baton up`, at its router or in Redis, and its name there. Raises ValueError where none runs."""
+    try:
+        content = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
+        return str(content["router"]["registry"]), content.get("registry_namespace")
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"--run-dir {run_dir}: no cluster of `baton up` runs there") from None
 
 
 def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
@@ -107,14 +113,14 @@ async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeE
             raise ValueError(f"--router {router}: {reason_of(error)}") from None
 
 
-async def _listed_in_redis(url: str, namespace: str | None) -> Sequence[pb.NodeEntry]:
+async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequence[pb.NodeEntry]:
     from runtime.redis_store import RedisStore  # heavy: only who uses Redis pays for its client
 
     store = RedisStore(url, namespace or DEFAULT_NAMESPACE, TTL_S)
     try:
         return [row.entry for row in (await store.read()).rows]
     except RegistryUnreachable as error:
-        raise ValueError(f"--registry {store.name}: cannot be read: {error}") from None
+        raise ValueError(f"--registry {store.name}: cannot be read: {error}{lack}") from None
     finally:
         await store.hang_up()
 

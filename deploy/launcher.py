@@ -146,6 +146,7 @@ class _Launcher:
                 await asyncio.gather(*(self._wait_until_ready(router["url"]) for router in routers))
         told = [{key: router[key] for key in ("url", "registry", "pid")} for router in routers]
         self._cluster = {"router": told[0], "routers": told, "nodes": [_told_of(node) for node in nodes]}
+        self._cluster["registry_namespace"] = config.registry_namespace
         self._write_cluster_json()
         self._say_how_to_use([router["url"] for router in routers], routers[0]["model"])
 

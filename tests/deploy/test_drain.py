@@ -103,6 +103,46 @@ def test_a_node_that_dies_before_it_has_drained_is_exit_code_1(capsys: pytest.Ca
     assert "ended before it had drained" in line or "hung up before it had drained" in line
 
 
+def register_in(url: str, namespace: str, listed: pb.NodeEntry) -> None:
+    """Have a Redis list a node."""
+
+    async def register() -> None:
+        store = RedisStore(url, namespace, ttl_s=60.0)
+        assert await store.register(listed) == ""
+        await store.hang_up()
+
+    registering = threading.Thread(target=asyncio.run, args=(register(),))  # a loop of its own
+    registering.start()
+    registering.join()
+
+
+@pytest.mark.covers("D08")
+def test_a_run_directory_may_name_a_redis_and_what_it_keeps_secret_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "redis://:hunter2@{host}:{port}/0"
+    with started_redis(tmp_path, "--requirepass", "hunter2", url=url) as redis:
+        name = redis.url.replace(":hunter2@", "")
+        told = {"router": {"registry": name}, "registry_namespace": "one"}
+        (tmp_path / "cluster.json").write_text(json.dumps(told))
+        words = ["decode-0", "--run-dir", str(tmp_path)]
+
+        def by_both(registry: RunningRegistry, node: GrpcNode) -> list[str]:
+            listed = entry(incarnation=INCARNATION)
+            listed.grpc_address = node.address
+            register_in(redis.url, "one", listed)
+            return [*words, "--registry", redis.url]
+
+        line = fails_with_2(capsys, exit_code(words))
+        assert line.startswith(f"--registry {name}: cannot be read: ") and line.endswith("with them, give --registry")
+        assert run(by_both) == 0
+        assert "decode-0 has drained" in capsys.readouterr().out
+        redis.client.config_set("requirepass", "")
+        assert (
+            fails_with_2(capsys, exit_code(["decode-1", *words[1:]])) == "decode-1: no such node; there are: decode-0"
+        )
+
+
 @pytest.mark.covers("D08")
 def test_a_node_that_registers_in_redis_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started_redis(tmp_path) as redis:
@@ -111,14 +151,7 @@ def test_a_node_that_registers_in_redis_is_found_there(tmp_path: Path, capsys: p
             listed = entry(incarnation=INCARNATION)
             listed.grpc_address = node.address
 
-            async def register() -> None:
-                store = RedisStore(redis.url, "baton", ttl_s=60.0)
-                assert await store.register(listed) == ""
-                await store.hang_up()
-
-            registering = threading.Thread(target=asyncio.run, args=(register(),))  # a loop of its own
-            registering.start()
-            registering.join()
+            register_in(redis.url, "baton", listed)
             return ["decode-0", "--registry", redis.url]
 
         assert run(by_redis) == 0
