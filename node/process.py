@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -60,6 +59,7 @@ from node.measures import Measures
 from node.metrics import Counters
 from node.pool_book import PoolBook
 from node.port import NodePort
+from node.ready_file import write_ready_file
 from node.roles import ROLES, RoleName, prefills_locally, rules_of
 from node.runner_thread import RunnerThread
 from node.spans import AttemptSpans
@@ -71,7 +71,7 @@ from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed, write_atomically
+from runtime.process import check_writable, die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed
 from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -99,6 +99,7 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     identity = NodeIdentity(name, draw_incarnation())
     measures = Measures()
     try:
+        check_writable("--ready-file", config.ready_file)
         servers = registry_servers(config.registry, config.router)
         config = replace(config, advertise=config.advertise or known_host(name, config.host, servers))
         credentials = Credentials(config.tls_dir, config.known_as)
@@ -232,7 +233,7 @@ class _NodeProcess:
         else:
             registry.start()
         entry = self._entry(incarnation, listeners)
-        self._write_ready_file(incarnation.role, entry)
+        write_ready_file(config.ready_file, incarnation.role, entry, is_encrypted=self._credentials.is_encrypted)
         told = {"node": entry.node.name, "role": incarnation.role, "grpc": entry.grpc_address}
         log_event(LOG, logging.INFO, "node_ready", **told, kernels=entry.fingerprint.kernels)
         if has_changed:
@@ -315,9 +316,12 @@ class _NodeProcess:
         """The threads over the cluster's KV pool, if there is one; what is staged when the node ends has the drain's time."""
         if self._built.store is None:
             return NoKvPool(post)
-        mib = self._config.kv_pool_staging_mib
-        bounds = KvPoolBounds(staging_bytes=(STAGING_MIB if mib is None else mib) << 20)
-        pool = KvPoolThreads(self._built.store, self._engine.memory.bytes, bounds, post, self._measures)
+        mib = self._config.kv_pool_staging_mib or STAGING_MIB
+        bounds = KvPoolBounds(staging_bytes=mib << 20)
+        try:
+            pool = KvPoolThreads(self._built.store, self._engine.memory.bytes, bounds, post, self._measures)
+        except MemoryError:
+            raise _CannotServe(f"--kv-pool-staging-mib {mib}: there is not so much memory here") from None
 
         async def stop() -> None:
             # A fifth is left for the call under way, which nobody can end.
@@ -376,13 +380,6 @@ class _NodeProcess:
             local_prefill=prefills_locally(incarnation.role, self._config),
             num_ranks=self._config.tp,
         )
-
-    def _write_ready_file(self, role: RoleName, entry: pb.NodeEntry) -> None:
-        if self._config.ready_file is not None:
-            content = {"node_id": entry.node.name, "role": role, "pid": os.getpid()}
-            scheme = "https://" if self._credentials.is_encrypted else ""
-            content |= {"http": scheme + entry.http_address, "grpc": entry.grpc_address}
-            write_atomically(self._config.ready_file, content)
 
 
 def _now_ms() -> int:

@@ -52,7 +52,9 @@ from runtime.http_protocol import HttpBounds
 from runtime.http_server import BACKLOG, HttpServer
 from runtime.logs import log_event, set_up_logging
 from runtime.process import (
+    CannotWrite,
     allow_descriptors,
+    check_writable,
     die_with_parent,
     fatal,
     first_signal,
@@ -92,12 +94,13 @@ def run_router(config: RouterConfig, worker: WorkerEnd | None = None) -> int:
     ignore_hangups()
     set_up_logging(config.log_level, "router" if worker is None else f"router/{worker.index}", config.log_format)
     try:
+        check_writable("--ready-file", config.ready_file)
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         if worker is None:
             warn_of_what_is_missing(config)
         tracing = open_tracing(config.otlp_endpoint, "router", f"{config.host}:{config.port}")
         uvloop.run(_serve(config, ModelText(config.model), credentials, tracing, worker))
-    except (ModelDirectoryError, CannotListen, CredentialsError, KeyFileError, NoTracing) as error:
+    except (ModelDirectoryError, CannotListen, CannotWrite, CredentialsError, KeyFileError, NoTracing) as error:
         fatal(f"baton router: {error}")
     return 0
 

@@ -28,7 +28,16 @@ from runtime.alarm import Alarm
 from runtime.config import child_environment, to_json
 from runtime.credentials import Credentials, CredentialsError
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, first_signal, ignore_hangups, is_everywhere, write_atomically
+from runtime.process import (
+    CannotWrite,
+    check_writable,
+    die_with_parent,
+    fatal,
+    first_signal,
+    ignore_hangups,
+    is_everywhere,
+    write_atomically,
+)
 from runtime.redis_address import EMBEDDED
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -46,10 +55,11 @@ def run_workers(config: RouterConfig) -> int:
     ignore_hangups()  # what it tells others, workers see by themselves: they look each second
     set_up_logging(config.log_level, "router", config.log_format)
     try:
+        check_writable("--ready-file", config.ready_file)
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         warn_of_what_is_missing(config)
         return asyncio.run(_Parent(config, credentials).run())  # not uvloop: it cannot give a child a process group
-    except (CannotListen, CredentialsError) as error:
+    except (CannotListen, CannotWrite, CredentialsError) as error:
         fatal(f"baton router: {error}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import ipaddress
 import json
 import logging
@@ -28,6 +29,10 @@ from runtime.logs import log_event
 _LOG: Final = logging.getLogger(__name__)
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+class CannotWrite(ValueError):
+    """A file that the user has named cannot be written; the message names flag, path and reason."""
 
 
 def fatal(message: str) -> NoReturn:
@@ -83,13 +88,30 @@ def computed_s(pid: int) -> float:
 
 def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a reader sees the whole file or none; used for ready files and cluster.json."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = _unfinished(path)
     try:
         unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)  # what a full disk left of it
         raise
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raise CannotWrite if `write_atomically` could not write there: before anybody is told of this process."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _unfinished(path).touch()
+        _unfinished(path).unlink()
+    except OSError as error:
+        raise CannotWrite(f"{flag} {path}: cannot be written: {error.strerror}") from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def is_loopback(host: str) -> bool:

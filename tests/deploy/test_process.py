@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from runtime.logs import log_event, set_up_logging
-from runtime.process import die_with_parent, fatal, is_loopback, warn_if_exposed, write_atomically
+from runtime.process import (
+    CannotWrite,
+    check_writable,
+    die_with_parent,
+    fatal,
+    is_loopback,
+    warn_if_exposed,
+    write_atomically,
+)
 
 CHILD = (
     "import sys\n"
@@ -95,6 +103,19 @@ def test_a_json_file_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) 
         write_atomically(path, content)
         assert json.loads(path.read_text()) == content
     assert [each.name for each in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_path: Path) -> None:
+    """An older one stays as it is."""
+    (tmp_path / "ready.json").write_text("{}")
+    check_writable("--ready-file", None)
+    check_writable("--ready-file", tmp_path / "ready.json")
+    check_writable("--ready-file", tmp_path / "new.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["ready.json"]
+    assert (tmp_path / "ready.json").read_text() == "{}"
+    for path in (tmp_path / "no" / "x", tmp_path / "ready.json" / "x", tmp_path):
+        with pytest.raises(CannotWrite, match=f"^--ready-file {path}: cannot be written: "):
+            check_writable("--ready-file", path)
 
 
 @pytest.mark.covers("X04")

@@ -110,6 +110,15 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp
             (flags(model_dir, "--grpc-port", port), f"--grpc-port {port}"),
             (flags(model_dir, "--transport", "zmq", "--kv-port", port), f"--kv-port {port}"),
             (flags(model_dir, "--nonsense"), "--nonsense"),
+            (
+                flags(model_dir, "--ready-file", "/no/such/x"),
+                "--ready-file /no/such/x: cannot be written: No such file",
+            ),
+            (flags(model_dir, "--ready-file", str(tmp_path)), "cannot be written: Is a directory"),
+            (
+                flags(model_dir, "--kv-pool", f"file://{tmp_path}/kv", "--kv-pool-staging-mib", str(1 << 30)),
+                f"--kv-pool-staging-mib {1 << 30}: there is not so much memory here",
+            ),
         ):
             result = run("prefill_node", arguments)
             assert result.returncode == 2, result.stderr

@@ -94,6 +94,14 @@ def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> No
     assert ended.stderr == f"baton router: {tmp_path / 'none'}: not a directory\n"
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_ready_file_that_cannot_be_written_is_one_line_and_exit_code_2(model: Path, workers: str) -> None:
+    flags = ("--model", str(model), "--port", "0", "--workers", workers, "--ready-file", "/no/such/x")
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == "baton router: --ready-file /no/such/x: cannot be written: No such file or directory\n"
+
+
 def test_it_is_imported_within_a_second_and_without_what_is_not_its_business() -> None:
     program = (
         "import time, sys; import router.process; "
