@@ -163,7 +163,11 @@ class ZmqSender(SenderThread[_Link, _GivenBack | _Found]):
         except zmq.ZMQError as fault:  # no socket left
             return f"no socket: {fault}"
         if not is_address(host):  # a name server may be slow, and this thread serves every link
-            Thread(target=self._look_up, args=(link, endpoint, host, port), name="zmq-look-up", daemon=True).start()
+            try:
+                Thread(target=self._look_up, args=(link, endpoint, host, port), name="zmq-look-up", daemon=True).start()
+            except RuntimeError as fault:  # as many as there may be
+                link.close()
+                return f"its name {host} cannot be looked up: {fault}"
         elif (reason := self._begin(_Found(link, endpoint, tcp_address(host, port)))) is not None:
             link.close()
             return reason

@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
+
+MAX_COUNT: Final = (1 << 31) - 1
+NUMBERS: Final = (1e-30, 1e15)  # what is computed from a few of them is a number, too
 
 
 class ModelError(ValueError):
@@ -21,18 +25,20 @@ class Settings:
         self.where = where  # what errors call the object: its file, or file and key
         self.values = values
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Take a positive integer."""
+    def count(self, key: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """Take a positive integer, `most` at most."""
         value = self._take(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{self.where}: {key} is {value!r}, not a positive integer")
+        if value > most:
+            raise ModelError(f"{self.where}: {key} is {value}, more than {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Take a positive number."""
-        value = self._take(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ModelError(f"{self.where}: {key} is {value!r}, not a positive number")
+        value, (least, most) = self._take(key, default), NUMBERS
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise ModelError(f"{self.where}: {key} is {value!r}, not a positive number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

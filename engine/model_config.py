@@ -16,6 +16,9 @@ from engine.config_values import ModelError, Settings, read_settings
 from engine.rope_config import RopeConfig, read_rope
 
 DTYPES: Final = ("fp32", "bf16", "fp16")
+MAX_LAYERS: Final = 10_000
+MAX_HEAD_DIM: Final = 1024  # this and the next one: what the compiled kernels take
+MAX_GROUP: Final = 256  # query heads that share one of KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     architecture = _architecture(source)
     family = _FAMILIES[architecture]
     _refuse_what_is_ignored(source)
-    hidden_size, num_layers = source.count("hidden_size"), source.count("num_hidden_layers")
+    hidden_size, num_layers = source.count("hidden_size"), source.count("num_hidden_layers", most=MAX_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(source, family, hidden_size)
     max_positions = source.count("max_position_embeddings", family.max_positions)
     rope = read_rope(source, max_positions)
@@ -141,7 +144,9 @@ def _heads(source: Settings, family: _Family, hidden_size: int) -> tuple[int, in
         )
     if source.values.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise ModelError(f"config.json: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
-    head_dim = source.count("head_dim", family.head_dim or hidden_size // num_heads)
+    if num_heads // num_kv_heads > MAX_GROUP:
+        raise ModelError(f"config.json: {num_heads} heads share {num_kv_heads} of KV, more than {MAX_GROUP} each")
+    head_dim = source.count("head_dim", family.head_dim or hidden_size // num_heads, MAX_HEAD_DIM)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim {head_dim} is odd, which rotary embedding cannot pair")
     return num_heads, num_kv_heads, head_dim
@@ -176,7 +181,7 @@ def _windows(source: Settings, architecture: str, num_layers: int) -> tuple[int 
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(f"config.json: layer_types is not a list of {num_layers} names, one per layer")
     for name in types:
-        if name not in known or (name == "sliding_attention" and window is None):
+        if not isinstance(name, str) or name not in known or (name == "sliding_attention" and window is None):
             raise ModelError(f"config.json: layer_types {name!r} is not supported for this {architecture}")
     named = tuple(known[name] for name in types)
     if not architecture.startswith("Qwen") and named != windows:

@@ -53,6 +53,8 @@ def read_rope(source: Settings, max_positions: int) -> RopeConfig:
     original_positions = where.count("original_max_position_embeddings", max_positions)
     if kind == "llama3":
         return _llama3(rope, config.theta, original_positions)
+    if config.theta <= 1:
+        raise ModelError(f"{rope.where}: rope_theta {config.theta:g} is not above 1, whose logarithm yarn divides by")
     return RopeConfig(
         kind=kind,
         theta=config.theta,

@@ -114,6 +114,8 @@ def _read_weight_map(index_path: Path) -> Mapping[str, str]:
     """Tensor name to file name. A file name with a directory in it is refused: it would leave the model directory."""
     try:
         index = json.loads(index_path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{index_path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ModelError(f"{index_path} is not JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

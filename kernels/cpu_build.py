@@ -24,6 +24,8 @@ COMPILERS: Final = ("g++", "c++", "clang++")
 # No contraction: a product and a sum are one rounding only where the source says so, with any compiler.
 _FLAGS: Final = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC -Wno-psabi".split()
 _COMPILE_LIMIT_S: Final = 300.0
+_MAKE: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "Features")  # the last three: of ARM
+_MULTIPLIERS: Final = ("amx", "avx", "f16c", "fma", "sse4")
 
 
 class Variant(NamedTuple):
@@ -84,6 +86,17 @@ def cpu_flags(cpuinfo: str) -> frozenset[str]:
         if name.strip() == "flags":
             return frozenset(value.split())
     return frozenset()
+
+
+def cpu_kind(cpuinfo: str) -> str:
+    """8 hex digits that tell CPUs on which a library may choose unlike products: their make, and what they can multiply with."""
+    said: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        said.setdefault(name.strip(), value.strip())  # of the first CPU
+    make = [said.get(name, "") for name in _MAKE]
+    flags = sorted(flag for flag in said.get("flags", "").split() if flag.startswith(_MULTIPLIERS))
+    return hashlib.sha256("\n".join([*make, *flags]).encode()).hexdigest()[:8]
 
 
 def build(variant: Variant) -> Path:

@@ -294,6 +294,10 @@ class CpuKernels(TorchBlockCopies):
         return CpuLinear(self._library, self._memory, weight, bias, is_gated=True, rounded=self._rounded(weight))
 
     def _rounded(self, weight: Tensor) -> Int8Weight | None:
+        if weight.dtype is torch.bfloat16 and weight.shape[1] % 2:  # the last one's pair would be the next row's first
+            raise ValueError(
+                f"a linear of {weight.shape[1]} inputs: in bf16 these kernels take pairs; --kernels torch takes any"
+            )
         return quantized(weight) if self._is_int8 else None
 
     def near_head(self, weight: Tensor) -> CpuNearHead | None:

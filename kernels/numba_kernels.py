@@ -23,7 +23,7 @@ from kernels.int8_weights import INT8_SUFFIX
 from kernels.interface import AttentionBatch, StepAttention
 from kernels.numba_functions import PARTS, attend
 from kernels.torch_attention import TiledAttention
-from kernels.torch_reference import TorchKernels
+from kernels.torch_reference import TorchKernels, products_kind
 
 NO_WINDOW: Final = 1 << 62
 _STORED_AS: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -67,7 +67,7 @@ class NumbaKernels(TorchKernels):
     def __init__(self, *, is_int8: bool = False) -> None:
         """`is_int8`: as TorchKernels."""
         super().__init__(is_int8=is_int8)
-        self.name = f"numba-{binding.get_host_cpu_name()}{INT8_SUFFIX if is_int8 else ''}"
+        self.name = f"numba-{binding.get_host_cpu_name()}-{products_kind()}{INT8_SUFFIX if is_int8 else ''}"
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare one step."""

@@ -14,13 +14,16 @@ Fast kernels are another back end's business; this one must be right. It takes f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu_build import cpu_kind
 from kernels.int8_weights import INT8_SUFFIX, quantized
 from kernels.interface import AttentionBatch, Linear, ModelEnds, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
@@ -80,6 +83,12 @@ class GatedLinear:
         return self._kernels.silu_gate(self._linear(x))
 
 
+@functools.cache
+def products_kind() -> str:
+    """What oneDNN's choice of a product, and so its bits, depends on: torch's version, and the CPU."""
+    return f"{torch.__version__}-{cpu_kind(Path('/proc/cpuinfo').read_text(encoding='utf-8'))}"
+
+
 class TorchBlockCopies:
     """kernels.interface.BlockCopies."""
 
@@ -99,7 +108,7 @@ class TorchKernels(TorchBlockCopies):
         """`is_int8`: whether linears round their weights to 8 bits; on a CPU only."""
         self._is_on_cpu = device_type == "cpu"
         self._is_int8 = is_int8
-        self.name = ("torch" if self._is_on_cpu else f"torch-{device_type}") + (INT8_SUFFIX if is_int8 else "")
+        self.name = f"torch-{products_kind() if self._is_on_cpu else device_type}{INT8_SUFFIX if is_int8 else ''}"
 
     def keeps_row_bits(self, dtype: torch.dtype) -> bool:
         """As measured, wherever oneDNN packs; other devices' libraries choose their products by the number of rows."""

@@ -288,8 +288,7 @@ class SessionEnd:
         return None
 
     def _send(self, message: Message, now: float) -> list[Output]:
-        size = message.ByteSize()
-        timing = self._timing
+        size, timing = message.ByteSize(), self._timing
         if size > timing.max_message_bytes:
             reason = f"a message of {size} bytes, {timing.max_message_bytes} allowed"
         elif len(self._kept) >= timing.max_unacked_messages or self._kept_bytes + size > timing.max_unacked_bytes:

@@ -15,7 +15,9 @@ from engine.batch import Segment, build_batch
 from engine.config_values import ModelError
 from engine.kv_memory import KvMemory
 from engine.model import load_model
-from engine.model_config import read_model_config
+from engine.model_config import MAX_HEAD_DIM, read_model_config
+from engine.rope import Angles
+from kernels import cpu_library
 from tests.engine_torch.conftest import ModelDirs
 
 
@@ -140,6 +142,13 @@ def test_an_index_that_puts_a_tensor_where_it_is_not_is_refused(own_model_dir: P
         load_model(own_model_dir, "fp32")
 
 
+def test_an_index_that_cannot_be_read_is_named(own_model_dir: Path) -> None:
+    (index := shard(own_model_dir)).unlink()
+    index.mkdir()
+    with pytest.raises(ModelError, match=r"index.json cannot be read: Is a directory"):
+        load_model(own_model_dir, "fp32")
+
+
 def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None:
     weights = own_model_dir / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -182,6 +191,13 @@ def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None
         ({"vocab_size": "260"}, "vocab_size is '260', not a positive integer"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, not a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000+, not a positive number from 1e-30 to 1e[+]15"),
+        ({"hidden_size": 1 << 40}, "hidden_size is 1099511627776, more than 2147483647"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than 10000"),
+        ({"head_dim": 1026}, "head_dim is 1026, more than 1024"),
+        ({"num_attention_heads": 512, "num_key_value_heads": 1}, "512 heads share 1 of KV, more than 256 each"),
+        ({"layer_types": [["full_attention"]]}, "layer_types .'full_attention'. is not supported"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta 1 is not above 1"),
     ],
     ids=str,
 )
@@ -189,6 +205,33 @@ def test_what_cannot_be_run_is_refused_by_name(own_model_dir: Path, changes: dic
     edit_json(own_model_dir / "config.json", **changes)
     with pytest.raises(ModelError, match=sentence):
         read_model_config(own_model_dir)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"type": "yarn", "factor": 1e15, "original_max_position_embeddings": (1 << 31) - 1},
+        {
+            "type": "yarn",
+            "factor": 1e-30,
+            "beta_fast": 1e15,
+            "beta_slow": 1e-30,
+            "mscale": 1e15,
+            "mscale_all_dim": 1e-9,
+        },
+        {"type": "llama3", "factor": 1e15, "low_freq_factor": 1e-9, "high_freq_factor": 1e15},
+    ],
+    ids=lambda rope: rope["type"],
+)
+def test_whatever_numbers_a_rope_has_it_is_computed_or_refused(own_model_dir: Path, rope: dict[str, Any]) -> None:
+    edit_json(own_model_dir / "config.json", rope_scaling=rope, rope_theta=1e15)
+    config = read_model_config(own_model_dir)
+    assert config.rope.kind == rope["type"]
+    Angles.of(config.rope, config.head_dim, torch.device("cpu"))
+
+
+def test_the_bounds_of_a_head_are_the_compiled_kernels() -> None:
+    assert MAX_HEAD_DIM == cpu_library.MAX_HEAD_DIM
 
 
 @pytest.mark.covers("M03")

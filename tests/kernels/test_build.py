@@ -9,8 +9,17 @@ import torch
 
 from kernels import choice, cpu_build
 from kernels.choice import choose_kernels
-from kernels.cpu_build import X86_VARIANTS, BuildError, bits_name, build, cpu_flags, library_path, usable_variants
-from tests.kernels.back_ends import COMPILED
+from kernels.cpu_build import (
+    X86_VARIANTS,
+    BuildError,
+    bits_name,
+    build,
+    cpu_flags,
+    cpu_kind,
+    library_path,
+    usable_variants,
+)
+from tests.kernels.back_ends import COMPILED, REFERENCE
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 fma\nflags\t\t: other\n"
 
@@ -21,13 +30,23 @@ def test_the_flags_of_the_first_cpu_are_read() -> None:
 
 
 @pytest.mark.covers("M04")
+def test_cpus_on_which_a_library_may_choose_unlike_products_have_unlike_kinds() -> None:
+    """Their bits differ, as oneDNN's do between AVX-512 and AVX2: nodes on them must not take over each other's sequences."""
+    kind = cpu_kind(CPUINFO)
+    assert kind == cpu_kind(CPUINFO.replace("fpu", "fpu hypervisor")), "what multiplies nothing makes no difference"
+    others = {kind, *(cpu_kind(CPUINFO.replace("avx2", more)) for more in ("avx2 avx512_bf16", "sse4_1"))}
+    assert len(others) == 3 and cpu_kind("model : 2\n" + CPUINFO) not in others
+    assert cpu_kind("CPU part : 1") != cpu_kind("CPU part : 2")
+
+
+@pytest.mark.covers("M04")
 def test_the_best_variant_that_was_built_computes() -> None:
     found = choose_kernels("cpu", torch.float32)
     assert (found.kernels.name, found.shortfall) == (COMPILED[0].name, "")
     assert library_path(usable_variants()[0]).stem.startswith(found.kernels.name.replace("cpu", "baton", 1)), (
         "its sources are told"
     )
-    assert choose_kernels("torch", torch.float32).kernels.name == "torch"
+    assert choose_kernels("torch", torch.float32).kernels.name == REFERENCE.name
 
 
 def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,13 +62,13 @@ def test_without_a_library_torch_computes_and_says_why(monkeypatch: pytest.Monke
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
     found = choose_kernels("cpu", torch.float32)
-    assert found.kernels.name == "torch"
+    assert found.kernels.name.startswith("torch-")
     assert "make setup" in found.shortfall
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(choice, "library_path", lambda _: broken)
     found = choose_kernels("cpu", torch.float32)
-    assert found.kernels.name == "torch"
+    assert found.kernels.name.startswith("torch-")
     assert "broken.so cannot be loaded" in found.shortfall
 
 

@@ -113,3 +113,15 @@ def test_numbers_that_are_none_stay_so(kernels: Kernels, dtype: torch.dtype) -> 
     ):
         assert found[1].isnan().all()
         assert found[[0, 2]].isfinite().all()
+
+
+def test_a_linear_of_an_odd_number_of_inputs_is_computed_or_refused(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Where a product takes pairs, a row's last number would be taken with the next row's first, which may be none."""
+    weight, x = drawn(1, dtype, 40, 33), drawn(2, dtype, 2, 33)
+    x[1] = float("nan")
+    try:
+        linear = kernels.pack_linear(weight)
+    except ValueError as fault:
+        assert "33 inputs" in str(fault)
+    else:
+        assert_close(linear(x)[:1], torch.nn.functional.linear(x[:1].float(), weight.float()).to(dtype), 33**0.5)

@@ -97,7 +97,7 @@ def test_every_entry_of_the_table_is_whole_and_has_sides_that_triton_takes() -> 
 
 def test_a_device_gets_its_own_entry_or_the_nearest_older_one() -> None:
     table = read_table()
-    found = [table.device(each) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), None)]
-    assert found == ["80", "80", "80", "90", "90", INTERPRETER]
+    found = [table.device(each) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1), None)]
+    assert found == ["80", "80", "80", "90", "90", "120", INTERPRETER]
     with pytest.raises(NoTuning, match="as old as sm_75"):
         table.device((7, 5))

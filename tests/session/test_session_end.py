@@ -7,8 +7,6 @@ from itertools import pairwise
 import pytest
 
 from proto import baton_pb2 as pb
-from router.entrance import RouterCoreConfig
-from router.process import session_timing
 from runtime.session import PROTOCOL, IllegalTransition, Peer, SessionTiming, State
 from runtime.session_book import MAX_LOST_IDS, MAX_SESSIONS, Admitted, NotAdmitted, SessionBook
 from runtime.session_end import SessionEnd
@@ -234,21 +232,6 @@ def test_over_the_bound_of_messages_or_bytes_the_session_is_lost_and_its_buffer_
         assert [type(output) for output in end.receive(Send(big), 0.0)] == [CloseStream, Lost]
         assert end.snapshot()["unacknowledged"] == end.snapshot()["unacknowledged_bytes"] == 0
         assert end.receive(Send(big), 0.0) == []
-
-
-@pytest.mark.covers("R12")
-def test_a_node_that_comes_back_is_given_all_long_prompts_that_waited_for_it_and_none_that_no_frame_takes() -> None:
-    """As many as a router dispatches to a prefill node at once, of a million tokens each."""
-    num_prompts = RouterCoreConfig().max_inflight_prefills
-    end = open_dialer(timing=session_timing(grace_s=2.0))
-    long = pb.RouterMessage(dispatch=pb.Dispatch(prompt_token_ids=[100_000] * 1_000_000))
-    for _ in range(num_prompts):
-        end.receive(Send(long), 0.0)
-    assert (
-        end.state is State.OPEN and end.snapshot()["unacknowledged_bytes"] == num_prompts * long.ByteSize() > 80 << 20
-    )
-    too_long = pb.RouterMessage(cancel=pb.Cancel(key=pb.AttemptKey(request_id="x" * (16 << 20))))
-    assert [type(output) for output in end.receive(Send(too_long), 0.0)] == [CloseStream, Lost]
 
 
 HOSTILE_TO_NODE = {
