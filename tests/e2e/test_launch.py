@@ -72,7 +72,10 @@ def test_a_cluster_without_prefill_nodes_starts_and_serves(tiny_model: Path, tmp
 def test_a_killed_node_that_could_not_be_started_again_is_by_the_next_press_of_its_button(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with started_cluster(tiny_model, tmp_path, "--prefill", "0", "--decode", "1") as running, running.client() as client:
+    with (
+        started_cluster(tiny_model, tmp_path, "--prefill", "0", "--decode", "1") as running,
+        running.client() as client,
+    ):
         log = running.run_dir / "decode-0.log"
         log.unlink()
         log.mkdir()
