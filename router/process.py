@@ -9,7 +9,7 @@ incarnation, and nodes free the old one's work within the grace.
 
 SIGTERM drains: new requests are answered 503, `/ready` says so, and what was accepted ends as if nothing had happened, until the
 drain timeout. SIGINT, or the end of that time, ends every request with an error. SIGHUP ends nothing
-(key_file.py).
+but what a terminal has started (key_file.py).
 """
 
 from __future__ import annotations

@@ -57,8 +57,12 @@ def first_signal() -> asyncio.Future[signal.Signals]:
 
 
 def ignore_hangups() -> None:
-    """Have SIGHUP end nothing: a service manager's reload sends it, whether or not there is a file to read again."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Have SIGHUP end nothing: a service manager's reload sends it, whether or not there is a file to read again.
+
+    Unless this is a terminal's: that sends it when it is closed, and nobody would know of who stays.
+    """
+    if not os.isatty(0):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def die_with_parent(parent_pid: int) -> None:

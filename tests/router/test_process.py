@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -33,10 +34,12 @@ def command(*flags: str) -> list[str]:
 
 
 @contextmanager
-def running(model: Path, ready_file: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def running(
+    model: Path, ready_file: Path, stdin: int = subprocess.DEVNULL
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """A router on free ports, and what its ready file says."""
     flags = ["--model", str(model), "--port", "0", "--ready-file", str(ready_file)]
-    with subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command(*flags), stdin=stdin, stderr=subprocess.PIPE, text=True) as process:
         try:
             end = time.monotonic() + 60
             while not ready_file.exists():
@@ -72,6 +75,15 @@ def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Pat
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
+
+
+def test_a_router_that_a_terminal_has_started_ends_with_it(model: Path, tmp_path: Path) -> None:
+    ours, its = os.openpty()
+    with running(model, tmp_path / "ready.json", stdin=its) as (process, _):
+        process.send_signal(signal.SIGHUP)  # as the kernel does when the terminal is closed
+        assert process.wait(timeout=10) == -signal.SIGHUP
+    os.close(ours)
+    os.close(its)
 
 
 @pytest.mark.parametrize("flag", ["--port", "--registry-port"])

@@ -43,7 +43,7 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, A
     model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
     flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file)]
     command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as router:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as router:
         try:
             until(lambda: ready_file.exists() or router.poll() is not None)
             ready = json.loads(ready_file.read_text())
