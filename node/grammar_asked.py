@@ -103,8 +103,9 @@ class AskedProcess:
                     self._rows.send(data)
                     break
                 except BlockingIOError:
-                    ready = _ready(self._rows, select.POLLIN | select.POLLOUT, ends_at - time.monotonic())
-                    if not ready:
+                    left_s = ends_at - time.monotonic()
+                    ready = _ready(self._rows, select.POLLIN | select.POLLOUT, left_s)
+                    if not ready or left_s <= 0:
                         raise TimeoutError from None
                     if ready & ~select.POLLOUT:  # it may wait for somebody who takes its answers
                         self._hear()
