@@ -95,6 +95,11 @@ def phase_of(world: CoreWorld, request_id: str) -> str:
     return phase
 
 
+def circuit_of(world: CoreWorld, name: str) -> str:
+    circuits: Any = world.core.snapshot()["circuits"]
+    return str(circuits[name])
+
+
 @pytest.mark.covers("R18")
 def test_the_end_of_a_nodes_rest_is_heard_by_who_waits_though_nothing_else_happens() -> None:
     world = CoreWorld.with_nodes("p1", "d1", breaker_failures=2, preempt_retry_count=50)
@@ -107,10 +112,10 @@ def test_the_end_of_a_nodes_rest_is_heard_by_who_waits_though_nothing_else_happe
     for name in failing:
         world.error_from("d1", name, pb.INTERNAL)
     waiting = [name for name in failing if phase_of(world, name) == "Waiting"]
-    assert world.core.snapshot()["circuits"]["d1"] == "open" and waiting
+    assert circuit_of(world, "d1") == "open" and waiting
     num_sent = sum(len(world.dispatches(name)) for name in waiting)
     world.pass_time(1.1)
-    assert world.core.snapshot()["circuits"]["d1"] == "probing", "one of them tries it"
+    assert circuit_of(world, "d1") == "probing", "one of them tries it"
     assert sum(len(world.dispatches(name)) for name in waiting) == num_sent + 1
 
 
