@@ -1,5 +1,8 @@
 """What the sending ends that have a thread share: commands, links by id, and a queue of descriptions for each.
 
+A name in an endpoint's address is looked up by a thread of its own, as a name server may be slow and this one serves every link;
+what comes for the link meanwhile waits for it.
+
 Not here: connections, bytes, and when a source block is taken (zmq_sender.py, shm_sender.py).
 """
 
@@ -11,9 +14,11 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from threading import Thread
+from typing import Final, Generic, TypeVar
 
 from connector.copying import Bytes
+from connector.host_names import named_host, numeric, with_address
 from connector.link_names import node_name
 from connector.socket_thread import SocketThread
 from connector.tally import Tally
@@ -22,6 +27,7 @@ from connector.writes import OutgoingWrite, pack
 from proto import baton_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
+MAX_LOOK_UPS: Final = 64  # under way at once: a name server that hangs must not take every thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,16 @@ class _Close:
 
 
 Command = _Open | _Write | _Notify | _Close
+_Waiting = deque[_Write | _Notify]  # for the address of a link that they are for
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a link leads, or why nowhere."""
+
+    opening: _Open
+    waiting: _Waiting
+    fault: str = ""
 
 
 class SenderLink:
@@ -66,7 +82,7 @@ _L = TypeVar("_L", bound=SenderLink)
 _More = TypeVar("_More")  # what a transport's own threads tell this one
 
 
-class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
+class SenderThread(SocketThread[Command | _Found | _More], Generic[_L, _More]):
     """Implements transport.Sender but for the connections."""
 
     def __init__(self, name: str, memory: Bytes, emit: Emit, message_bytes: Callable[[int], int]) -> None:
@@ -76,6 +92,8 @@ class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
         self._emit = emit
         self._message_bytes = message_bytes
         self._links: dict[str, _L] = {}
+        self._nameless: dict[str, _Waiting] = {}  # links whose name is being looked up
+        self._num_look_ups = 0  # those of links that were closed meanwhile, too
         self._bytes_to = Tally()
 
     def open(self, link_id: str, endpoint: pb.Endpoint) -> None:
@@ -108,35 +126,87 @@ class SenderThread(SocketThread[Command | _More], Generic[_L, _More]):
         instants = [link.must_open_by for link in self._links.values() if not link.is_open]
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
-    def _perform(self, command: Command | _More) -> None:
-        if not isinstance(command, Command):
-            self._hear(command)
-        elif isinstance(command, _Open):
-            if command.link_id in self._links:
-                raise ValueError(f"link {command.link_id} is open already")
-            opened = self._connect(command.link_id, command.endpoint)
-            if isinstance(opened, str):
-                self._emit(LinkClosed(command.link_id, opened))
-            else:
-                self._links[command.link_id] = opened
-        elif (link := self._links.get(command.link_id)) is not None:
-            match command:
-                case _Write(_, lease, blocks):
-                    block_bytes = self._memory.shape[1]
-                    link.queue.extend(pack(lease, blocks, block_bytes, self._message_bytes(len(blocks) * block_bytes)))
-                case _Notify(_, payload):
-                    link.queue.append(payload)
-                case _Close():
-                    self._drop(link, "closed")
+    def _perform(self, command: Command | _Found | _More) -> None:
+        match command:
+            case _Open():
+                self._begin(command)
+            case _Found():
+                self._found(command)
+            case _Write() | _Notify() if (waiting := self._nameless.get(command.link_id)) is not None:
+                waiting.append(command)
+            case _Close(link_id) if self._nameless.pop(link_id, None) is not None:
+                self._say_closed(link_id, "closed")
+            case _Write() | _Notify() | _Close():
+                if (link := self._links.get(command.link_id)) is not None:
+                    self._give(link, command)
+            case _:
+                self._hear(command)
+
+    def _begin(self, command: _Open) -> None:
+        if command.link_id in self._links or command.link_id in self._nameless:
+            raise ValueError(f"link {command.link_id} is open already")
+        if (host := named_host(command.endpoint.address)) is not None:
+            self._look_up(command, host)
+            return
+        opened = self._connect(command.link_id, command.endpoint)
+        if isinstance(opened, str):
+            self._emit(LinkClosed(command.link_id, opened))
+        else:
+            self._links[command.link_id] = opened
+
+    def _look_up(self, command: _Open, host: str) -> None:
+        waiting = self._nameless[command.link_id] = _Waiting()
+        try:
+            if self._num_look_ups >= MAX_LOOK_UPS:
+                raise RuntimeError("too many are under way")
+            Thread(target=self._find, args=(command, waiting, host), name="look-up", daemon=True).start()
+        except RuntimeError as fault:  # or there is no thread left
+            del self._nameless[command.link_id]
+            self._say_closed(command.link_id, f"{host} cannot be looked up: {fault}")
+        else:
+            self._num_look_ups += 1
+
+    def _find(self, command: _Open, waiting: _Waiting, host: str) -> None:
+        """On a thread of its own."""
+        try:
+            endpoint = pb.Endpoint()
+            endpoint.CopyFrom(command.endpoint)
+            endpoint.address = with_address(endpoint.address, numeric(host))
+        except OSError as fault:
+            self._mailbox.put(_Found(command, waiting, f"bad endpoint {command.endpoint.address}: {fault}"))
+        else:
+            self._mailbox.put(_Found(_Open(command.link_id, endpoint), waiting))
+
+    def _found(self, found: _Found) -> None:
+        self._num_look_ups -= 1
+        link_id = found.opening.link_id
+        if self._nameless.get(link_id) is not found.waiting:
+            return  # closed meanwhile
+        del self._nameless[link_id]
+        if found.fault:
+            self._say_closed(link_id, found.fault)
+            return
+        for command in (found.opening, *found.waiting):
+            self._perform(command)
+
+    def _give(self, link: _L, command: _Write | _Notify | _Close) -> None:
+        match command:
+            case _Write(_, lease, blocks):
+                block_bytes = self._memory.shape[1]
+                link.queue.extend(pack(lease, blocks, block_bytes, self._message_bytes(len(blocks) * block_bytes)))
+            case _Notify(_, payload):
+                link.queue.append(payload)
+            case _Close():
+                self._drop(link, "closed")
 
     def _drop(self, link: _L, reason: str) -> None:
         del self._links[link.link_id]
         self._disconnect(link)
-        self._say_closed(link, reason)
+        self._say_closed(link.link_id, reason)
 
-    def _say_closed(self, link: _L, reason: str) -> None:
-        _LOG.info("event=link_closed link=%s reason=%s", link.link_id, reason)
-        self._emit(LinkClosed(link.link_id, reason))
+    def _say_closed(self, link_id: str, reason: str) -> None:
+        _LOG.info("event=link_closed link=%s reason=%s", link_id, reason)
+        self._emit(LinkClosed(link_id, reason))
 
     def _hear(self, word: _More) -> None:
         """What a transport's own threads tell this one."""

@@ -7,15 +7,11 @@ hold. Answers are small and not limited so tightly: a ROUTER that has no room dr
 from __future__ import annotations
 
 import ctypes
-import errno
-import ipaddress
-import socket
 from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
-LOOK_UP_S: Final = 10.0  # that a name server may take, while other links go on
 OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s in which a dead node must be found
 HEARTBEAT_MS: Final = 400
 SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
@@ -65,28 +61,6 @@ def bound_link(link: Socket, address: str, max_frame_bytes: int) -> None:
     link.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     link.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     link.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
-
-
-def numeric(host: str) -> str:
-    """The host's address, its IPv4 one if it has any; an address as it is. Raises zmq.ZMQError if the name is unknown.
-
-    libzmq resolves by itself only what it connects to, on the thread that serves every link, and of a name with both kinds of
-    addresses only those that are asked for.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError):  # ValueError: no name at all, it may have come over the wire
-        raise zmq.ZMQError(errno.ENODEV, f"{host} has no address") from None
-    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
-
-
-def is_address(host: str) -> bool:
-    """Whether it needs no name server."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def tcp_address(host: str, port: int | str) -> str:

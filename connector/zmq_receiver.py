@@ -12,20 +12,30 @@ Not here: links this node opens (zmq_sender.py).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
+from connector.host_names import numeric
 from connector.landing import Landing
 from connector.receiver_thread import LeaseEnded, ReceiverThread, Reply, ReplyTo, Unsaid
 from connector.transport import Emit, NotifyArrived, WriteRefused
 from connector.writes import MAX_FRAME_BYTES, IncomingNotice, IncomingWrite, decode
 from connector.zmq_gate import ZmqGate
-from connector.zmq_options import Context, LinkRules, Place, Socket, bound_link, numeric, tcp_address
+from connector.zmq_options import Context, LinkRules, Place, Socket, bound_link, tcp_address
 from proto import baton_pb2 as pb
 
 _MESSAGES_PER_POLL: Final = 16  # then handshakes and answers get their turn
+
+
+def _address_of(host: str) -> str:
+    """libzmq resolves by itself only what it connects to. Raises zmq.ZMQError."""
+    try:
+        return numeric(host)
+    except OSError as fault:
+        raise zmq.ZMQError(errno.ENODEV, str(fault)) from None
 
 
 class ZmqReceiver(ReceiverThread):
@@ -36,7 +46,7 @@ class ZmqReceiver(ReceiverThread):
         self._gate = ZmqGate(context, is_encrypted=rules.is_encrypted)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._gate.guard(self._socket)
-        address = tcp_address(numeric(place.host), place.port or "*")
+        address = tcp_address(_address_of(place.host), place.port or "*")
         bound_link(self._socket, address, MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

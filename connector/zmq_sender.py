@@ -1,7 +1,7 @@
 """The sending end of the zmq transport: one DEALER socket per link, one thread for all of them.
 
-    looking its name up ──► opening ──handshake──► open ──► gone     LinkClosed exactly once, then nothing of the link is left
-       └── none ───────────────└── refused, wrong secret, OPEN_S over ──►┘
+    opening ──handshake──► open ──► gone        LinkClosed exactly once, then nothing of the link is left
+       └── refused, wrong secret, OPEN_S over ──►┘
 
 A link's messages wait in its own queue as descriptions; bytes are given away when the link can take a message, a few messages at
 most before the next link's turn (zmq_options.QUEUED_MESSAGES). They go from where they lie, if that is in one piece: then a source
@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Thread
 from typing import Final
 
 import zmq
@@ -41,16 +40,12 @@ from connector.writes import (
 )
 from connector.zmq_curve import KEY_BYTES, sender_keys
 from connector.zmq_options import (
-    LOOK_UP_S,
     OPEN_S,
     QUEUED_MESSAGES,
     Context,
     LinkRules,
     Socket,
     bound_link,
-    is_address,
-    numeric,
-    tcp_address,
 )
 from proto import baton_pb2 as pb
 
@@ -72,16 +67,6 @@ class _GivenBack:
 
     link: _Link
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Which address the name in a link's endpoint has, or why none."""
-
-    link: _Link
-    endpoint: pb.Endpoint
-    address: str
-    fault: zmq.ZMQError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +100,7 @@ class _Link(SenderLink):
         self.socket.close()
 
 
-class ZmqSender(SenderThread[_Link, _GivenBack | _Found]):
+class ZmqSender(SenderThread[_Link, _GivenBack]):
     """Implements transport.Sender; `start` it once. Bytes sent are payload given to the wire."""
 
     def __init__(self, context: Context, memory: Bytes, user_name: str, emit: Emit, rules: LinkRules) -> None:
@@ -156,45 +141,21 @@ class ZmqSender(SenderThread[_Link, _GivenBack | _Found]):
             return (
                 f"links of this node are {ours}, at {endpoint.address} {theirs}: --tls-dir is everybody's or nobody's"
             )
-        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
-        host = host.strip("[]")
         try:
-            link = _Link(link_id, self._context.socket(zmq.DEALER), time.monotonic() + LOOK_UP_S)
+            link = _Link(link_id, self._context.socket(zmq.DEALER), time.monotonic() + OPEN_S)
         except zmq.ZMQError as fault:  # no socket left
             return f"no socket: {fault}"
-        if not is_address(host):  # a name server may be slow, and this thread serves every link
-            try:
-                Thread(target=self._look_up, args=(link, endpoint, host, port), name="zmq-look-up", daemon=True).start()
-            except RuntimeError as fault:  # as many as there may be
-                link.close()
-                return f"its name {host} cannot be looked up: {fault}"
-        elif (reason := self._begin(_Found(link, endpoint, tcp_address(host, port)))) is not None:
+        try:
+            self._connect_socket(link.socket, endpoint)
+        except zmq.ZMQError as fault:  # the endpoint came over the wire: libzmq does not take its address or its secret
             link.close()
-            return reason
+            return f"bad endpoint {endpoint.address}: {fault}"
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         return link
 
-    def _look_up(self, link: _Link, endpoint: pb.Endpoint, host: str, port: str) -> None:
-        """On a thread of its own."""
-        try:
-            found = _Found(link, endpoint, tcp_address(numeric(host), port))
-        except zmq.ZMQError as fault:
-            found = _Found(link, endpoint, "", fault)
-        self._mailbox.put(found)
-
-    def _begin(self, found: _Found) -> str | None:
-        """Begin the link's connection; or why there can be none."""
-        found.link.must_open_by = time.monotonic() + OPEN_S
-        try:
-            if found.fault is not None:
-                raise found.fault
-            self._connect_socket(found.link.socket, found.endpoint, found.address)
-        except zmq.ZMQError as fault:  # the endpoint came over the wire: libzmq does not take its address or its secret
-            return f"bad endpoint {found.endpoint.address}: {fault}"
-        return None
-
-    def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint, address: str) -> None:
+    def _connect_socket(self, socket: Socket, endpoint: pb.Endpoint) -> None:
+        address = endpoint.address
         bound_link(socket, address, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -301,18 +262,14 @@ class ZmqSender(SenderThread[_Link, _GivenBack | _Found]):
         if write.finished:
             self._emit(BlocksTaken(link.link_id, write.lease.lease_id, write.finished))
 
-    def _hear(self, word: _GivenBack | _Found) -> None:
+    def _hear(self, word: _GivenBack) -> None:
         link = word.link
-        if isinstance(word, _Found):
-            if self._links.get(link.link_id) is link and (reason := self._begin(word)) is not None:
-                self._drop(link, reason)
-            return
         loan = link.loans.pop(word.number)
         if self._links.get(link.link_id) is link:
             self._taken(link, loan.write)
             self._tell_answers(link)
         elif not link.loans and (reason := self._closing.pop(link.link_id, None)) is not None:
-            self._say_closed(link, reason)
+            self._say_closed(link.link_id, reason)
 
     def _drop(self, link: _Link, reason: str) -> None:
         """Closing its socket makes libzmq let go of what it has, soon: only then is the link quiet."""

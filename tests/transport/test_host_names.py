@@ -1,4 +1,4 @@
-"""Names in zmq addresses: which work, and what a slow name server holds up."""
+"""Names in link addresses: which work, and what a slow name server holds up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import zmq
 
+from connector import sender_thread
+from connector.host_names import named_host, with_address
 from connector.transport import LinkClosed, NotifyArrived
 from connector.zmq_options import Place
 from connector.zmq_transport import ZmqTransport
 from proto import baton_pb2 as pb
-from tests.transport.net import ZmqNet, commit
+from tests.transport.conftest import made
+from tests.transport.net import Net, commit
 
 
 @pytest.mark.parametrize("host", ["::1", "localhost"])
@@ -33,8 +36,34 @@ def test_other_names_of_loopback_work_as_well(host: str) -> None:
     receiver.stop()
 
 
+@pytest.mark.parametrize(
+    ("place", "host"),
+    [
+        ("tcp://a-b.c:1", "a-b.c"),
+        ("localhost:65535", "localhost"),
+        *(
+            (each, None)
+            for each in ("tcp://127.0.0.1:1", "127.0.0.1:1", "[::1]:1", "tcp://[::1]:1", "a:123456", "", "x")
+        ),
+        ("0b5f-4c/node:7", None),
+        ("inproc://zeromq.zap.01", None),
+    ],
+)
+def test_a_name_is_told_from_an_address(place: str, host: str | None) -> None:
+    assert named_host(place) == host
+    if host is not None:
+        assert with_address(place, "10.0.0.1") == place.replace(host, "10.0.0.1")
+        assert with_address(place, "fd00::1") == place.replace(host, "[fd00::1]")
+
+
 @pytest.mark.covers("P04")
-def test_a_slow_name_server_delays_no_other_link(zmq_net: ZmqNet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["zmq", "nixl, one-sided"])
+def test_a_slow_name_server_delays_no_other_link(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(kind) as net:
+        others_go_on(net, monkeypatch)
+
+
+def others_go_on(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     may_answer = threading.Event()
     look_up = socket.getaddrinfo
 
@@ -45,22 +74,23 @@ def test_a_slow_name_server_delays_no_other_link(zmq_net: ZmqNet, monkeypatch: p
         return look_up(host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    sender, receiver = zmq_net.node("sender"), zmq_net.node("receiver")
+    monkeypatch.setattr(sender_thread, "MAX_LOOK_UPS", 3)
+    sender, receiver = net.node("sender"), net.node("receiver")
     right = receiver.transport.endpoint()
-    port = right.address.rpartition(":")[2]
-    for name in ("slow", "none", "closed"):
-        address = f"tcp://{name}.example:{port}"
+    for name in ("slow", "none", "closed", "more"):
+        address = right.address.replace("127.0.0.1", f"{name}.example")
         sender.transport.open(
-            f"{name}@1/1", pb.Endpoint(transport="zmq", address=address, link_secret=right.link_secret)
+            f"{name}@1/1", pb.Endpoint(transport=right.transport, address=address, link_secret=right.link_secret)
         )
         sender.transport.notify(f"{name}@1/1", commit(2))
     sender.transport.close("closed@1/1")
     sender.transport.open("receiver@1/1", receiver.transport.endpoint())
     sender.transport.notify("receiver@1/1", commit(1))
-    zmq_net.until(lambda: len(receiver.said.of(NotifyArrived)) == 1)
+    net.until(lambda: len(receiver.said.of(NotifyArrived)) == 1)
     assert receiver.said.of(NotifyArrived)[0].payload == commit(1)
     may_answer.set()
-    zmq_net.until(lambda: len(receiver.said.of(NotifyArrived)) == 2 and len(sender.said.of(LinkClosed)) == 2)
+    net.until(lambda: len(receiver.said.of(NotifyArrived)) == 2 and len(sender.said.of(LinkClosed)) == 3)
     assert receiver.said.of(NotifyArrived)[1].payload == commit(2)
     reasons = {event.link_id: event.reason for event in sender.said.of(LinkClosed)}
+    assert reasons.pop("more@1/1") == "more.example cannot be looked up: too many are under way"
     assert reasons.pop("closed@1/1") == "closed" and "none.example" in reasons.pop("none@1/1") and not reasons
