@@ -245,7 +245,7 @@ class DecodeCore:
         self._local.settle(now)
         if now >= self._drain_deadline:
             for lease in self._leases.not_over():
-                self._receiving.cancel(lease, now, "DRAINING")
+                self._receiving.drain(lease, now)
         outs = (self._out, self._local.out, self._receiving.out, self._running.out, self._door.out)
         out = [action for each in outs for action in each]
         for each in outs:

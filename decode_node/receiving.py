@@ -90,7 +90,8 @@ class Receiving:
             return pb.RenewReply(life_ms=0)
         if lease.state not in OPEN:
             self.out.append(ev.Count("stale_refused"))
-            return pb.RenewReply(life_ms=0, is_too_late=lease.refusal == pb.DEADLINE)
+            over = lease.refusal
+            return pb.RenewReply(life_ms=0, is_too_late=over == pb.DEADLINE, is_draining=over == pb.DRAINING)
         self._prolong(lease, now)
         return pb.RenewReply(life_ms=int(lease.life_s * 1000))
 
@@ -108,6 +109,11 @@ class Receiving:
         """Nobody wants any of its branches."""
         lease.outcome = outcome
         self._step(lease, ReceiverEvent.CANCEL, now)
+
+    def drain(self, lease: Lease, now: float) -> None:
+        """The node is to end, and waits for it no longer; its sender is told so, which costs nobody a retry."""
+        lease.refusal = pb.DRAINING
+        self.cancel(lease, now, "DRAINING")
 
     def close(self, lease: Lease, key: AttemptKey, outcome: str, now: float) -> None:
         """The lease's branch is not wanted here any more; without any the lease is over."""
@@ -228,7 +234,7 @@ class Receiving:
                 self._refuse_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:
-        """Forget a lease that is over; one that a bad write or its deadline ended stays for its life, to tell its sender why."""
+        """Forget a lease that is over; one that a bad write, its deadline or a drain ended stays for its life, to tell its sender why."""
         if lease.refusal == pb.LEASE_EXPIRED:
             self.leases.forget(lease)
             self._timers.set(lease.lease_id, None)

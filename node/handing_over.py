@@ -205,8 +205,12 @@ class Handovers:
         if handover is None or reply is None:
             return []  # unanswered: the next one may get through before the lease ends
         if reply.life_ms == 0:
-            gone = (pb.LEASE_EXPIRED, f"{handover.offer.target.node.name} has no such lease any more")
-            error = self.error(*((pb.DEADLINE, TOO_LATE) if reply.is_too_late else gone))
+            receiver_name = handover.offer.target.node.name
+            if reply.is_draining:  # said by the receiver, or the router would take this node for the one that is to end
+                error = pd_error(pb.DRAINING, f"{receiver_name} is to end", None, receiver_name)
+            else:
+                gone = (pb.LEASE_EXPIRED, f"{receiver_name} has no such lease any more")
+                error = self.error(*((pb.DEADLINE, TOO_LATE) if reply.is_too_late else gone))
             return self.step(handover, SenderEvent.LEASE_GONE, now, error)
         if handover.state is SenderState.WRITING:
             handover.overdue_at = now + reply.life_ms / 1000

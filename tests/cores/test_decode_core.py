@@ -175,6 +175,21 @@ def test_a_lease_that_the_deadline_ended_tells_its_renewal_and_its_commit_so() -
     assert decode.core.snapshot()["leases_by_state"] == {}, "remembered for a lease life only"
 
 
+@pytest.mark.covers("D08", "H07")
+def test_a_lease_that_a_drain_gave_up_tells_its_renewal_and_its_commit_so() -> None:
+    """As LEASE_EXPIRED it would cost a retry, and count against both nodes."""
+    decode = Decode()
+    lease = decode.reserve(KEY, PROMPT, 4).lease
+    assert only(list(decode.core.receive(ev.DrainAsked(1.0), 1.0)), ev.Ended).outcome == "DRAINING"
+    decode.core.receive(RevokeDone(lease.lease_id), 1.0)
+    renew = pb.RenewRequest(key=KEY.to_proto(), lease_id=lease.lease_id, secret=lease.secret)
+    renewed = only(list(decode.core.receive(ev.RenewAsked(2, renew), 1.1)), ev.AnswerRenew).reply
+    assert renewed == pb.RenewReply(life_ms=0, is_draining=True)
+    actions = list(decode.core.receive(NotifyArrived("link", commit(KEY, lease, PROMPT, 9, 4)), 1.1))
+    error = only(actions, ev.AnswerCommit).message.answer.error
+    assert error.code == pb.DRAINING and error.retryable
+
+
 @pytest.mark.covers("H05")
 @pytest.mark.parametrize(
     "field", ["secret", "attempt", "prompt", "length", "length below the keys", "token", "max_tokens"]

@@ -244,6 +244,18 @@ def test_a_lease_that_ended_with_the_request_ends_the_attempt_as_that() -> None:
     assert error.code == pb.DEADLINE and not error.retryable
 
 
+@pytest.mark.covers("D08")
+def test_a_lease_that_its_receiver_gave_up_to_end_ends_the_attempt_in_its_name() -> None:
+    """In this node's own name it would be this one that drains."""
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4)
+    prefill.core.receive(ev.ReserveAnswered(KEY, grant(1, 14, life_ms=9_000)), 0.0)
+    prefill.core.tick(3.0)
+    actions = list(prefill.core.receive(ev.RenewAnswered(KEY, pb.RenewReply(is_draining=True)), 3.5))
+    error = messages(actions)[0].error
+    assert error.code == pb.DRAINING and error.retryable and error.node_id == "decode-0"
+
+
 @pytest.mark.covers("R04")
 def test_a_dispatch_behind_its_own_cancel_is_refused_and_counted() -> None:
     prefill = Prefill()

@@ -58,7 +58,7 @@ MUTANTS: Final = (
         "renewal-is-not-told-of-the-deadline",
         "Whoever renews a lease that its request's deadline ended hears that it expired.",
         "decode_node/receiving.py",
-        "pb.RenewReply(life_ms=0, is_too_late=lease.refusal == pb.DEADLINE)",
+        "pb.RenewReply(life_ms=0, is_too_late=over == pb.DEADLINE, is_draining=over == pb.DRAINING)",
         "pb.RenewReply(life_ms=0)",
         _DECODE,
     ),
