@@ -66,7 +66,12 @@ _ROWS: Final[dict[str, tuple[_Panel, ...]]] = {
         _Panel(
             "KV sent",
             "Bps",
-            (('sum by (job) (rate(baton_node_transfer_bytes_total{direction="sent"}[$__rate_interval]))', "sent"),),
+            (
+                (  # "other" leaps by all that a forgotten peer ever got
+                    'sum by (job) (rate(baton_node_transfer_bytes_total{direction="sent",peer!="other"}[$__rate_interval]))',
+                    "sent",
+                ),
+            ),
         ),
         _Panel(
             "How busy each runner is",

@@ -16,7 +16,7 @@ from connector.checksum import piece_checksum
 from connector.mailbox import Mailbox
 from connector.shm_sender import message_bytes
 from connector.socket_thread import SocketThread
-from connector.tally import Tally
+from connector.tally import MOST_NAMES, OTHER, Tally
 from connector.transport import MAX_PAYLOAD_BYTES, LeaseRef
 from connector.writes import MAX_PIECES, MAX_WRITE_HEADER_BYTES, OutgoingWrite, frame_bytes, gather, pack
 
@@ -163,6 +163,38 @@ def test_a_tally_adds_up_over_threads() -> None:
     for thread in threads:
         thread.join()
     assert list(tally.snapshot().items()) == [("a", 1), ("b", 80_000)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from([OTHER, *"abcdefg"]), st.integers(0, 9)), max_size=60))
+def test_a_tally_keeps_the_names_used_last_and_its_sum_and_none_goes_backwards(
+    most_names: int, adds: list[tuple[str, int]]
+) -> None:
+    tally = Tally(most_names)
+    used: list[str] = []  # the latest first
+    before: dict[str, int] = {}
+    total = 0
+    for name, amount in adds:
+        tally.add(name, amount)
+        total += amount
+        used = [name, *(each for each in used if each != name)]
+        shown = tally.snapshot()
+        assert set(used[:most_names]) <= shown.keys() <= {*used[:most_names], OTHER}
+        assert sum(shown.values()) == total
+        assert all(shown[each] >= count for each, count in before.items() if each in shown)
+        assert shown[name] >= amount + before.get(name, 0), "none is counted under somebody else's name"
+        before = shown
+
+
+def test_a_tally_of_random_names_does_not_grow_for_ever() -> None:
+    tally = Tally()
+    for number in range(10 * MOST_NAMES):
+        tally.add("mine")
+        tally.add(f"decode-{number}", 2)
+    shown = tally.snapshot()
+    assert len(shown) == MOST_NAMES + 1
+    assert shown["mine"] == 10 * MOST_NAMES
+    assert shown[OTHER] == 2 * (9 * MOST_NAMES + 1)
 
 
 class Hanging(SocketThread[int]):
