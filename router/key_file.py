@@ -23,7 +23,7 @@ from runtime.session_driver import surface
 _LOG: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0
 
-_Mark = tuple[int, int, int] | None  # what changes when the file does; None: it is not there
+_Mark = tuple[int, int, int, int] | None  # what changes when the file does, or who may read it; None: it is not there
 
 
 class KeyFile:
@@ -98,4 +98,4 @@ def _mark(path: Path) -> _Mark:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

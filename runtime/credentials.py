@@ -34,6 +34,7 @@ _LOG: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0  # between two looks at the files
 
 ChannelOptions = Sequence[tuple[str, Any]]
+_Mark = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Credentials:
         self._directory = directory
         self._host = host
         self._looked_at = 0.0
-        self._mark: tuple[tuple[int, int], ...] = ()
+        self._mark: _Mark = ()
         self._http: list[ssl.SSLContext] = []
         self._files: TlsFiles | None = None
         if directory is not None:
@@ -179,16 +180,16 @@ def _read(directory: Path, host: str | None) -> TlsFiles:
     return files
 
 
-def _mark(directory: Path) -> tuple[tuple[int, int], ...]:
-    """What changes when one of the files does."""
+def _mark(directory: Path) -> _Mark:
+    """What changes when one of the files does, or who may read it: a copy of root's may get its owner later."""
     found = []
     for name in ("ca.crt", "tls.crt", "tls.key"):
         try:
             status = (directory / name).stat()
         except OSError:
-            found.append((0, 0))
+            found.append((0, 0, 0))
         else:
-            found.append((status.st_mtime_ns, status.st_ino))
+            found.append((status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return tuple(found)
 
 

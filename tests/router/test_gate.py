@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from router.key_file import KeyFile
 from router.shell import RouterShell
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router, until
 from tests.router.tiny_model import write_model_text
+from tests.without_root import without_root
 
 KEY = "sk-of-alice-0123456789"
 OTHER = "sk-of-bob-01234567890"
@@ -208,6 +210,37 @@ def test_a_file_that_changes_counts_without_a_restart(
 
     asyncio.run(run())
     assert not [message for message in caplog.messages if KEY in message or OTHER in message]
+
+
+@pytest.mark.covers("X02")
+def test_a_new_file_that_nobody_may_read_counts_once_its_mode_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root copies, and only then gives it away: neither what is in it nor when it was written changes any more."""
+    caplog.set_level(logging.INFO)
+    path = Path("keys")
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    (tmp_path / "new").write_text(f"{KEY}\n{OTHER}\n")
+
+    def renew() -> None:
+        new = Path("new")
+        new.chmod(0)
+        new.replace(path)
+
+    async def run() -> None:
+        file = KeyFile(path)
+        file.start(lambda: None)
+        renew()
+        await until(logged(caplog, "api_keys_kept", 1))
+        assert "cannot be read: Permission denied" in caplog.messages[-1]
+        mend()
+        await until(logged(caplog, "api_keys_read", 2))
+        assert len(file.keys) == 2
+        await file.close()
+
+    mend = partial(path.chmod, 0o600)
+    with without_root(tmp_path):
+        asyncio.run(run())
 
 
 @pytest.mark.covers("X02")

@@ -32,6 +32,7 @@ from runtime.redis_address import registry_problem
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryUnreachable
 from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
+from tests.without_root import without_root
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +304,39 @@ def test_certificates_that_are_renewed_count_without_a_restart(
 
     asyncio.run(run())
     assert "tls.key holds no private key" in caplog.text
+
+
+@pytest.mark.covers("X03")
+def test_a_renewed_key_that_nobody_may_read_counts_once_its_mode_is_mended(
+    ours: Path, others: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root copies, and only then gives it away: neither what is in it nor when it was written changes any more."""
+    caplog.set_level(logging.INFO)
+    directory = copied(ours, tmp_path / "mine")
+    copied(others, directory / "new")
+
+    def renew() -> None:
+        for new in Path("new").iterdir():
+            new.replace(new.name)
+
+    async def run() -> None:
+        mine = Credentials(Path())
+
+        async def becomes(told: str) -> None:
+            async with asyncio.timeout(20):
+                while told not in caplog.text:
+                    await mine.channel("127.0.0.1:9").close()
+                    await asyncio.sleep(0.05)
+
+        renew()
+        set_mode(0)
+        await becomes("tls.key cannot be read: Permission denied")
+        set_mode(0o600)
+        await becomes("certificates_read")
+
+    set_mode = Path("tls.key").chmod
+    with without_root(directory):
+        asyncio.run(run())
 
 
 # ---------------------------------------------------------------- HTTPS
