@@ -120,10 +120,13 @@ class HandoffClient:
 
     async def _is_connected(self, address: str, timeout_s: float) -> bool:
         """Whether there is a connection, or one comes about in time: a port that refuses may be a node that restarts."""
+        channel = self._channel(address)
         try:
-            await asyncio.wait_for(self._channel(address).channel_ready(), timeout_s)
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
         except (TimeoutError, grpc.aio.UsageError):  # UsageError: more peers than channels, and this one was closed
             LOG.info("event=no_answer call=connect peer=%s", address)
+            if self._channels.get(address) is channel:  # others may wait for it yet; it ends with the last of them
+                del self._channels[address]  # the next one shows the certificates of its day
             return False
         return True
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import TypeVar
 
+import grpc.aio
 import pytest
 
 from node import events as ev
 from node import handoff_client
 from node.handoff_client import HandoffClient
 from proto import baton_pb2 as pb
+from proto import baton_pb2_grpc as pb_grpc
 from proto.attempt_key import AttemptKey, attempt_key
+from runtime.credentials import Credentials
 from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.node.test_validate import good_reserve
+from tests.security.strangers import make_certificates
 from tests.session.tcp_proxy import TcpProxy
 
 T = TypeVar("T")
@@ -165,3 +171,44 @@ def test_a_call_whose_channel_makes_room_for_others_fails_and_takes_nobody_with_
         assert sorted(answer.reply is None for answer in answers) == [False, True]
 
     with_client(test)
+
+
+@pytest.mark.covers("X03")
+def test_a_node_is_reached_again_with_the_certificates_of_the_day(tmp_path: Path) -> None:
+    """What a channel shows is read when it is made: one that fails must not be kept for ever."""
+    first, second = (make_certificates(tmp_path / name) for name in ("first", "second"))
+    shutil.copytree(first, tmp_path / "tls")
+    credentials = Credentials(tmp_path / "tls")
+
+    @asynccontextmanager
+    async def served(directory: Path, address: str) -> AsyncIterator[str]:
+        async with serve_node(pb.ROLE_DECODE, grant, "127.0.0.1:0") as node:
+            front, host = grpc.aio.server(options=(("grpc.so_reuseport", 0),)), address.rpartition(":")[0]
+            pb_grpc.add_NodeServicer_to_server(node.service, front)
+            port = Credentials(directory).bind(front, address)
+            await front.start()
+            try:
+                yield f"{host}:{port}"
+            finally:
+                await front.stop(None)
+
+    async def run() -> None:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            outcomes = Outcomes()
+            client = HandoffClient(outcomes.post, tasks.create_task, credentials)
+
+            async def granted(address: str) -> bool:
+                client.reserve(reserve(address, 2.0))
+                answer = await outcomes.next()
+                return answer.reply is not None
+
+            async with served(first, "127.0.0.1:0") as address:
+                assert await granted(address)
+            for name in ("ca.crt", "tls.crt", "tls.key"):
+                shutil.copy(second / name, tmp_path / "tls" / name)
+            async with served(second, address):
+                while not await granted(address):
+                    pass
+            await client.close()
+
+    asyncio.run(run())
