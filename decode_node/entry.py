@@ -15,6 +15,7 @@ from node.config import NodeConfig
 from node.validate import SECRET_BYTES
 from runtime.collecting import loading
 from runtime.config import load, set_grpc_environment, set_thread_environment
+from runtime.process import heed_sigterm
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | None = None) -> int:
     """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
+    heed_sigterm()
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
     set_thread_environment(config.num_threads)
     set_grpc_environment()

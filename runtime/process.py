@@ -1,7 +1,8 @@
 """What a process owes the operating system: end on signals, end with its parent, end with one clear line.
 
 SIGTERM is what systemd, docker and Kubernetes send: whoever serves requests finishes or hands over what is here, and then ends.
-SIGINT is Ctrl-C: end now, in good order. A second signal of either kind ends the process where it stands.
+SIGINT is Ctrl-C: end now, in good order. A second signal of either kind ends the process where it stands, and so does SIGTERM while
+it loads: it has nothing to hand over yet.
 
 Not here: what is stopped on the way out (each entry does that once `first_signal` has come).
 """
@@ -39,6 +40,15 @@ def fatal(message: str) -> NoReturn:
     """End the process with one line on stderr and exit code 2: something that the user can mend."""
     sys.stderr.write(" ".join(message.split()) + "\n")
     raise SystemExit(EXIT_USAGE)
+
+
+def heed_sigterm() -> None:
+    """Have SIGTERM end this process until `first_signal` is called, also as process 1 of a container.
+
+    To that one Linux hands no signal that it has no handler for (pid_namespaces(7)); any other ends by itself.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def first_signal() -> asyncio.Future[signal.Signals]:

@@ -6,9 +6,13 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,15 @@ WAITER = (
 )
 
 
+INIT = "from runtime.process import heed_sigterm\nheed_sigterm()\nprint('loading', flush=True)\ninput()\n" + WAITER
+LOADING = {  # how each is begun, and the flag of a file that it reads meanwhile
+    "router": (("router", "--port", "0"), "--tls-dir"),
+    "prefill": (("prefill_node", "--router", "127.0.0.1:9"), "--tls-dir"),
+    "decode": (("deploy.node_process", "decode", "--router", "127.0.0.1:9"), "--config"),
+    "mixed": (("deploy.node_process", "mixed", "--router", "127.0.0.1:9"), "--config"),
+}
+
+
 def test_a_child_dies_with_a_parent_that_was_killed() -> None:
     """SIGKILL gives the parent no chance to say so; the kernel does."""
     with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
@@ -86,6 +99,64 @@ def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
         assert process.stdout.readline() == f"{number.name}\n"
         process.send_signal(second)
         assert process.wait(20) == 128 + second
+
+
+@contextmanager
+def as_process_1(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """Python with these words as the first process of a namespace, as in a container; what is yielded ends with its exit code."""
+    space = ("unshare", "--pid", "--mount-proc", "--kill-child")
+    if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("unshare --pid is not to be had: no process can be number 1 here")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*space, sys.executable, *words], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as outside:
+        try:
+            yield outside
+        finally:
+            outside.kill()
+
+
+def terminate_inside(outside: subprocess.Popen[str]) -> None:
+    """SIGTERM to the one that is number 1 there."""
+    number = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text(encoding="ascii")
+    os.kill(int(number), signal.SIGTERM)
+
+
+def test_process_1_of_a_container_ends_when_it_is_told_so_while_it_loads() -> None:
+    """The kernel hands it no signal that it has no handler for: it would load on, and be killed later without a drain."""
+    with as_process_1("-c", INIT) as process:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        terminate_inside(process)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> None:
+    with as_process_1("-c", INIT) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert [process.stdout.readline() for _ in range(2)] == ["loading\n", "up\n"]
+        terminate_inside(process)
+        assert process.stdout.readline() == "SIGTERM\n"
+
+
+@pytest.mark.parametrize("role", LOADING)
+def test_a_container_that_is_stopped_while_it_loads_is_gone_at_once(role: str, tmp_path: Path) -> None:
+    """Caught where it reads a file that never ends."""
+    words, flag = LOADING[role]
+    endless = tmp_path / "ca.crt"
+    os.mkfifo(endless)
+    read = endless if flag == "--config" else tmp_path
+    with as_process_1("-m", *words, "--model", str(tmp_path), flag, str(read)) as process:
+        writer = None
+        while writer is None:
+            try:
+                writer = os.open(endless, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.01)  # nobody reads it yet: nothing else tells
+        terminate_inside(process)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        os.close(writer)
 
 
 def test_a_fatal_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
