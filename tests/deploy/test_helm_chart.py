@@ -18,6 +18,7 @@ from deploy.cli import COMMANDS
 from node.config import NodeConfig
 from router.config import RouterConfig
 from runtime.config import parse
+from runtime.process import is_everywhere
 from tests.conftest import RUN_SEED
 from tests.deploy.chart_cases import MIXED_ONLY, SWITCHES, TINY, TLS, WRONG, Values, drawn, together, values_of
 from tests.deploy.chart_schema import CHART
@@ -223,6 +224,12 @@ def test_what_is_said_after_an_install_is_a_curl_line_that_fits(engine: Engine) 
             each for each in outcome.install.of("Service") if each["metadata"]["labels"][COMPONENT] == "router"
         ]
         assert f"service/{service['metadata']['name']} 8000:" in outcome.notes
+
+
+def test_the_port_that_is_forwarded_after_an_install_is_open(engine: Engine) -> None:
+    """kubectl dials the pod's loopback, also where there is no TLS: at the pod's own address nobody would answer."""
+    for outcome in engine.good():
+        assert is_everywhere(resolved(outcome.install.pods_of("router"))["BATON_HOST"])
 
 
 def test_values_arrive_as_they_were_written(engine: Engine) -> None:
