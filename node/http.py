@@ -24,8 +24,8 @@ def make_app(view: NodeView) -> Starlette:
         return JSONResponse({"status": "draining" if view.is_draining else "ok", "node_id": view.node_id})
 
     async def ready(_: Request) -> Response:
-        """That the node takes work."""
-        return JSONResponse({"ready": not view.is_draining}, 503 if view.is_draining else 200)
+        """That the node takes work, and that a registry has heard of it."""
+        return JSONResponse({"ready": view.is_ready}, 200 if view.is_ready else 503)
 
     async def state(_: Request) -> Response:
         return JSONResponse(view.state())

@@ -185,6 +185,7 @@ class _NodeProcess:
             make_transport=self._make_transport,
         )
         self._newest = NewestInbox()
+        self._is_listed = asyncio.Event()  # a registry has taken it; for good, whatever becomes of the registry
         self._refusal: str | None = None
 
     async def run(self) -> None:
@@ -226,7 +227,9 @@ class _NodeProcess:
         config, incarnation = self._config, running.incarnation
         has_changed = self._ending.take_up(incarnation.core)
         registries = choose_registries(config.registry, config.registry_namespace, config.router, self._credentials)
-        registry = RegistryClient(registries, lambda: self._entry(incarnation, listeners), self._on_refused)
+        registry = RegistryClient(
+            registries, lambda: self._entry(incarnation, listeners), self._on_refused, self._is_listed.set
+        )
         taken_up.push_async_callback(registry.deregister)
         if has_changed:
             await registry.announce()
@@ -362,7 +365,9 @@ class _NodeProcess:
             rank_pids=engine.rank_pids,
         )
         told = (running.transport.snapshot, running.routers.sessions.snapshot, threads.kv_pool.snapshot)
-        return facts, Sources(incarnation.core, self._counters, self._measures, *told, self._ending)
+        return facts, Sources(
+            incarnation.core, self._counters, self._measures, *told, self._ending, self._is_listed.is_set
+        )
 
     def _entry(self, incarnation: Incarnation, listeners: _Listeners) -> pb.NodeEntry:
         """What the routers are told."""

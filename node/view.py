@@ -56,6 +56,7 @@ class Sources:
     sessions: Callable[[], object]  # JSON-able
     kv_pool: Callable[[], Mapping[str, object]]  # its snapshot; empty without one
     ending: Ending
+    is_listed: Callable[[], bool]  # whether a registry has ever taken the process
 
 
 class NodeView(Collector):
@@ -80,6 +81,11 @@ class NodeView(Collector):
     def is_draining(self) -> bool:
         """Whether it takes no new work."""
         return self._sources.ending.is_draining
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether routers may know it, and give it work. Who rolls out new nodes waits for it before taking an old one away."""
+        return self._sources.is_listed() and not self.is_draining
 
     def state(self) -> dict[str, object]:
         """The answer of /state, JSON-able."""

@@ -101,8 +101,9 @@ class RegistryClient:
         registries: Sequence[Registry],
         entry: Callable[[], pb.NodeEntry],
         on_refused: Callable[[str], None],
+        on_registered: Callable[[], None] = lambda: None,
     ) -> None:
-        """`entry` is asked before each registration.
+        """`entry` is asked before each registration; `on_registered` hears of each that was taken.
 
         `on_refused` hears, once, the sentence of a registry that does not take this node: the user must mend something, so the
         process should end with it. That registry is asked no more.
@@ -110,6 +111,7 @@ class RegistryClient:
         self._registries = tuple(registries)
         self._entry = entry
         self._on_refused = on_refused
+        self._on_registered = on_registered
         self._tasks: list[asyncio.Task[None]] = []
         self._has_refused = False
 
@@ -157,6 +159,7 @@ class RegistryClient:
             if not is_registered:
                 log_event(LOG, logging.INFO, "registered", registry=registry.name)
             is_registered = True
+            self._on_registered()
             backoff_s = BACKOFF_MIN_S
             await asyncio.sleep(PERIOD_S)
 

@@ -130,6 +130,7 @@ def test_cluster_json_names_processes_that_answer(cluster: Cluster) -> None:
         assert set(node) == {"node_id", "role", "pid", "http", "grpc"}
         assert psutil.pid_exists(node["pid"])
         assert cluster.state(node)["node_id"] == node["node_id"]
+        assert httpx.get(f"http://{node['http']}/ready", trust_env=False).json() == {"ready": True}
 
 
 def test_there_is_one_log_per_process(cluster: Cluster) -> None:

@@ -65,7 +65,9 @@ async def _get(counters: Counters, measures: Measures, *paths: str, is_draining:
     ending.take_up(core)
     if is_draining:
         ending.ask("the test")
-    view = NodeView(facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending))
+    view = NodeView(
+        facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending, lambda: True)
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with (

@@ -86,6 +86,8 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm
         assert set(ready) == {"node_id", "role", "http", "grpc", "pid"}
         assert (ready["role"], ready["pid"]) == (role, process.pid)
         assert httpx.get(f"http://{ready['http']}/health").status_code == 200
+        unlisted = httpx.get(f"http://{ready['http']}/ready")
+        assert unlisted.status_code == 503, "no registry has taken it: who replaces nodes one by one must not go on"
         state = httpx.get(f"http://{ready['http']}/state").json()
         assert (state["node_id"], state["role"], state["threads"]) == (ready["node_id"], role, 1)
         assert state["bit_exact"] is True
