@@ -35,7 +35,7 @@ Make a private certificate authority and, for each host, the directory that its 
   baton certs make certs --hosts node-c                      one more host, signed by the authority that is there
 
 Copy each directory to its host, and nothing else: with ca.key anybody is a member of the cluster. To renew a host's certificate,
-delete its directory and call this again; processes take up files that have changed."""
+delete its directory, call this again, and copy the files over the host's: processes take up those that have changed."""
 
 
 @dataclass(frozen=True, slots=True)
