@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.choice import NoKernels, choose_kernels
-from kernels.int8_weights import INT8_SUFFIX, quantized
+from kernels.int8_weights import quantized
 from kernels.interface import Kernels
 from kernels.weight_memory import HUGE_PAGE, WeightMemory
-from tests.kernels.back_ends import BACK_ENDS, INT8_BACK_ENDS, INT8_COMPILED
+from tests.kernels.back_ends import BACK_ENDS, INT8_BACK_ENDS, INT8_COMPILED, INT8_REFERENCE
 from tests.kernels.test_primitives import DTYPES, assert_close, drawn, seeds
 
 of_all = pytest.mark.parametrize("kernels", INT8_BACK_ENDS, ids=lambda kernels: kernels.name)
@@ -102,7 +102,7 @@ def test_its_kv_is_no_other_back_end_s() -> None:
     names = [kernels.name for kernels in (*BACK_ENDS, *INT8_BACK_ENDS)]
     assert len(set(names)) == len(names)
     assert choose_kernels("cpu", torch.bfloat16, weight_dtype="int8").kernels.name == INT8_COMPILED[0].name
-    assert choose_kernels("torch", torch.bfloat16, weight_dtype="int8").kernels.name == f"torch{INT8_SUFFIX}"
+    assert choose_kernels("torch", torch.bfloat16, weight_dtype="int8").kernels.name == INT8_REFERENCE.name
 
 
 def test_another_device_refuses_it_in_one_sentence() -> None:

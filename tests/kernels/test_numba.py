@@ -77,8 +77,8 @@ def test_it_is_what_computes_where_nothing_was_compiled_and_says_why(
     assert "C++ compiler" in found.shortfall
     monkeypatch.setitem(sys.modules, "kernels.numba_kernels", None)
     broken = choose_kernels("cpu", torch.float32)
-    assert broken.kernels.name == "torch"
+    assert broken.kernels.name == REFERENCE.name
     assert "C++ compiler; numba cannot be used: " in broken.shortfall
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     found = choose_kernels("numba", torch.float32)
-    assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch", "numba is not installed")
+    assert (found.kernels.name, found.shortfall.partition(" (")[0]) == (REFERENCE.name, "numba is not installed")
