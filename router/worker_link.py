@@ -1,6 +1,7 @@
 """What a router's parent process and a worker say to each other: messages of proto/baton.proto, each behind its length.
 
-Both ends are processes of ours, so what does not parse is a bug, and raises.
+Both ends are processes of ours, so what does not parse is a bug, and raises. Saying something never waits, so what the other one
+does not read lies in our memory: `on_hung` is called before that is more than there is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from proto import baton_pb2 as pb
 
 _LENGTH_BYTES: Final = 4
 _LIMIT: Final = 1 << 20  # of what is read ahead
+# Both together say that the other one hangs: who starts reads nothing for seconds, and a page of many workers is megabytes.
+_MOST_UNREAD_BYTES: Final = 8 << 20  # all nodes that may be listed, at their usual 300 bytes, six times
+_HUNG_S: Final = 5.0  # with more than that: by then its sessions with nodes are lost, and its work with them
 
 In = TypeVar("In", bound=pb.ToWorker | pb.FromWorker)
 Out = TypeVar("Out", bound=pb.ToWorker | pb.FromWorker)
@@ -23,22 +27,40 @@ class WorkerLink(Generic[In, Out]):
     """One end, on the running loop; made by `opened`."""
 
     def __init__(
-        self, parse: Callable[[bytes], In], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        parse: Callable[[bytes], In],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_hung: Callable[[int], None] | None,
     ) -> None:
         self._parse: Callable[[bytes], In] = parse
         self._reader = reader
         self._writer = writer
+        self._on_hung = on_hung
+        self._full_since: float | None = None  # more than _MOST_UNREAD_BYTES at each `send` since then
 
     @classmethod
-    async def opened(cls, parse: Callable[[bytes], In], end: socket.socket) -> WorkerLink[In, Out]:
-        """`parse`: what comes."""
+    async def opened(
+        cls, parse: Callable[[bytes], In], end: socket.socket, on_hung: Callable[[int], None] | None = None
+    ) -> WorkerLink[In, Out]:
+        """`parse`: what comes. `on_hung`: the other one hangs, so many bytes are unread, the link is closed; None: wait."""
         reader, writer = await asyncio.open_connection(sock=end, limit=_LIMIT)
-        return cls(parse, reader, writer)
+        return cls(parse, reader, writer, on_hung)
 
     def send(self, message: Out) -> None:
-        """Say something; without effect once the other process has gone."""
-        if not self._writer.is_closing():
-            self._writer.write(framed(message))
+        """Say something; without effect once the other process has gone, or hangs."""
+        if self._writer.is_closing():
+            return
+        unread = self._writer.transport.get_write_buffer_size()
+        if unread <= _MOST_UNREAD_BYTES or self._on_hung is None:
+            self._full_since = None
+        elif self._full_since is None:
+            self._full_since = _now()
+        elif _now() - self._full_since > _HUNG_S:
+            self._writer.transport.abort()
+            self._on_hung(unread)
+            return
+        self._writer.write(framed(message))
 
     async def read(self) -> In | None:
         """The next message; None once the other end is closed."""
@@ -72,3 +94,7 @@ def read_blocking(end: socket.socket) -> pb.ToWorker:
         return data
 
     return pb.ToWorker.FromString(exactly(int.from_bytes(exactly(_LENGTH_BYTES), "big")))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -4,7 +4,8 @@
            <──up, pages, what clients took───────────────────
 
 Who runs when is worker_pool.py's. A worker that dies takes its clients' streams along, as a router does, and nobody else's; its
-nodes free its work within the session's grace. Connections that wait are taken by the others. Not here: what a router does.
+nodes free its work within the session's grace. Connections that wait are taken by the others. One that hangs is killed once much
+waits for it to read (worker_link.py): it dies then like any other. Not here: what a router does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, assert_never
 
 from proto import baton_pb2 as pb
@@ -197,7 +199,7 @@ class _Parent:
             self._unsent.pop(index, None)
             self._perform(self._pool.ended(index, 1, self._loop.time()))
             return
-        link = await Link.opened(pb.FromWorker.FromString, ours)
+        link = await Link.opened(pb.FromWorker.FromString, ours, partial(_kill_hung, index, process))
         self._children[index] = _Child(process, link)
         if (number := self._unsent.pop(index, None)) is not None:
             with suppress(ProcessLookupError):
@@ -296,3 +298,10 @@ class _Parent:
         if question is not None:
             pages = pb.WorkerPages(question=question.number, texts=question.texts)
             question.asker.send(pb.ToWorker(pages=pages))
+
+
+def _kill_hung(index: int, process: asyncio.subprocess.Process, unread_bytes: int) -> None:
+    """What it says does not matter any more; that it has ended is heard as of any other."""
+    log_event(_LOG, logging.WARNING, "worker_hangs", worker=index, pid=process.pid, unread_bytes=unread_bytes)
+    with suppress(ProcessLookupError):
+        process.kill()

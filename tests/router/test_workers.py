@@ -12,22 +12,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
 
 from bench.router_sides import Speaker
 from bench.stepping import Pace
+from proto import baton_pb2 as pb
+from proto.baton_pb2_grpc import RegistryStub
+from runtime.listing import MAX_TEXT_CHARS
 from tests.plain_http import NO_CERTIFICATES
 from tests.router.tiny_model import write_model_text
 from tests.stopping import resume, stop
 
 TEXT = "abcdefgh"  # what the fake nodes say, over and over
 NUM_TOKENS = 80
+LOG = "router.log"
 
 
 def until(is_so: Callable[[], bool], bound_s: float = 30.0) -> None:
@@ -43,7 +48,7 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, A
     model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
     flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file)]
     command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as router:
+    with (folder / LOG).open("wb") as log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log) as router:
         try:
             until(lambda: ready_file.exists() or router.poll() is not None)
             ready = json.loads(ready_file.read_text())
@@ -123,6 +128,45 @@ def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(
         router.send_signal(signal.SIGTERM)
         assert router.wait(10) == 0
         assert not Path(f"/proc/{pids[1]}").exists()
+
+
+def tell_much(registry: str, num_times: int) -> None:
+    """Have the parent tell its workers of a node time and again, 5 KiB each time: as long as an entry may be, and changed."""
+    long = "\U0001d11e" * MAX_TEXT_CHARS
+    fingerprint = pb.Fingerprint(architecture=long, dtype=long, weights=long, kernels=long)
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        setattr(fingerprint, name, 1)
+    entry = pb.NodeEntry(node=pb.PeerId(name=long, incarnation=1), role=pb.ROLE_DECODE, fingerprint=fingerprint)
+    entry.grpc_address = entry.http_address = "127.0.0.1:1"
+    entry.max_num_seqs = entry.max_model_len = 1
+    with grpc.insecure_channel(registry) as channel:
+        register = RegistryStub(channel).Register
+        for number in range(num_times):
+            entry.num_blocks = 1 + number % 2
+            assert not register(entry).refused
+
+
+@pytest.mark.covers("C05")
+def test_a_worker_that_hangs_is_replaced_before_what_it_does_not_read_is_more_than_there_is(tmp_path: Path) -> None:
+    with started(tmp_path) as (router, ready):
+        url, pids = ready["url"], ready["workers"]
+        stop(pids[1])
+        try:
+            tell_much(ready["registry"], 1800)  # 9 MiB: more than may wait for it
+            assert Path(f"/proc/{pids[1]}").exists(), "for a moment it may"
+            end = time.monotonic() + 30
+            while Path(f"/proc/{pids[1]}").exists():
+                assert time.monotonic() < end
+                tell_much(ready["registry"], 20)
+        finally:
+            with suppress(ProcessLookupError):
+                resume(pids[1])
+        until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})
+        assert asyncio.run(stream(url)) == (TEXT * NUM_TOKENS)[:NUM_TOKENS]
+        assert router.poll() is None
+    lines = (tmp_path / LOG).read_text().splitlines()
+    (hangs,) = [line for line in lines if "worker_hangs" in line]
+    assert f"worker=1 pid={pids[1]} unread_bytes=" in hangs
 
 
 def test_a_reload_without_a_file_of_keys_ends_neither_parent_nor_workers(tmp_path: Path) -> None:
