@@ -51,7 +51,16 @@ from router.text import ModelText
 from router.tokenizing import DETOKENIZE, TOKENIZE, DetokenizeBody, TokenizeBody, Tokenizing
 from router.tool_calls import AUTOMATIC
 from router.worker_metrics import merged
-from router.worker_pages import METRICS, REQUESTS, STATE, TIMELINE, found_timeline, whole_requests, whole_state
+from router.worker_pages import (
+    METRICS,
+    METRICS_OF_CLIENTS,
+    REQUESTS,
+    STATE,
+    TIMELINE,
+    found_timeline,
+    whole_requests,
+    whole_state,
+)
 from router.wrong_values import shown
 from runtime.logs import printable
 
@@ -188,9 +197,14 @@ class Api:
             content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs]}
         return json_answer(content, 200 if content["ready"] else 503)
 
-    async def metrics(self) -> Response:
-        """Prometheus text."""
-        text: bytes | str = self._shell.metrics.render() if self._all is None else merged(await self._all(METRICS))
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text; what names clients only for one of them."""
+        names_clients = account_of(request) is not None
+        text: bytes | str
+        if self._all is None:
+            text = self._shell.metrics.render(names_clients=names_clients)
+        else:
+            text = merged(await self._all(METRICS_OF_CLIENTS if names_clients else METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def state(self) -> Response:

@@ -2,8 +2,9 @@
 
 Without keys everybody is let in, without limits. With them only OPEN_PATHS are open: probes and scrapers carry no keys, and what
 these pages say (alive, ready, counts) holds nothing that anybody wrote, and the dashboard's own files, which hold nothing of the
-cluster. `--metrics-need-key on` closes `/metrics` too. A deep look
-(`/ready?…`) costs work and needs a key. Whatever is added later needs a key unless it is listed here.
+cluster. Whoever shows a known key is known there, too: `/metrics` names clients to those alone, and `--metrics-need-key on` closes
+it to everybody else. A deep look (`/ready?…`) costs work and needs a key. Whatever is added later needs a key unless it is listed
+here.
 
 Not here: keys (api_keys.py), limits (rate_limit.py), requests (api.py).
 """
@@ -108,13 +109,14 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and not self._is_open(scope):
+        if scope["type"] == "http":
             shown = [value for name, value in scope["headers"] if name == b"authorization"]
             client = self._keys().find(shown[0]) if len(shown) == 1 else None
-            if client is None:
+            if client is not None:
+                scope.setdefault("state", {})[_ACCOUNT] = Account(client, self._limits, self._metrics, self._tell)
+            elif not self._is_open(scope):
                 await self._refuse("unknown_key" if shown else "no_key", HTTPConnection(scope))(scope, receive, send)
                 return
-            scope.setdefault("state", {})[_ACCOUNT] = Account(client, self._limits, self._metrics, self._tell)
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

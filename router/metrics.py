@@ -1,6 +1,7 @@
 """The router's Prometheus metrics, in a registry of their own.
 
-Counters are raised by the shell; gauges are read from the core when somebody scrapes, so nothing has to be kept in step.
+Counters are raised by the shell; gauges are read from the core when somebody scrapes, so nothing has to be kept in step. What names
+clients is in a registry by itself: only who has shown a key is shown it (gate.py).
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class RouterMetrics:
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
         """`snapshot` is the core's."""
         self._registry = registry = CollectorRegistry()
+        self._of_clients = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"baton_router_{name}", text, labels, registry=registry)
@@ -131,9 +133,10 @@ class RouterMetrics:
         self._turned_away = _Labelled(counter("turned_away", text, "reason"))
         text = "connections to the registry's port that were refused: no call came over them, for want of a certificate or of TLS"
         self._refused_grpc = counter("refused_grpc", text)
-        self._client_requests = counter("client_requests", "requests of those who have keys", "client")
-        text = "tokens of those who have keys, by kind: prompt, completion"
-        self._client_tokens = counter("client_tokens", text, "client", "kind")
+        text = "requests of those who have keys; shown to who shows a key"
+        self._client_requests = Counter("baton_router_client_requests", text, ["client"], registry=self._of_clients)
+        text = "tokens of those who have keys, by kind: prompt, completion; shown to who shows a key"
+        self._client_tokens = Counter("baton_router_client_tokens", text, ["client", "kind"], registry=self._of_clients)
         self._histograms = {
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
@@ -196,11 +199,12 @@ class RouterMetrics:
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""
-        return list(self._registry.collect())
+        return [*self._registry.collect(), *self._of_clients.collect()]
 
-    def render(self) -> bytes:
+    def render(self, *, names_clients: bool = False) -> bytes:
         """The text format."""
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        return text + generate_latest(self._of_clients) if names_clients else text
 
 
 class _CoreGauges(Collector):

@@ -1,6 +1,6 @@
 """The pages of a router with several workers: what one worker says on each, and what all of them together do.
 
-    metrics          samples of all, each with a label of its worker (worker_metrics.py)
+    metrics          samples of all, each with a label of its worker (worker_metrics.py); metrics/clients: also those of clients
     state            sums, and of each node the worst that any worker says of it; `workers` has each one's part
     requests/LIMIT   the newest of all
     timeline/NAME    that of the worker which has it
@@ -20,6 +20,7 @@ from router.shell import RouterShell
 from router.sight import Sight
 
 METRICS: Final = "metrics"
+METRICS_OF_CLIENTS: Final = "metrics/clients"  # for who has shown a key
 STATE: Final = "state"
 REQUESTS: Final = "requests/"
 TIMELINE: Final = "timeline/"
@@ -31,8 +32,8 @@ _WELL: Final = {"session": "up", "circuit": "closed"}  # of a node
 def own_page(shell: RouterShell, page: str) -> str:
     """This worker's part of it; nothing where it has none."""
     sight = Sight(shell)
-    if page == METRICS:
-        return shell.metrics.render().decode()
+    if page in (METRICS, METRICS_OF_CLIENTS):
+        return shell.metrics.render(names_clients=page == METRICS_OF_CLIENTS).decode()
     if page == STATE:
         return json.dumps(sight.state())
     if page.startswith(REQUESTS):

@@ -67,7 +67,7 @@ async def ask(router: LiveRouter, key: str | None, **body: Any) -> httpx.Respons
 
 
 def count(router: LiveRouter, name: str, **labels: str) -> float:
-    text = router.shell.metrics.render().decode()
+    text = router.shell.metrics.render(names_clients=True).decode()
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -116,6 +116,29 @@ def test_probes_and_scrapers_need_no_key_unless_metrics_are_to(model: Path) -> N
                 assert [(await router.client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
                 assert (await router.client.get("/metrics")).status_code == (401 if needs_key else 200)
                 assert (await router.client.get("/metrics", headers=bearer(KEY))).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X02")
+def test_who_the_clients_are_is_on_the_page_of_metrics_for_one_of_them_alone(model: Path) -> None:
+    async def run() -> None:
+        async with guarded_router(model, f"{KEY} name=alice\n{OTHER} name=bob\n") as (router, _):
+            assert (await ask(router, KEY)).status_code == 200
+            await until(lambda: count(router, "client_tokens", client="alice", kind="completion") == 5)
+            twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", f"Bearer {OTHER}")]
+            for headers in ({}, bearer("x" * 20), {"Authorization": KEY}, twice):
+                answer = await router.client.get("/metrics", headers=headers)
+                assert answer.status_code == 200 and "baton_router_choices_total{" in answer.text
+                assert "alice" not in answer.text and "baton_router_client" not in answer.text
+            for key in (KEY, OTHER):  # Prometheus may have one of its own
+                page = (await router.client.get("/metrics", headers=bearer(key))).text
+                shown = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+                used = [
+                    s for s in shown if s.name == "baton_router_client_tokens_total" and s.labels["client"] == "alice"
+                ]
+                assert sorted((s.labels["kind"], s.value) for s in used) == [("completion", 5), ("prompt", 3)]
+                assert any(s.name == "baton_router_choices_total" for s in shown)
 
     asyncio.run(run())
 

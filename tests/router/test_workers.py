@@ -43,10 +43,10 @@ def until(is_so: Callable[[], bool], bound_s: float = 30.0) -> None:
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def started(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A router with two workers, ready to serve with a fake prefill and a fake decode node; and its ready file."""
     model, ready_file = write_model_text(folder / "model"), folder / "ready.json"
-    flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file)]
+    flags = ["--model", str(model), "--port", "0", "--workers", "2", "--ready-file", str(ready_file), *more]
     command = [sys.executable, "-m", "router", *flags, "--parent-pid", str(os.getpid())]
     with (folder / LOG).open("wb") as log, subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log) as router:
         try:
@@ -177,6 +177,35 @@ def test_a_reload_without_a_file_of_keys_ends_neither_parent_nor_workers(tmp_pat
         assert by_worker(ready["url"], "node_up") == {0: 2, 1: 2}
         assert router.poll() is None
         assert {child.pid for child in psutil.Process(router.pid).children()} >= set(ready["workers"])
+
+
+@pytest.mark.covers("X02", "R16")
+def test_whichever_worker_is_asked_clients_are_named_to_one_of_them_alone(tmp_path: Path) -> None:
+    key, keys = {"Authorization": "Bearer sk-of-alice-0123456789"}, tmp_path / "keys"
+    keys.write_text("sk-of-alice-0123456789 name=alice\n")
+    keys.chmod(0o600)
+    with started(tmp_path, "--api-keys", str(keys)) as (_, ready):
+        url, pids = ready["url"], ready["workers"]
+
+        def page(headers: dict[str, str]) -> str:
+            return httpx.get(f"{url}/metrics", timeout=10, headers=headers, verify=NO_CERTIFICATES).text
+
+        for stopped in pids:  # so each of them has a request
+            stop(stopped)
+            body = {"model": "model", "prompt": "x", "max_tokens": 2}
+            url_of_all = f"{url}/v1/completions"
+            assert httpx.post(url_of_all, json=body, headers=key, timeout=30, verify=NO_CERTIFICATES).status_code == 200
+            resume(stopped)
+        for stopped in (*pids, None):  # who asks is answered by the other one, then by both together
+            if stopped is not None:
+                stop(stopped)
+            try:
+                assert "alice" not in page({}) and "baton_router_client" not in page({})
+                workers = set(re.findall(r'client_requests_total{worker="(.)",client="alice"} 1.0', page(key)))
+                assert workers == {str(index) for index, pid in enumerate(pids) if pid != stopped}
+            finally:
+                if stopped is not None:
+                    resume(stopped)
 
 
 def test_what_keeps_a_worker_from_starting_is_said_and_ends_all_with_exit_code_2(tmp_path: Path) -> None:
