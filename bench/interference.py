@@ -208,12 +208,13 @@ class _Load:
         prompt = [self._random.randrange(self._vocab_size) for _ in range(num_prompt)]
         fields: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
         fields |= {"ignore_eos": True, "stream": True}
-        last = b""
+        last, rest = b"", b""
 
         def take(data: bytes, now: float) -> None:
-            nonlocal last
+            nonlocal last, rest
             last = data
-            instants.extend([now] * data.count(b'"text":'))
+            *lines, rest = (rest + data).split(b"\n")  # a read may end anywhere
+            instants.extend([now] * sum(line.count(b'"text":') for line in lines))
 
         await exchange(server, server.post(PATH, json.dumps(fields).encode()), take, lambda _at: None, None)
         if not instants:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from bench import interference
-from bench.interference import Round, figures_of, main
+from bench.http_exchange import Server
+from bench.interference import InterferenceConfig, Round, figures_of, main
 from bench.page import main as write_pages
 from bench.page import page
 
@@ -18,6 +20,30 @@ def test_gaps_are_those_that_end_in_the_window_and_never_between_two_requests() 
     streams = [[0.0, 1.0, 2.0, 4.0], [5.0, 5.5]]
     assert interference._gaps(streams, 1.5, 5.2) == [1.0, 2.0]
     assert interference._gaps(streams, 1.5, 6.0) == [0.5, 1.0, 2.0]
+
+
+def test_tokens_are_counted_wherever_the_answer_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 4096}')
+    content = b"".join(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n' for _ in range(3)) + b"data: [DONE]\n\n"
+
+    async def count(num_bytes: int) -> int:
+        parts = [content[at : at + num_bytes] for at in range(0, len(content), num_bytes)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+            await writer.drain()
+            writer.close()
+
+        instants: list[float] = []
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            load = interference._Load(InterferenceConfig(model=tmp_path))
+            await load._ask(Server.parse(url), "m", 1, 3, instants)
+        return len(instants)
+
+    assert [asyncio.run(count(num_bytes)) for num_bytes in (1, 5, 44, 1000)] == [3] * 4
 
 
 def test_ratios_are_of_the_same_round() -> None:
