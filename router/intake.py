@@ -13,7 +13,7 @@ answered with what its text still lacks, and no node hears of it.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,13 +31,15 @@ from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_reque
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
 from router.structured import grammar_of
-from router.text import ModelText
+from router.text import ModelText, TextTooLong
+from router.text_turns import TextTurns
 from router.tool_calls import AUTOMATIC, ToolUse, tool_use_of
 from router.wrong_values import NO_CHARACTER, shown
 
 MAX_CHOICES: Final = 1024  # of one HTTP answer: prompts times n
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
 _LARGE_INPUT: Final = 64 << 10  # bytes or characters; from here on parsing and tokenizing leave the loop
+_turns: Final = TextTurns()
 _LEAST_SHARE: Final = 1e-6  # what is closer to 0 means the same, and 0 itself would switch the parameter off
 
 P = ParamSpec("P")
@@ -85,10 +87,10 @@ class Intake:
             tools = tool_use_of(body, self._text.tool_template, self._limits.tool_parser)
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = _chat_max_tokens(body)
-            prompts = [await off_loop(num_bytes, self._chat_prompt, body)]
+            prompts = [await off_loop(num_bytes, self._chat_prompt, body, self._most_tokens())]
         else:
             max_tokens = _completion_max_tokens(body)
-            prompts = await off_loop(num_bytes, self._completion_prompts, body)
+            prompts = await off_loop(num_bytes, self._completion_prompts, body, self._most_tokens())
         _check_resubmission(body, len(prompts))
         if self._shell.max_total_tokens is None:
             message = f"No nodes to serve the request: {', '.join(self._shell.missing())}."
@@ -125,17 +127,19 @@ class Intake:
 
     # ---------------------------------------------------------------- prompts
 
-    def _chat_prompt(self, body: ChatBody) -> _Prompt:
+    def _chat_prompt(self, body: ChatBody, most_tokens: int | None) -> _Prompt:
         messages = [message.for_template() for message in body.messages]
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
-            return _Prompt("messages", self._text.encode_chat(messages, tools), None)
+            return _Prompt("messages", self._text.encode_chat(messages, tools, most_tokens=most_tokens), None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
+        except TextTooLong as error:
+            raise _too_long("messages", error, most_tokens) from None
         except UnicodeError as error:
             raise bad_request("messages", NO_CHARACTER) from error
 
-    def _completion_prompts(self, body: CompletionBody) -> list[_Prompt]:
+    def _completion_prompts(self, body: CompletionBody, most_tokens: int | None) -> list[_Prompt]:
         given = prompts_of(body.prompt)
         if len(given) * body.n > MAX_CHOICES:
             message = f"{len(given)} prompts with n = {body.n} are more than the {MAX_CHOICES} choices of an answer"
@@ -147,7 +151,7 @@ class Intake:
             if not each:
                 raise bad_request(field, "must not be empty")
             if isinstance(each, str):
-                prompts.append(_Prompt(field, self._encode(field, each), each))
+                prompts.append(_Prompt(field, self._encode(field, each, most_tokens), each))
             else:
                 self._check_token_ids(field, each)
                 prompts.append(_Prompt(field, each, None))
@@ -161,9 +165,16 @@ class Intake:
             message = f"{num_tokens} tokens are more than the {most} that a prompt may have here"
             raise bad_request(prompt.field, message, "context_length_exceeded")
 
-    def _encode(self, field: str, text: str) -> Sequence[int]:
+    def _most_tokens(self) -> int | None:
+        """That a prompt may have; None: there are no nodes that say so."""
+        found = [most for most in (self._shell.max_total_tokens, self._limits.max_prompt_tokens) if most is not None]
+        return min(found, default=None)
+
+    def _encode(self, field: str, text: str, most_tokens: int | None) -> Sequence[int]:
         try:
-            return self._text.encode_prompt(text)
+            return self._text.encode_prompt(text, most_tokens=most_tokens)
+        except TextTooLong as error:
+            raise _too_long(field, error, most_tokens) from None
         except UnicodeError as error:
             raise bad_request(field, NO_CHARACTER) from error
 
@@ -326,8 +337,15 @@ def _sampling(
     )
 
 
+def _too_long(field: str, text: TextTooLong, most_tokens: int | None) -> ApiError:
+    message = (
+        f"{text} characters are more than the {most_tokens} tokens that a prompt may have here, whichever they are"
+    )
+    return bad_request(field, message, "context_length_exceeded")
+
+
 async def off_loop(size: int, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-    """Call the function, in a thread if its input is large: the loop has other clients."""
+    """Call the function, in a thread if its input is large: the loop has other clients, and memory is not for all at once."""
     if size < _LARGE_INPUT:
         return function(*arguments, **named)
-    return await asyncio.to_thread(function, *arguments, **named)
+    return await _turns.call(size, functools.partial(function, *arguments, **named))

@@ -18,9 +18,14 @@ from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
+from router.token_bounds import characters_of_longest_token
 
 _MANY_TOKENS: Final = 4096  # whose text takes so long that others must run meanwhile
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class TextTooLong(Exception):
+    """A text has more tokens than it may, whichever they are; the argument says how many characters it has."""
 
 
 class ModelText:
@@ -42,6 +47,7 @@ class ModelText:
         self._alone: dict[int, str] = {}  # texts of tokens that nothing precedes
         self._template = read_template(directory, settings)
         self.spelling = Spelling(self._tokenizer)
+        self._longest_token = characters_of_longest_token(self._tokenizer)
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
         try:
@@ -54,12 +60,13 @@ class ModelText:
         """The source of the chat template that takes tools; None: this model has none."""
         return None if self._template is None else self._template.tool_source
 
-    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of a completion's prompt, with the special tokens that the tokenizer adds by itself (usually BOS).
 
-        Raises UnicodeEncodeError for half a surrogate pair, which JSON can spell and no tokenizer takes.
+        Raises UnicodeEncodeError for half a surrogate pair, which JSON can spell and no tokenizer takes, and TextTooLong where its
+        length alone says that it has more than `most_tokens`.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, add_special_tokens, most_tokens)
 
     def encode_chat(
         self,
@@ -68,6 +75,7 @@ class ModelText:
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks; the template writes all special tokens.
 
@@ -78,9 +86,11 @@ class ModelText:
         text = self._template.render(
             messages, tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
         )
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, add_special_tokens, most_tokens)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
+        if most_tokens is not None and self._longest_token and len(text) > most_tokens * self._longest_token:
+            raise TextTooLong(len(text))
         text.encode()  # the tokenizer's own error for what is no Unicode does not say so
         # The batch form lets other threads run meanwhile; `encode` holds the interpreter for as long as a large text takes. The
         # fast one does not ask where in the text each token begins.
