@@ -8,7 +8,10 @@ collector that is slow or gone costs spans, never a request. No prompt, token or
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+from runtime.threads import started_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -66,9 +69,14 @@ class Tracing:
         return TracedSpan(self._tracer.start_span(name, parent, attributes=named))
 
     async def close(self) -> None:
-        """Tell what is left, within a bounded time."""
-        telling = asyncio.get_running_loop().run_in_executor(None, self._provider.shutdown)
-        await asyncio.wait({telling}, timeout=CLOSE_TIMEOUT_S)
+        """Tell what is left, within a bounded time.
+
+        The library itself waits for its own thread for 30 s: on a thread that the process may leave behind, as it may not one of
+        the loop's.
+        """
+        telling = asyncio.wrap_future(started_thread("spans-close", self._provider.shutdown))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(telling, CLOSE_TIMEOUT_S)
 
 
 def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | None:

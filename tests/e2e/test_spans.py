@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from runtime.tracing import CLOSE_TIMEOUT_S
 from tests.e2e.fault_clients import Stream, body
 from tests.e2e.role_by_role import started_role_by_role, wait_until
 
@@ -133,6 +136,32 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
         assert decode["parent"] == second["id"] and decode["node"] == last["receiver"] and decode["attempt"] == 1
         assert decode["service"] == "baton-decode" and decode["first_step_us"] > 0
         assert {span["trace"] for span in (root, lost, last, first, second, decode)} == {root["trace"]} != {TRACE}
+
+
+ENDING = """
+import sys, uvloop
+from runtime.tracing import open_tracing
+
+async def run():
+    tracing = open_tracing(sys.argv[1], "router", "r")
+    for _ in range(2000):  # the library tells 512 at a time, and gives up on each by itself
+        tracing.begin("request", "").end()
+    print("ending", flush=True)
+    await tracing.close()
+
+uvloop.run(run())
+"""
+
+
+@pytest.mark.covers("O04")
+def test_a_collector_that_takes_spans_and_never_answers_holds_up_no_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen([sys.executable, "-c", ENDING, url], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ending\n"
+            began = time.monotonic()
+            assert process.wait(60) == 0
+            assert time.monotonic() - began < CLOSE_TIMEOUT_S + 3
 
 
 @pytest.mark.covers("O04")
