@@ -15,7 +15,7 @@ from node.config import NodeConfig
 from node.validate import SECRET_BYTES
 from runtime.collecting import loading
 from runtime.config import load, set_grpc_environment, set_thread_environment
-from runtime.process import heed_sigterm
+from runtime.process import die_with_parent, heed_sigterm
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -27,6 +27,7 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
     heed_sigterm()
     config = load(NodeConfig, "baton decode", "Take the KV of prompts from prefill nodes, generate the rest.", argv)
+    die_with_parent(config.parent_pid)  # before what takes seconds to load
     set_thread_environment(config.num_threads)
     set_grpc_environment()
     with loading():

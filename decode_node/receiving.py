@@ -234,7 +234,7 @@ class Receiving:
                 self._refuse_commit(lease.reply_to, lease.received_commit, lease.refusal, reason)
 
     def _remember_refusal(self, lease: Lease) -> None:
-        """Forget a lease that is over; one that a bad write, its deadline or a drain ended stays for its life, to tell its sender why."""
+        """Forget a lease that is over; what a bad write, its deadline or a drain ended stays for a life, to tell its sender."""
         if lease.refusal == pb.LEASE_EXPIRED:
             self.leases.forget(lease)
             self._timers.set(lease.lease_id, None)

@@ -71,7 +71,7 @@ from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import check_writable, die_with_parent, fatal, first_signal, listening_socket, warn_if_exposed
+from runtime.process import check_writable, fatal, first_signal, listening_socket, warn_if_exposed
 from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -93,7 +93,6 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
 
     `make_cores`: of the roles that it can take; `role` is one of them.
     """
-    die_with_parent(config.parent_pid)
     name = config.node_id or f"{role}-{secrets.token_hex(4)}"
     set_up_logging(config.log_level, name, config.log_format)
     identity = NodeIdentity(name, draw_incarnation())

@@ -101,6 +101,17 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm
         assert process.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_a_node_whose_launcher_has_died_ends_before_it_loads(role: str, model_dir: Path) -> None:
+    """Loading takes seconds, in which it would compute for nobody."""
+    command = [sys.executable, "-X", "importtime", "-m", "deploy.node_process", role, "--parent-pid", "1"]
+    ended = subprocess.run(
+        [*command, *flags(model_dir)], env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 1
+    assert "node.config" in ended.stderr and "torch" not in ended.stderr and "grpc" not in ended.stderr
+
+
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
