@@ -34,7 +34,7 @@ PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## fill .venv with the pinned versions, compile the kernels, find a redis-server, Helm and a browser; a second call does nothing
+setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## fill .venv with the pinned versions, compile the kernels, find a redis-server, HAProxy, Helm and a browser; a second call does nothing
 
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -61,15 +61,16 @@ $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) |
 	@ls $(@D)/*.so >/dev/null 2>&1 || $(BIN)/python -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
 
-# For the tests of the registry in Redis. Tried once, and never a reason to fail: they say by themselves that there is none.
+# For the tests of the registry in Redis, and of the front of routers. Tried once, and never a reason to fail: they say by themselves
+# what there is not.
 $(REDIS): | $(STAMP)
-	@if command -v redis-server >/dev/null; then :; \
+	@if command -v redis-server >/dev/null && command -v haproxy >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
-	  echo "make setup: no redis-server, and only root can install it, where there is apt: the tests of the Redis registry will say so"; \
-	elif echo "make setup: redis-server, for tests, from the distribution"; \
-	  export DEBIAN_FRONTEND=noninteractive; install="timeout 300 apt-get install -y --no-install-recommends redis-server"; \
+	  echo "make setup: no redis-server or no haproxy, and only root can install them, where there is apt: the tests that want them will say so"; \
+	elif echo "make setup: redis-server and haproxy, for tests, from the distribution"; \
+	  export DEBIAN_FRONTEND=noninteractive; install="timeout 300 apt-get install -y --no-install-recommends redis-server haproxy"; \
 	  $$install >$@.log 2>&1 || { timeout 120 apt-get update && $$install; } >>$@.log 2>&1; then :; \
-	else echo "make setup: redis-server cannot be installed ($@.log says why): the tests of the Redis registry will say so"; fi
+	else echo "make setup: redis-server or haproxy cannot be installed ($@.log says why): the tests that want them will say so"; fi
 	@touch $@
 
 # For the tests of the chart: Helm's own code as a library (the package around it wants a newer Python than we do), and the classes of
