@@ -25,7 +25,10 @@ COMPILERS: Final = ("g++", "c++", "clang++")
 _FLAGS: Final = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fopenmp -shared -fPIC -Wno-psabi".split()
 _COMPILE_LIMIT_S: Final = 300.0
 _MAKE: Final = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "Features")  # the last three: of ARM
-_MULTIPLIERS: Final = ("amx", "avx", "f16c", "fma", "sse4")
+# What oneDNN chooses its products by, and kernels of some years spell alike: others are there or not as the kernel knows them.
+_MULTIPLIERS: Final = frozenset(
+    "sse4_1 avx avx2 fma avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_fp16".split()
+) | {"amx_tile", "amx_int8", "amx_bf16"}
 
 
 class Variant(NamedTuple):
@@ -95,7 +98,7 @@ def cpu_kind(cpuinfo: str) -> str:
         name, _, value = line.partition(":")
         said.setdefault(name.strip(), value.strip())  # of the first CPU
     make = [said.get(name, "") for name in _MAKE]
-    flags = sorted(flag for flag in said.get("flags", "").split() if flag.startswith(_MULTIPLIERS))
+    flags = sorted(_MULTIPLIERS.intersection(said.get("flags", "").split()))
     return hashlib.sha256("\n".join([*make, *flags]).encode()).hexdigest()[:8]
 
 

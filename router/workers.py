@@ -54,7 +54,7 @@ Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 def run_workers(config: RouterConfig) -> int:
     """Run them until a signal; their exit code. Ends the process with one line and 2 for what the user can mend."""
     die_with_parent(config.parent_pid)
-    ignore_hangups()  # what it tells others, workers see by themselves: they look each second
+    ignore_hangups(of_a_terminal=config.api_keys is not None)  # workers look by themselves, each second
     set_up_logging(config.log_level, "router", config.log_format)
     try:
         check_writable("--ready-file", config.ready_file)

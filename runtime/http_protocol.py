@@ -190,6 +190,9 @@ class BoundedHttp(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as stop:  # behind a head, wherever in the piece; see on_headers_complete
                 data = self._head_without_upgrade() + data[stop.args[0] :]
+                # Anew: where the connection is to be closed behind it, the old one takes whatever follows for nothing.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_upgrade(self) -> bytes:
         line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode("ascii"))

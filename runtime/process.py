@@ -66,12 +66,12 @@ def first_signal() -> asyncio.Future[signal.Signals]:
     return first
 
 
-def ignore_hangups() -> None:
+def ignore_hangups(*, of_a_terminal: bool = False) -> None:
     """Have SIGHUP end nothing: a service manager's reload sends it, whether or not there is a file to read again.
 
-    Unless this is a terminal's: that sends it when it is closed, and nobody would know of who stays.
+    Unless this is a terminal's: that sends it when it is closed, and nobody would know of who stays. `of_a_terminal`: then, too.
     """
-    if not os.isatty(0):
+    if of_a_terminal or not os.isatty(0):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

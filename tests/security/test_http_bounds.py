@@ -361,6 +361,31 @@ def test_a_wish_for_another_protocol_changes_neither_chunks_nor_bounds() -> None
 
 
 @pytest.mark.covers("X05")
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /a HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade\r\nupgrade: x\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nconnection: close\r\nupgrade: x\r\n\r\n",
+        b"GET /a HTTP/1.0\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\nconnection: close, upgrade\r\nupgrade: x\r\n\r\nbody",
+    ],
+    ids=["close", "two lines", "1.0", "body"],
+)
+def test_who_asks_for_another_protocol_and_for_the_end_is_answered_and_let_go(head: bytes) -> None:
+    """Such a connection must not stay for ever without a timer."""
+
+    async def run() -> None:
+        async with served() as app, asyncio.timeout(10):
+            for pieces in ((head,), tuple(head[at : at + 1] for at in range(len(head)))):
+                app.paths.clear()
+                answer = await app.say(*pieces)
+                assert status(answer) == 200 and app.paths == ["/a"]
+                assert answer.endswith(b"4" if b"body" in head else b"0")
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X05")
 @pytest.mark.parametrize("wish", [b"", WISH])
 def test_a_tunnel_is_refused_and_what_was_to_go_through_it_is_not_looked_at(wish: bytes) -> None:
     async def run() -> None:
