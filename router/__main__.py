@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from router.config import RouterConfig
 from runtime.config import load, set_grpc_environment
-from runtime.process import heed_sigterm
+from runtime.process import end_while_loading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal; 0 after one, 2 for what the user can mend."""
-    heed_sigterm()
+    end_while_loading()
     config = load(
         RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
     )

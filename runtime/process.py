@@ -42,13 +42,13 @@ def fatal(message: str) -> NoReturn:
     raise SystemExit(EXIT_USAGE)
 
 
-def heed_sigterm() -> None:
-    """Have SIGTERM end this process until `first_signal` is called, also as process 1 of a container.
+def end_while_loading() -> None:
+    """Have SIGINT and SIGTERM end this process at once until `first_signal` is called: there is nothing to undo, and nothing to say.
 
-    To that one Linux hands no signal that it has no handler for (pid_namespaces(7)); any other ends by itself.
+    Also as process 1 of a container: to that one Linux hands no signal that it has no handler for (pid_namespaces(7)).
     """
-    if os.getpid() == 1:
-        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM) if os.getpid() == 1 else (signal.SIGINT,):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 def first_signal() -> asyncio.Future[signal.Signals]:

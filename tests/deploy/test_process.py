@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,10 @@ WAITER = (
 )
 
 
-INIT = "from runtime.process import heed_sigterm\nheed_sigterm()\nprint('loading', flush=True)\ninput()\n" + WAITER
+INIT = (
+    "from runtime.process import end_while_loading\nend_while_loading()\nprint('loading', flush=True)\ninput()\n"
+    + WAITER
+)
 LOADING = {  # how each is begun, and the flag of a file that it reads meanwhile
     "router": (("router", "--port", "0"), "--tls-dir"),
     "prefill": (("prefill_node", "--router", "127.0.0.1:9"), "--tls-dir"),
@@ -141,12 +144,40 @@ def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> 
 
 @pytest.mark.parametrize("role", LOADING)
 def test_a_container_that_is_stopped_while_it_loads_is_gone_at_once(role: str, tmp_path: Path) -> None:
-    """Caught where it reads a file that never ends."""
+    with held_up(role, tmp_path, as_process_1) as process:
+        terminate_inside(process)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("role", LOADING)
+def test_who_is_stopped_by_ctrl_c_while_it_loads_says_nothing(role: str, tmp_path: Path) -> None:
+    with held_up(role, tmp_path, as_any_process) as process:
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=20)
+        assert (process.returncode, told) == (128 + signal.SIGINT, "")
+
+
+@contextmanager
+def as_any_process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def held_up(
+    role: str, folder: Path, started: Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of this role where it reads a file that never ends."""
     words, flag = LOADING[role]
-    endless = tmp_path / "ca.crt"
+    endless = folder / "ca.crt"
     os.mkfifo(endless)
-    read = endless if flag == "--config" else tmp_path
-    with as_process_1("-m", *words, "--model", str(tmp_path), flag, str(read)) as process:
+    read = endless if flag == "--config" else folder
+    with started("-m", *words, "--model", str(folder), flag, str(read)) as process:
         writer = None
         while writer is None:
             try:
@@ -154,8 +185,7 @@ def test_a_container_that_is_stopped_while_it_loads_is_gone_at_once(role: str, t
             except OSError:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.01)  # nobody reads it yet: nothing else tells
-        terminate_inside(process)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        yield process
         os.close(writer)
 
 
