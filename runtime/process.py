@@ -43,7 +43,7 @@ def fatal(message: str) -> NoReturn:
 
 
 def end_while_loading() -> None:
-    """Have SIGINT and SIGTERM end this process at once until `first_signal` is called: there is nothing to undo, and nothing to say.
+    """Have SIGINT and SIGTERM end this process at once until `first_signal` is called: there is nothing to undo or say.
 
     Also as process 1 of a container: to that one Linux hands no signal that it has no handler for (pid_namespaces(7)).
     """
