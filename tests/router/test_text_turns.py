@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ def test_a_short_text_waits_for_no_long_ones() -> None:
 
     async def run() -> None:
         long = [asyncio.create_task(turns.call(AT_ONCE, lambda: may_end.wait(20))) for _ in range(20)]
+        await asyncio.sleep(0)  # all of them have asked
         async with asyncio.timeout(10):
             assert await turns.call(LONG - 1, lambda: "short") == "short"
         may_end.set()
@@ -95,8 +97,10 @@ def test_a_turn_outlives_the_loop_that_asked_for_it() -> None:
         async with asyncio.timeout(10):
             return await turns.call(LONG, lambda: "there is room")
 
-    while turns._long._taken:  # its thread has not ended yet
-        threading.Event().wait(0.001)
+    ends_at = time.monotonic() + 10
+    while turns._long._taken:
+        assert time.monotonic() < ends_at, "its thread has ended long ago"
+        time.sleep(0.001)
     assert asyncio.run(come()) == "there is room"
 
 
