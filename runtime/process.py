@@ -45,10 +45,15 @@ def fatal(message: str) -> NoReturn:
 def end_while_loading() -> None:
     """Have SIGINT and SIGTERM end this process at once until `first_signal` is called: there is nothing to undo or say.
 
-    Also as process 1 of a container: to that one Linux hands no signal that it has no handler for (pid_namespaces(7)).
+    The kernel does it, whatever runs meanwhile. Not to process 1 of a container: to that one it hands no signal that it has no
+    handler for (pid_namespaces(7)), and Python's run between two instructions only.
     """
-    for number in (signal.SIGINT, signal.SIGTERM) if os.getpid() == 1 else (signal.SIGINT,):
-        signal.signal(number, lambda number, _: os._exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit_of if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _exit_of(number: int, _: object) -> None:
+    os._exit(128 + number)
 
 
 def first_signal() -> asyncio.Future[signal.Signals]:
