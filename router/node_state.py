@@ -53,7 +53,7 @@ class Node:
     @property
     def can_take_work(self) -> bool:
         """Connected and not about to end; whether there is room is another question."""
-        return self.session is Session.UP and not (self.is_gone or self.drains)
+        return self.session is Session.UP and self.is_expected
 
     @property
     def is_expected(self) -> bool:

@@ -237,8 +237,8 @@ MUTANTS: Final = (
         "drained-onto-the-draining",
         "A node that is about to end is given what another one hands over.",
         "router/node_state.py",
-        "return self.session is Session.UP and not (self.is_gone or self.drains)",
-        "return self.session is Session.UP and not self.is_gone",
+        "return self.session in (Session.UP, Session.BROKEN) and not (self.is_gone or self.drains)",
+        "return self.session in (Session.UP, Session.BROKEN) and not self.is_gone",
         (*_MOVES, *_RETRY),
     ),
     Mutant(
