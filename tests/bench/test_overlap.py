@@ -26,7 +26,7 @@ def test_both_depths_are_measured_and_compared(tiny_model: Path, tmp_path: Path)
     assert "one ahead" in result.stdout
     batches = json.loads(path.read_text())["batches"]
     assert [each["batch"] for each in batches] == [1, 3]
-    assert all(0.05 < each["ratio"] < 20 and each["alone_s"] > 0 for each in batches)
+    assert all(each["ratio"] > 0 and each["alone_s"] > 0 < each["overlapped_s"] for each in batches)
 
 
 @pytest.mark.parametrize("batches", ["", "0", "a", "1,,x", "5000"])
