@@ -27,7 +27,7 @@ class ChildProcess:
         self.pid = process.pid
         self._ready_path = ready_path
         self._process = process
-        self._is_ready = False
+        self.is_ready = False  # it listens
 
     @classmethod
     async def start(
@@ -64,7 +64,7 @@ class ChildProcess:
             await asyncio.sleep(READY_POLL_S)
         content: dict[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
         self._ready_path.unlink()
-        self._is_ready = True
+        self.is_ready = True
         return content
 
     async def ended(self) -> None:
@@ -98,7 +98,7 @@ class ChildProcess:
         """Ask it to stop now, not to drain; after `timeout_s` seconds do not ask."""
         if self._process.returncode is None:
             # Who is still loading has nothing to drain, and would end of a SIGINT with a traceback in its log.
-            self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
+            self._process.send_signal(signal.SIGINT if self.is_ready else signal.SIGTERM)
             try:
                 await asyncio.wait_for(self._process.wait(), timeout_s)
             except TimeoutError:

@@ -33,7 +33,7 @@ COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
 ROLES: Final = ("router", "prefill", "decode", "mixed")  # which services run: known by their command lines
 
 HELP: Final = """\
-usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with their defaults
+usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with their defaults; baton --version
 
   up           a whole cluster on this machine: baton up --model DIR --prefill 1 --decode 1 --port 8000
   router       the process that clients talk to, and the registry where nodes announce themselves
@@ -66,10 +66,15 @@ Several routers over the same nodes, all of them with --registry redis://HOST:63
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name; comes back only for `--help`."""
+    """Run the command that the arguments name; comes back only for `--help` and `--version`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
+        return 0
+    if words in (["--version"], ["version"]):
+        from importlib.metadata import version  # heavy: see below
+
+        sys.stdout.write(f"baton {version('baton')}\n")
         return 0
     for name, target in COMMANDS.items():
         if tuple(words[: len(name)]) == name:

@@ -18,8 +18,8 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,6 +36,7 @@ from runtime.config import load
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
 
 READY_POLL_S: Final = 0.05
+SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
 
 
@@ -134,7 +135,7 @@ class _Launcher:
         if self._control is not None:
             self._control_address = await self._control.open()
         with self._console.status("baton up: starting the router") as status:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with asyncio.timeout(config.start_timeout_s), self._saying_what_it_waits_for():
                 children = [
                     await self._start_child(name, router_command(config, index), threads=1)
                     for index, name in enumerate(names)
@@ -149,6 +150,23 @@ class _Launcher:
         self._cluster["registry_namespace"] = config.registry_namespace
         self._write_cluster_json()
         self._say_how_to_use([router["url"] for router in routers], routers[0]["model"])
+
+    @asynccontextmanager
+    async def _saying_what_it_waits_for(self) -> AsyncIterator[None]:
+        async def say() -> None:
+            said: set[str] = set()
+            while True:
+                await asyncio.sleep(SAY_EVERY_S)
+                for child in [each for each in self._children if not each.is_ready] or self._children[:1]:
+                    if (told := f"{child.name} said last: {child.last_sentence()}") not in said:
+                        self._console.print(f"baton up: still waiting; {told}")
+                        said.add(told)
+
+        saying = asyncio.create_task(say())
+        try:
+            yield
+        finally:
+            await _cancel(saying)
 
     async def _start_nodes(self, registry: str) -> list[dict[str, Any]]:
         """Start all nodes at once; what each of them wrote into its ready file. `registry`: of each router, where embedded."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_help_names_every_command_and_shows_one_that_works_as_typed() -> None:
         "exit code 2",
     ):
         assert word in result.stdout
+
+
+def test_version_is_one_line() -> None:
+    """Asked for in every report of a bug."""
+    result = run([BATON, "--version"])
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"baton {version('baton')}\n", "")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])

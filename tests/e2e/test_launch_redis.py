@@ -19,3 +19,17 @@ def test_a_node_is_given_a_role_and_drained_by_its_name_in_the_run_directory(tin
                 done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
                 assert done.returncode == 0, done.stderr
                 assert done.stdout.splitlines()[-1].startswith(f"baton {words[0]}: decode-1 ")
+
+
+def test_a_start_that_waits_for_a_redis_that_is_not_there_says_so_before_it_gives_up(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--model", str(tiny_model), "--registry", "redis://127.0.0.1:9/0", "--port", "0")
+    command = [BATON, "up", *flags, "--run-dir", str(tmp_path / "run"), "--start-timeout-s", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            told = next(line for line in launcher.stdout if "registry_unreachable" in line)
+        finally:
+            launcher.terminate()
+    assert told.startswith("baton up: still waiting; router said last: ") and "redis://127.0.0.1:9/0" in told
