@@ -44,7 +44,7 @@ def test_steps_are_measured_with_no_pool_a_fast_one_and_one_that_takes_nothing(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
-    sizes = ("--batch", "4", "--prompt-tokens", "64", "--output-tokens", "8", "--steps", "40", "--rounds", "1")
+    sizes = ("--batch", "4", "--prompt-tokens", "64", "--output-tokens", "8", "--steps", "300", "--rounds", "1")
     ended = run(
         "kv_pool_step",
         *("--model", str(tiny_model), *sizes, "--staging-mib", "1", "--slow-ms", "60000"),
@@ -55,7 +55,7 @@ def test_steps_are_measured_with_no_pool_a_fast_one_and_one_that_takes_nothing(
     assert by_way["none"]["num_saved"] == 0 and by_way["none"]["mean_ratio"] == 1
     assert by_way["memory"]["num_written"] > 0 and by_way["slow"]["num_written"] == 0
     assert by_way["slow"]["num_saved"] >= by_way["memory"]["num_written"]
-    assert by_way["slow"]["mean_s"] * 40 < 60, "a step waits for no store"
+    assert by_way["slow"]["mean_s"] * 300 < 60, "a step waits for no store"
 
 
 def test_ratios_are_taken_within_a_round() -> None:

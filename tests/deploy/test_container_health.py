@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import container_health
 from deploy.container_health import Page, answers, health_page
 from tests.security.strangers import make_certificates
 
@@ -39,6 +40,12 @@ OWN = "172.18.0.5"
 def test_it_asks_where_the_process_listens(words: list[str], variables: dict[str, str], url: str) -> None:
     authority = Path("/tls/ca.crt") if url.startswith("https") else None
     assert health_page(words, IMAGE | variables, OWN) == Page(url, authority)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Server and client are one process here, which may stand still for longer than a health check waits."""
+    monkeypatch.setattr(container_health, "TIMEOUT_S", 60.0)
 
 
 class Answering(http.server.BaseHTTPRequestHandler):

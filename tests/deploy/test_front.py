@@ -55,7 +55,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self.wfile.write(b"5\r\nfirst\r\n")
-        assert self.server.may_end.wait(20)
+        assert self.server.may_end.wait(60)
         self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
 
     def log_message(self, *_: object) -> None:
@@ -73,6 +73,9 @@ def front(folder: Path) -> Iterator[tuple[int, list[StandIn]]]:
         listener = started.enter_context(socket.create_server(("127.0.0.1", 0)))
         text = (ROOT / "deploy" / "haproxy.cfg").read_text()
         text = re.sub(r" router-([01]):8000", lambda found: f" 127.0.0.1:{routers[int(found[1])].server_port}", text)
+        # Both routers are this process: one that stands still must not pass for two that are down.
+        text = text.replace("    timeout connect 2s\n", "    timeout connect 60s\n    timeout check 60s\n")
+        assert "timeout check" in text
         (folder / "haproxy.cfg").write_text(text.replace("bind :8000", f"bind fd@{listener.fileno()}"))
         command = ["haproxy", "-db", "-f", str(folder / "haproxy.cfg")]
         with subprocess.Popen(command, pass_fds=[listener.fileno()]) as process:
@@ -87,7 +90,7 @@ def front(folder: Path) -> Iterator[tuple[int, list[StandIn]]]:
 @contextmanager
 def answer_of(port: int, num_bytes: int) -> Iterator[http.client.HTTPResponse]:
     """To a request whose body comes behind its headers, as clients send it."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
         client.request("POST", "/v1/completions", bytes(num_bytes))
         with client.getresponse() as answer:
             yield answer

@@ -118,6 +118,14 @@ def as_process_1(*words: str) -> Iterator[subprocess.Popen[str]]:
             outside.kill()
 
 
+def terminate_until_gone(outside: subprocess.Popen[str]) -> int:
+    """The exit code of one that is told so again and again: a SIGTERM just before a read begins is heard when that is over."""
+    while outside.poll() is None:
+        terminate_inside(outside)
+        time.sleep(0.1)
+    return outside.wait()
+
+
 def terminate_inside(outside: subprocess.Popen[str]) -> None:
     """SIGTERM to the one that is number 1 there."""
     number = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text(encoding="ascii")
@@ -130,8 +138,7 @@ def test_process_1_of_a_container_ends_when_it_is_told_so_while_it_loads() -> No
     """The kernel hands it no signal that it has no handler for: it would load on, and be killed later without a drain."""
     with as_process_1("-c", INIT) as process:
         assert process.stdout is not None and process.stdout.readline() == "loading\n"
-        terminate_inside(process)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert terminate_until_gone(process) == 128 + signal.SIGTERM
 
 
 def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> None:
@@ -147,12 +154,7 @@ def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> 
 @pytest.mark.parametrize("role", LOADING)
 def test_a_container_that_is_stopped_while_it_loads_is_gone_at_once(role: str, tmp_path: Path) -> None:
     with held_up(role, tmp_path, as_process_1) as process:
-        while (
-            process.poll() is None
-        ):  # one that comes just before the read begins is heard when that is over, or by the next one
-            terminate_inside(process)
-            time.sleep(0.1)
-        assert process.returncode == 128 + signal.SIGTERM
+        assert terminate_until_gone(process) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("role", LOADING)
