@@ -13,7 +13,7 @@ from connector.memory_store import MemoryStore, Shelf
 class FaultyStore:
     """Implements KvStore."""
 
-    def __init__(self, block_bytes: int, max_hang_s: float = 20.0) -> None:
+    def __init__(self, block_bytes: int, max_hang_s: float = 120.0) -> None:
         self.records = KvRecords(block_bytes)
         self.shelf = Shelf()
         self.may_write = threading.Event()  # a call to write hangs until it is set

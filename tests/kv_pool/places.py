@@ -19,7 +19,7 @@ from tests.registry.redis_server import RedisServer
 
 Blocks = npt.NDArray[np.uint8]
 
-PLENTY: Final = KvStoreLimits()
+PLENTY: Final = KvStoreLimits(timeout_s=60.0)
 REDIS_PREFIX: Final = b"baton:{kv}:block:"
 
 

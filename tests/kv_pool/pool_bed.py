@@ -15,7 +15,7 @@ from node.measures import Measures
 from tests.kv_pool.faulty_store import FaultyStore
 from tests.kv_pool.places import Blocks, blocks_of
 
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 NEVER_OPENS: Final = BreakerTiming(num_failures=1 << 30)
 
 _E = TypeVar("_E")
@@ -46,6 +46,11 @@ class PoolBed:
                 with contextlib.suppress(TimeoutError):  # what a thread does beside its events is seen by looking
                     async with asyncio.timeout(0.002):
                         await self._posted.wait()
+
+    def let_time_pass(self, seconds: float) -> None:
+        """On the loop's clock: what is not answered by then is now."""
+        clock = self._loop.time
+        self._loop.time = lambda: clock() + seconds  # type: ignore[method-assign]
 
     async def saved(self, action: SaveBlocks) -> BlocksStaged:
         """Ask, and wait for the answer."""

