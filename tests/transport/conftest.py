@@ -7,6 +7,7 @@ from typing import Final
 
 import pytest
 
+from connector import accepting, nixl_sender, shm_sender, two_ends, zmq_options, zmq_sender
 from connector.nixl_agent import is_installed
 from tests.transport.net import MemoryNet, Net, NixlNet, ShmNet, ZmqNet
 
@@ -21,6 +22,32 @@ KINDS: Final[dict[str, Callable[[], Net]]] = {
     "nixl, one-sided": NixlNet,
     "nixl without checksums, one-sided": lambda: NixlNet(checksums=False),
 }
+
+
+PATIENCE_S: Final = 100.0
+
+
+@pytest.fixture
+def nodes_own_times() -> None:
+    """What is tested is when a node gives up."""
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless that is tested nobody gives anybody up, however long this process stands still in the middle of a handshake."""
+    if "nodes_own_times" in request.fixturenames:
+        return
+    for module, name in (
+        (zmq_options, "OPEN_S"),
+        (zmq_sender, "OPEN_S"),
+        (shm_sender, "_OPEN_S"),
+        (nixl_sender, "_OPEN_S"),
+        (accepting, "_HELLO_S"),
+    ):
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, PATIENCE_S)
+    monkeypatch.setattr(zmq_options, "SILENCE_MS", int(PATIENCE_S * 1000))
+    monkeypatch.setattr(two_ends, "_STOP_S", PATIENCE_S)
 
 
 def made(kind: str) -> Net:

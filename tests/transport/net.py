@@ -23,7 +23,7 @@ from proto import baton_pb2 as pb
 
 _Kind = TypeVar("_Kind")
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 COPIER = find_copier()  # as nodes have it
 
 

@@ -31,7 +31,7 @@ def test_other_names_of_loopback_work_as_well(host: str) -> None:
     sender = ZmqTransport(memory, "sender", 1, lambda event: None)
     sender.open("receiver@1/1", receiver.endpoint())
     sender.notify("receiver@1/1", commit(1))
-    assert arrived.wait(10)
+    assert arrived.wait(60)
     sender.stop()
     receiver.stop()
 
@@ -69,7 +69,7 @@ def others_go_on(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow(host: str, *rest: Any, **more: Any) -> Any:
         if host.endswith(".example"):
-            assert may_answer.wait(10)
+            assert may_answer.wait(60)
             host = "localhost" if host == "slow.example" else "none.invalid"
         return look_up(host, *rest, **more)
 

@@ -61,7 +61,7 @@ class Attacker:
 
     def next_event(self) -> int:
         """What the monitor of the last watched client says next."""
-        assert self._sockets[-1].poll(10_000), "nothing happened to the connection"
+        assert self._sockets[-1].poll(60_000), "nothing happened to the connection"
         return recv_monitor_message(self._sockets[-1])["event"]
 
     def stop(self) -> None:

@@ -58,7 +58,7 @@ def test_the_leases_of_a_killed_sender_are_quiet_and_others_go_on(nixl_net: Nixl
 def test_a_sender_that_hangs_keeps_an_ended_lease_in_quarantine_until_its_link_is_torn_down(
     nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_receiver, "_STOP_S", 0.5)
+    monkeypatch.setattr(nixl_receiver, "_STOP_S", 1.5)
     with peer("nixl") as sender:
         receiver = receiver_of(nixl_net, sender)
         stop(sender.process.pid)
@@ -66,7 +66,7 @@ def test_a_sender_that_hangs_keeps_an_ended_lease_in_quarantine_until_its_link_i
         receiver.transport.revoke(1)
         assert receiver.transport.snapshot()["leases_quarantined"] == 1 and receiver.said.of(RevokeDone) == []
         nixl_net.until(lambda: receiver.said.of(RevokeDone) == [RevokeDone(1)])
-        assert time.monotonic() - began >= 0.5
+        assert time.monotonic() - began >= 1.5
         assert_still_serves(nixl_net, receiver)
         sender.process.send_signal(signal.SIGCONT)
         sender.wait_for("LinkClosed")

@@ -105,6 +105,7 @@ def test_asking_whether_somebody_is_there_counts_as_no_refused_link(shm_net: Shm
 
 
 @pytest.mark.covers("C05")
+@pytest.mark.usefixtures("nodes_own_times")
 def test_a_receiver_without_a_descriptor_left_accepts_as_soon_as_there_is_one(shm_net: ShmNet) -> None:
     sender, receiver = shm_net.node("sender"), shm_net.node("receiver")
     sender.transport.open("receiver@1/1", receiver.transport.endpoint())

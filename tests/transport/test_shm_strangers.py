@@ -182,6 +182,7 @@ def test_garbage_disturbs_nobody(shm_net: ShmNet, garbage: bytes) -> None:
 
 
 @pytest.mark.covers("H13")
+@pytest.mark.usefixtures("nodes_own_times")
 def test_connections_that_say_nothing_are_bounded_and_thrown_out(shm_net: ShmNet) -> None:
     receiver = shm_net.node("receiver")
     silent = [find_connection(receiver.transport.endpoint()) for _ in range(100)]
