@@ -28,7 +28,8 @@ from tests.router.scripted_nodes import Script, ScriptedNode, ScriptedPair, repl
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 256
 
-USUAL_TIMING = SessionTiming()
+# None of what takes seconds happens by itself: a machine that holds this process up for some breaks nothing.
+USUAL_TIMING = SessionTiming(silence_s=60.0, grace_s=90.0, dial_timeout_s=60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ async def live_router(
     model: Path,
     script: Script | None = None,
     core_config: RouterCoreConfig | None = None,
-    timeout_s: float = 30.0,
+    timeout_s: float = 600.0,
     timing: SessionTiming = USUAL_TIMING,
     behind: Callable[[ASGIApp, RouterShell], ASGIApp] = lambda app, shell: app,
     settings: ApiSettings | None = None,
@@ -72,7 +73,7 @@ async def live_router(
     async with (
         ScriptedNode("prefill", pb.ROLE_PREFILL, max_model_len, timing) as prefill,
         ScriptedNode("decode", pb.ROLE_DECODE, max_model_len, timing) as decode,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, verify=NO_CERTIFICATES) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120, verify=NO_CERTIFICATES) as client,
     ):
         pair = ScriptedPair(prefill, decode, script or replying(b"hello"))
         pair.start()
@@ -86,7 +87,7 @@ async def live_router(
         await serving
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Let the loop run until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

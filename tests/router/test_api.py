@@ -73,7 +73,7 @@ def test_what_the_client_asks_reaches_the_prefill_node(model: Path) -> None:
         assert (first.sampling.temperature, first.sampling.max_tokens) == (0.5, 5)
         assert list(first.sampling.stop_token_ids) == [EOS_ID, TURN_ID]
         assert not second.sampling.stop_token_ids
-        assert 0 < first.ms_left <= 30_000
+        assert 0 < first.ms_left <= 600_000
 
     play(model, scenario)
 
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_has_its_attempt_cancelled_at_both_nodes(
             assert b"200 OK" in await reader.readline()
         writer.close()
         nodes = (router.pair.prefill, router.pair.decode)
-        await until(lambda: all(node.cancels for node in nodes), timeout_s=1.0)
+        await until(lambda: all(node.cancels for node in nodes))
         assert {node.cancels[0].key.request_id for node in nodes} == {router.pair.prefill.dispatches[0].request_id}
         assert all(node.cancels[0].ms_left > 0 for node in nodes)
         await until(lambda: "aborted" in router.shell.metrics.render().decode())
@@ -238,8 +238,11 @@ def test_at_its_deadline_a_request_ends_everywhere_with_no_traffic(model: Path) 
         attempt.prefill_says(0, b"a")
 
     async def scenario(router: LiveRouter) -> None:
-        answer = await router.post()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "DEADLINE")
+        while (
+            not router.pair.prefill.dispatches
+        ):  # held up, this process may be past it before a node hears of the request
+            answer = await router.post()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "DEADLINE")
         await until(lambda: bool(router.pair.prefill.cancels and router.pair.decode.cancels))
 
     silent = SessionTiming(keepalive_s=60, silence_s=120, grace_s=120)
@@ -380,7 +383,7 @@ def test_an_http_1_0_client_gets_whole_answers_unchunked(model: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         body = json.dumps({"model": MODEL_NAME, "prompt": "hi", "max_tokens": 5})
         writer.write(f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        head, _, content = (await asyncio.wait_for(reader.read(), 10)).decode().partition("\r\n\r\n")
+        head, _, content = (await asyncio.wait_for(reader.read(), 60)).decode().partition("\r\n\r\n")
         writer.close()
         assert "transfer-encoding" not in head.lower()
         assert (head.split()[1], json.loads(content)["choices"][0]["text"]) == ("200", "hello")

@@ -19,7 +19,7 @@ from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
 
-ALLOWED_S: Final = 10.0  # ten times the second within which the last block is to be free
+ALLOWED_S: Final = 60.0  # for the second within which the last block is to be free: the machine may hold us up for some
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def test_a_client_that_leaves_is_forgotten_in_every_phase_and_its_last_attempt_i
         await until(lambda: phases(router) == {phase})
         writer.close()
         await until(lambda: not router.shell.snapshot()["requests"], timeout_s=ALLOWED_S)
-        newest = max(each.attempt for each in router.pair.prefill.dispatches)
 
         def is_fenced() -> bool:
+            newest = max(each.attempt for each in router.pair.prefill.dispatches)  # the last may still be on its way
             return all(any(each.key.attempt == newest for each in node.cancels) for node in nodes)
 
         await until(is_fenced, timeout_s=ALLOWED_S)

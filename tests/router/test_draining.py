@@ -18,9 +18,8 @@ import pytest
 
 from proto import baton_pb2 as pb
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
-from runtime.session import SessionTiming
 from tests.plain_http import NO_CERTIFICATES
-from tests.router.live_router import live_router, until
+from tests.router.live_router import USUAL_TIMING, live_router, until
 from tests.router.scripted_nodes import ScriptedAttempt, ScriptedNode, ScriptedPair
 from tests.router.tiny_model import write_model_text
 
@@ -55,14 +54,15 @@ async def streaming_router(folder: Path, *flags: str) -> AsyncIterator[Scene]:
 
     model, ready_file = write_model_text(folder), folder / "ready.json"
     command = [sys.executable, "-m", "router", "--model", str(model), "--port", "0", "--ready-file", str(ready_file)]
+    command += ["--session-grace-s", f"{USUAL_TIMING.grace_s:g}"]
     process = await asyncio.create_subprocess_exec(*command, *flags, env=os.environ)
     try:
         async with (
-            asyncio.timeout(60),
-            ScriptedNode("prefill", pb.ROLE_PREFILL, 256, SessionTiming()) as prefill,
-            ScriptedNode("decode", pb.ROLE_DECODE, 256, SessionTiming()) as decode,
+            asyncio.timeout(240),
+            ScriptedNode("prefill", pb.ROLE_PREFILL, 256, USUAL_TIMING) as prefill,
+            ScriptedNode("decode", pb.ROLE_DECODE, 256, USUAL_TIMING) as decode,
         ):
-            await until(ready_file.exists, 30)
+            await until(ready_file.exists, 120)
             ready = json.loads(ready_file.read_text())
             pair = ScriptedPair(prefill, decode, script)
             pair.start()
@@ -73,7 +73,7 @@ async def streaming_router(folder: Path, *flags: str) -> AsyncIterator[Scene]:
             ]
             for each in registrations:
                 each.start()
-            async with httpx.AsyncClient(base_url=ready["url"], timeout=20, verify=NO_CERTIFICATES) as client:
+            async with httpx.AsyncClient(base_url=ready["url"], timeout=120, verify=NO_CERTIFICATES) as client:
                 await until_ready_says(client, 200)
                 body = BODY | {"model": model.name}
                 async with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -41,7 +41,7 @@ def running(
     flags = ["--model", str(model), "--port", "0", "--ready-file", str(ready_file)]
     with subprocess.Popen(command(*flags), stdin=stdin, stderr=subprocess.PIPE, text=True) as process:
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 120
             while not ready_file.exists():
                 assert process.poll() is None, process.stderr and process.stderr.read()
                 assert time.monotonic() < end
@@ -55,33 +55,33 @@ def running(
 def test_it_serves_is_small_has_no_torch_and_ends_with_0_at_a_signal(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "ready.json") as (process, ready):
         assert int(ready["pid"]) == process.pid
-        assert httpx.get(f"{ready['url']}/health").status_code == 200
-        assert httpx.get(f"{ready['url']}/ready").status_code == 503
-        assert httpx.get(f"{ready['url']}/v1/models").json()["data"][0]["id"] == model.name
+        assert httpx.get(f"{ready['url']}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{ready['url']}/ready", timeout=60).status_code == 503
+        assert httpx.get(f"{ready['url']}/v1/models", timeout=60).json()["data"][0]["id"] == model.name
         host, _, port = ready["registry"].rpartition(":")
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=60).close()
         own = psutil.Process(process.pid)
         assert own.memory_info().rss < MAX_RSS_BYTES
         assert not [each.path for each in own.memory_maps() if "torch" in each.path]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "ready.json") as (process, ready):
         process.send_signal(signal.SIGHUP)
         for _ in range(2):  # the second, at the latest, once the signal has been taken
-            assert httpx.get(f"{ready['url']}/health").status_code == 200
+            assert httpx.get(f"{ready['url']}/health", timeout=60).status_code == 200
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def test_a_router_that_a_terminal_has_started_ends_with_it(model: Path, tmp_path: Path) -> None:
     ours, its = os.openpty()
     with running(model, tmp_path / "ready.json", stdin=its) as (process, _):
         process.send_signal(signal.SIGHUP)  # as the kernel does when the terminal is closed
-        assert process.wait(timeout=10) == -signal.SIGHUP
+        assert process.wait(timeout=120) == -signal.SIGHUP
     os.close(ours)
     os.close(its)
 
@@ -92,7 +92,7 @@ def test_a_taken_port_is_one_line_that_names_it_and_exit_code_2(model: Path, fla
         port = str(taken.getsockname()[1])
         flags = {"--model": str(model), "--port": "0"} | {flag: port}
         ended = subprocess.run(
-            command(*(word for pair in flags.items() for word in pair)), capture_output=True, text=True, timeout=60
+            command(*(word for pair in flags.items() for word in pair)), capture_output=True, text=True, timeout=240
         )
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
@@ -101,7 +101,7 @@ def test_a_taken_port_is_one_line_that_names_it_and_exit_code_2(model: Path, fla
 
 def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path / "none"), "--port", "0")
-    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=240)
     assert ended.returncode == 2
     assert ended.stderr == f"baton router: {tmp_path / 'none'}: not a directory\n"
 
@@ -109,7 +109,7 @@ def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> No
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_ready_file_that_cannot_be_written_is_one_line_and_exit_code_2(model: Path, workers: str) -> None:
     flags = ("--model", str(model), "--port", "0", "--workers", workers, "--ready-file", "/no/such/x")
-    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=240)
     assert ended.returncode == 2
     assert ended.stderr == "baton router: --ready-file /no/such/x: cannot be written: No such file or directory\n"
 
@@ -119,7 +119,7 @@ def test_it_is_imported_within_a_second_and_without_what_is_not_its_business() -
         "import time, sys; import router.process; "
         "print(time.process_time(), [name for name in ('torch', 'engine', 'connector', 'transformers') if name in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     cpu_s, foreign = ended.stdout.split(" ", 1)
     assert float(cpu_s) < 1.0
     assert foreign.strip() == "[]"
@@ -142,7 +142,7 @@ def test_a_router_that_listens_everywhere_names_what_is_missing(tmp_path: Path, 
         command += ["--api-keys", str(keys), "--tls-dir", str(make_certificates(tmp_path / "certs"))]
     with subprocess.Popen([*command, "--ready-file", str(ready)], stderr=subprocess.PIPE, text=True) as process:
         try:
-            give_up_at = time.monotonic() + 60
+            give_up_at = time.monotonic() + 120
             while not ready.exists() and process.poll() is None and time.monotonic() < give_up_at:
                 time.sleep(0.02)
             assert ready.exists()

@@ -33,9 +33,10 @@ from tests.stopping import resume, stop
 TEXT = "abcdefgh"  # what the fake nodes say, over and over
 NUM_TOKENS = 80
 LOG = "router.log"
+HUNG_S = 5.0  # for so long a worker may leave unread more than may wait for it
 
 
-def until(is_so: Callable[[], bool], bound_s: float = 30.0) -> None:
+def until(is_so: Callable[[], bool], bound_s: float = 120.0) -> None:
     end = time.monotonic() + bound_s
     while not is_so():
         assert time.monotonic() < end
@@ -67,17 +68,25 @@ def started(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes],
 def by_worker(url: str, name: str) -> dict[int, float]:
     """A metric's sum, by worker."""
     found: dict[int, float] = {}
-    for line in httpx.get(f"{url}/metrics", timeout=10, verify=NO_CERTIFICATES).text.splitlines():
+    for line in httpx.get(f"{url}/metrics", timeout=60, verify=NO_CERTIFICATES).text.splitlines():
         if match := re.fullmatch(rf'baton_router_{name}{{worker="(\d)".*}} (\S+)', line):
             found[int(match[1])] = found.get(int(match[1]), 0) + float(match[2])
     return found
+
+
+def ends_of(url: str, worker: int) -> dict[str, float]:
+    """How the requests of a worker that has none now have ended: how many by outcome."""
+    until(lambda: by_worker(url, "live_requests").get(worker) == 0)
+    metrics = httpx.get(f"{url}/metrics", timeout=60, verify=NO_CERTIFICATES).text
+    found = re.findall(rf'baton_router_requests_total{{worker="{worker}",outcome="(\w+)"}} (\S+)', metrics)
+    return {outcome: float(number) for outcome, number in found}
 
 
 async def stream(url: str) -> str:
     """A completion's text, or nothing if its connection broke."""
     body = {"model": "model", "prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
     try:
-        async with httpx.AsyncClient(timeout=30, verify=NO_CERTIFICATES) as client:
+        async with httpx.AsyncClient(timeout=120, verify=NO_CERTIFICATES) as client:
             answer = await client.post(f"{url}/v1/completions", json=body)
     except httpx.TransportError:
         return ""
@@ -86,8 +95,8 @@ async def stream(url: str) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
 
-async def while_one_dies(url: str, pids: list[int]) -> tuple[list[str], dict[int, float]]:
-    """Streams until both workers have some; then worker 0 is killed. Their texts, and how many each worker had."""
+async def while_one_dies(url: str, pids: list[int]) -> list[str]:
+    """Streams until both workers have some; then worker 0 is killed. Their texts."""
     streams: list[asyncio.Task[str]] = []
     live: dict[int, float] = {}
     while not (live.get(0) and live.get(1)):
@@ -96,7 +105,7 @@ async def while_one_dies(url: str, pids: list[int]) -> tuple[list[str], dict[int
         await asyncio.sleep(0.2)
         live = await asyncio.to_thread(by_worker, url, "live_requests")
     os.kill(pids[0], signal.SIGKILL)
-    return list(await asyncio.gather(*streams)), live
+    return list(await asyncio.gather(*streams))
 
 
 @pytest.mark.covers("C05")
@@ -117,16 +126,17 @@ def test_a_worker_that_cannot_be_started_now_is_started_later_and_the_others_ser
 def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(tmp_path: Path) -> None:
     with started(tmp_path) as (router, ready):
         url, pids = ready["url"], ready["workers"]
-        texts, live = asyncio.run(while_one_dies(url, pids))
+        texts = asyncio.run(while_one_dies(url, pids))
         whole = (TEXT * NUM_TOKENS)[:NUM_TOKENS]
         assert set(texts) == {whole, ""}, "a stream is whole, or its connection broke with its worker"
-        assert texts.count("") == live[0] and texts.count(whole) == live[1], "the other's streams all went on"
+        (ended,) = ends_of(url, 1).items()
+        assert ended[0] == "length" and 1 <= ended[1] <= texts.count(whole), "the other's streams all went on"
         until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})  # its successor knows the nodes, too
         stop(pids[1])
         assert asyncio.run(stream(url)) == whole, "who hangs keeps no connection waiting"
         resume(pids[1])
         router.send_signal(signal.SIGTERM)
-        assert router.wait(10) == 0
+        assert router.wait(120) == 0
         assert not Path(f"/proc/{pids[1]}").exists()
 
 
@@ -152,9 +162,11 @@ def test_a_worker_that_hangs_is_replaced_before_what_it_does_not_read_is_more_th
         url, pids = ready["url"], ready["workers"]
         stop(pids[1])
         try:
+            began = time.monotonic()
             tell_much(ready["registry"], 1800)  # 9 MiB: more than may wait for it
-            assert Path(f"/proc/{pids[1]}").exists(), "for a moment it may"
-            end = time.monotonic() + 30
+            was_there = Path(f"/proc/{pids[1]}").exists()
+            assert was_there or time.monotonic() - began > HUNG_S, "for a moment it may"
+            end = time.monotonic() + 120
             while Path(f"/proc/{pids[1]}").exists():
                 assert time.monotonic() < end
                 tell_much(ready["registry"], 20)
@@ -188,21 +200,27 @@ def test_whichever_worker_is_asked_clients_are_named_to_one_of_them_alone(tmp_pa
         url, pids = ready["url"], ready["workers"]
 
         def page(headers: dict[str, str]) -> str:
-            return httpx.get(f"{url}/metrics", timeout=10, headers=headers, verify=NO_CERTIFICATES).text
+            return httpx.get(f"{url}/metrics", timeout=60, headers=headers, verify=NO_CERTIFICATES).text
+
+        def named() -> set[str]:
+            """By which workers; who does not answer within a second is left out."""
+            return set(re.findall(r'client_requests_total{worker="(.)",client="alice"} 1.0', page(key)))
 
         for stopped in pids:  # so each of them has a request
             stop(stopped)
             body = {"model": "model", "prompt": "x", "max_tokens": 2}
             url_of_all = f"{url}/v1/completions"
-            assert httpx.post(url_of_all, json=body, headers=key, timeout=30, verify=NO_CERTIFICATES).status_code == 200
+            assert (
+                httpx.post(url_of_all, json=body, headers=key, timeout=120, verify=NO_CERTIFICATES).status_code == 200
+            )
             resume(stopped)
         for stopped in (*pids, None):  # who asks is answered by the other one, then by both together
             if stopped is not None:
                 stop(stopped)
             try:
                 assert "alice" not in page({}) and "baton_router_client" not in page({})
-                workers = set(re.findall(r'client_requests_total{worker="(.)",client="alice"} 1.0', page(key)))
-                assert workers == {str(index) for index, pid in enumerate(pids) if pid != stopped}
+                running = {str(index) for index, pid in enumerate(pids) if pid != stopped}
+                until(lambda running=running: named() == running)  # type: ignore[misc]
             finally:
                 if stopped is not None:
                     resume(stopped)
@@ -210,7 +228,7 @@ def test_whichever_worker_is_asked_clients_are_named_to_one_of_them_alone(tmp_pa
 
 def test_what_keeps_a_worker_from_starting_is_said_and_ends_all_with_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "router", "--model", str(tmp_path / "none"), "--port", "0", "--workers", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = [line for line in ended.stderr.splitlines() if line.startswith("baton router: ")]
     assert ended.returncode == 2 and len(lines) >= 1 and "none" in lines[0]
     assert "Traceback" not in ended.stderr
