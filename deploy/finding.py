@@ -116,7 +116,7 @@ async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeE
 async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequence[pb.NodeEntry]:
     from runtime.redis_store import RedisStore  # heavy: only who uses Redis pays for its client
 
-    store = RedisStore(url, namespace or DEFAULT_NAMESPACE, TTL_S)
+    store = RedisStore(url, namespace or DEFAULT_NAMESPACE, TTL_S, CALL_TIMEOUT_S)
     try:
         return [row.entry for row in (await store.read()).rows]
     except RegistryUnreachable as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -20,6 +21,8 @@ from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.registry.redis_server import started_redis
 from tests.registry.test_listing import entry
 from tests.registry.test_registry import RunningRegistry, running_registry
+
+LISTED_S = 0.3  # between two repetitions
 
 
 async def _announce() -> None:
@@ -55,7 +58,7 @@ def run(
     """The exit code with these arguments, where `decode-0` is listed; the node's port is closed at its end."""
 
     async def scene() -> int:
-        async with asyncio.timeout(30), running_registry() as registry:
+        async with asyncio.timeout(100), running_registry() as registry:
             async with serve_node(pb.ROLE_DECODE) as node, grpc.aio.insecure_channel(registry.address) as channel:
                 listed = entry(incarnation=incarnation)
                 listed.grpc_address = node.address
@@ -103,17 +106,32 @@ def test_a_node_that_dies_before_it_has_drained_is_exit_code_1(capsys: pytest.Ca
     assert "ended before it had drained" in line or "hung up before it had drained" in line
 
 
-def register_in(url: str, namespace: str, listed: pb.NodeEntry) -> None:
-    """Have a Redis list a node."""
+@contextmanager
+def listing_in(url: str, namespace: str) -> Iterator[Callable[[pb.NodeEntry], None]]:
+    """What has a Redis list a node until the end, by repeating it as nodes do: what is read lasts for 1.5 s."""
+    over, threads = threading.Event(), list[threading.Thread]()
 
-    async def register() -> None:
-        store = RedisStore(url, namespace, ttl_s=60.0)
-        assert await store.register(listed) == ""
-        await store.hang_up()
+    def list_node(listed: pb.NodeEntry) -> None:
+        is_listed = threading.Event()
 
-    registering = threading.Thread(target=asyncio.run, args=(register(),))  # a loop of its own
-    registering.start()
-    registering.join()
+        async def register() -> None:
+            store = RedisStore(url, namespace, ttl_s=60.0, timeout_s=60.0)
+            while not over.is_set():
+                assert await store.register(listed) == ""
+                is_listed.set()
+                over.wait(LISTED_S)
+            await store.hang_up()
+
+        threads.append(threading.Thread(target=asyncio.run, args=(register(),)))  # a loop of its own
+        threads[-1].start()
+        assert is_listed.wait(60)
+
+    try:
+        yield list_node
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.covers("D08")
@@ -121,7 +139,10 @@ def test_a_run_directory_may_name_a_redis_and_what_it_keeps_secret_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = "redis://:hunter2@{host}:{port}/0"
-    with started_redis(tmp_path, "--requirepass", "hunter2", url=url) as redis:
+    with (
+        started_redis(tmp_path, "--requirepass", "hunter2", url=url) as redis,
+        listing_in(redis.url, "one") as list_node,
+    ):
         name = redis.url.replace(":hunter2@", "")
         told = {"router": {"registry": name}, "registry_namespace": "one"}
         (tmp_path / "cluster.json").write_text(json.dumps(told))
@@ -130,7 +151,7 @@ def test_a_run_directory_may_name_a_redis_and_what_it_keeps_secret_is_asked_for(
         def by_both(registry: RunningRegistry, node: GrpcNode) -> list[str]:
             listed = entry(incarnation=INCARNATION)
             listed.grpc_address = node.address
-            register_in(redis.url, "one", listed)
+            list_node(listed)
             return [*words, "--registry", redis.url]
 
         line = fails_with_2(capsys, exit_code(words))
@@ -145,19 +166,29 @@ def test_a_run_directory_may_name_a_redis_and_what_it_keeps_secret_is_asked_for(
 
 @pytest.mark.covers("D08")
 def test_a_node_that_registers_in_redis_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with started_redis(tmp_path) as redis:
+    with started_redis(tmp_path) as redis, listing_in(redis.url, "baton") as list_node:
 
         def by_redis(registry: RunningRegistry, node: GrpcNode) -> list[str]:
             listed = entry(incarnation=INCARNATION)
             listed.grpc_address = node.address
-
-            register_in(redis.url, "baton", listed)
+            list_node(listed)
             return ["decode-0", "--registry", redis.url]
 
         assert run(by_redis) == 0
     assert "decode-0 has drained" in capsys.readouterr().out
     line = fails_with_2(capsys, exit_code(["decode-0", "--registry", "redis://127.0.0.1:1/0"]))
     assert line.startswith("--registry redis://127.0.0.1:1/0: cannot be read")
+
+
+@pytest.mark.covers("D08")
+def test_a_redis_that_is_busy_for_a_moment_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with started_redis(tmp_path) as redis:
+        redis.freeze()
+        busy = threading.Timer(1.0, redis.thaw)  # longer than nodes wait, which ask again
+        busy.start()
+        line = fails_with_2(capsys, exit_code(["decode-0", "--registry", redis.url]))
+        busy.join()
+    assert line == "decode-0: no such node; there are: none"
 
 
 def fails_with_2(capsys: pytest.CaptureFixture[str], code: int) -> str:

@@ -66,7 +66,7 @@ def run(
 
     async def scene() -> int:
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(100),
             running_registry() as registry,
             serve_node(pb.ROLE_DECODE) as node,
             grpc.aio.insecure_channel(registry.address) as channel,
