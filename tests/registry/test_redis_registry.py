@@ -20,7 +20,7 @@ from router.entrance import RouterCoreConfig
 from router.events import NodeListed, NodeMissed, NodeRef, NodeUnlisted, SessionUp
 from router.placement import Placement
 from runtime.redis_reader import RedisReader
-from runtime.redis_store import RedisStore
+from runtime.redis_store import CALL_TIMEOUT_S, RedisStore
 from runtime.registry_client import RegistryClient
 from runtime.registry_record import encode_record
 from runtime.registry_server import TTL_S
@@ -91,13 +91,13 @@ class Deciding(Recorder):
 
 
 @asynccontextmanager
-async def running_router(url: str, handler: Recorder | None = None) -> AsyncIterator[Router]:
+async def running_router(url: str, handler: Recorder | None = None, ttl_s: float = TTL_S) -> AsyncIterator[Router]:
     handler, counts = handler or Recorder(), Counter[str]()
 
     def count(name: str, number: int) -> None:
         counts[name] += number
 
-    reader = RedisReader(handler, RedisStore(url, NAMESPACE, TTL_S), TTL_S, count)
+    reader = RedisReader(handler, RedisStore(url, NAMESPACE, ttl_s), ttl_s, count)
     reader.start()
     try:
         yield Router(handler, counts, reader)
@@ -106,8 +106,11 @@ async def running_router(url: str, handler: Recorder | None = None) -> AsyncIter
 
 
 @asynccontextmanager
-async def running_node(url: str, what: pb.NodeEntry) -> AsyncIterator[RegistryClient]:
-    client = RegistryClient([RedisStore(url, NAMESPACE, TTL_S)], lambda: what, never)
+async def running_node(
+    url: str, what: pb.NodeEntry, timeout_s: float = CALL_TIMEOUT_S
+) -> AsyncIterator[RegistryClient]:
+    """`timeout_s`: longer where its goodbye must be heard, said by a process that may be held up."""
+    client = RegistryClient([RedisStore(url, NAMESPACE, TTL_S, timeout_s)], lambda: what, never)
     client.start()
     try:
         yield client
@@ -135,7 +138,7 @@ async def looks(redis: RedisServer, number: int) -> None:
 def test_every_router_finds_a_node_keeps_it_and_forgets_it_at_its_goodbye(redis: RedisServer) -> None:
     async def scenario() -> None:
         async with running_router(redis.url) as one, running_router(redis.url) as two:
-            async with running_node(redis.url, entry()):
+            async with running_node(redis.url, entry(), WITHIN_S):
                 await until(lambda: bool(one.happened and two.happened), WITHIN_S)
                 await looks(redis, 16)  # of two routers, four times a second: 2 s, longer than the ttl
                 assert one.happened == two.happened == LISTED
@@ -155,7 +158,7 @@ def test_a_node_that_cannot_reach_redis_gets_work_while_its_session_is_up_and_no
         mixed, handler = entry(), Deciding()
         mixed.role = pb.ROLE_MIXED
         async with TcpProxy(redis.port) as proxy, running_router(redis.url, handler) as router:
-            async with running_node(f"redis://{proxy.address}/0", mixed):
+            async with running_node(f"redis://{proxy.address}/0", mixed, WITHIN_S):
                 await until(lambda: router.happened == LISTED, WITHIN_S)
                 proxy.black_hole()
                 await until(lambda: router.happened == [*LISTED, ("missed", NODE)], WITHIN_S)
@@ -308,7 +311,9 @@ def test_garbage_is_left_out_and_counted_and_a_key_of_another_type_is_put_right(
             await until(lambda: router.happened == LISTED, WITHIN_S)
             for _ in range(4):
                 scatter()
-                await until(lambda before=router.counts["skipped_values"]: router.counts["skipped_values"] > before)  # type: ignore[misc]
+                await until(
+                    lambda before=router.counts["skipped_values"]: router.counts["skipped_values"] > before, WITHIN_S
+                )  # type: ignore[misc]
             for key, others in {ENTRIES: "set", SEEN: "lpush", ADDRESSES: "sadd", GONE: "set"}.items():
                 redis.client.delete(key)
                 getattr(redis.client, others)(key, b"something else")
@@ -327,7 +332,8 @@ def test_an_entry_that_no_node_of_ours_would_write_is_refused_and_logged_once(
     bad = entry("decode-1", port=6001, num_blocks=0)
 
     async def scenario() -> None:
-        async with running_router(redis.url) as router, running_node(redis.url, entry()):
+        # A long ttl: an entry that this process, held up, does not repeat in time would go and come again.
+        async with running_router(redis.url, ttl_s=WITHIN_S) as router, running_node(redis.url, entry()):
             for _ in range(4):
                 redis.client.hset(ENTRIES, "decode-1", encode_record(bad))
                 redis.client.zadd(SEEN, {"decode-1": int(redis.client.time()[0]) * 1000})

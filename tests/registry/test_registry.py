@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,14 +16,16 @@ import pytest
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
+from runtime import registry_client
 from runtime.registry_client import EmbeddedRegistry, RegistryClient
-from runtime.registry_server import RegistryServer
+from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer
 from tests.registry.test_listing import draining, entry
 from tests.session.ends import until
 from tests.session.tcp_proxy import TcpProxy
 
 NODE = Peer("decode-0", 1)
+PATIENT_S = 60.0  # a ttl, and a call's timeout, for what is not about them: this process may be held up for seconds
 
 
 @dataclass
@@ -51,9 +54,9 @@ class RunningRegistry:
 
 
 @asynccontextmanager
-async def running_registry(port: int = 0) -> AsyncIterator[RunningRegistry]:
+async def running_registry(port: int = 0, ttl_s: float = PATIENT_S) -> AsyncIterator[RunningRegistry]:
     handler = Recorder()
-    registry = RegistryServer(handler)
+    registry = RegistryServer(handler, ttl_s)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     add_RegistryServicer_to_server(registry, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -69,10 +72,18 @@ def never(sentence: str) -> None:
     raise AssertionError(sentence)
 
 
+@pytest.fixture
+def patient_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "_CALL_TIMEOUT_S", PATIENT_S)
+
+
 @pytest.mark.covers("R13")
+@pytest.mark.usefixtures("patient_calls")
 def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> None:
+    """Unless this process is held up: the time by which it is late may be all that the ttl leaves."""
+
     async def scenario() -> None:
-        async with running_registry() as running:
+        async with running_registry(ttl_s=TTL_S) as running:
             num_asked = 0
 
             def current() -> pb.NodeEntry:
@@ -82,11 +93,15 @@ def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> 
 
             client = RegistryClient([EmbeddedRegistry(running.address)], current, never)
             client.start()
-            await until(lambda: num_asked >= 5)  # 2 s: longer than the ttl
-            assert running.handler.happened == [("listed", NODE)]
+            began = time.monotonic()
+            ran_s = await until(lambda: num_asked >= 5)  # 2 s: longer than the ttl
+            ran_s += await until(lambda: running.handler.happened[-1:] == [("listed", NODE)])
             assert running.registry.snapshot() == {"nodes": {"decode-0": "127.0.0.1:5001"}}
-            await client.deregister()
-            assert running.handler.happened == [("listed", NODE), ("unlisted", NODE)]
+            goodbye = asyncio.create_task(client.deregister())
+            ran_s += await until(goodbye.done)
+            assert running.handler.happened[-1] == ("unlisted", NODE)
+            was_held_up = time.monotonic() - began - ran_s > 0.5
+            assert running.handler.happened == [("listed", NODE), ("unlisted", NODE)] or was_held_up
 
     asyncio.run(scenario())
 
@@ -94,18 +109,16 @@ def test_a_node_is_listed_stays_so_and_is_gone_at_once_when_it_deregisters() -> 
 @pytest.mark.covers("R13")
 def test_a_node_that_goes_silent_is_gone_within_2_s_with_no_call_arriving_and_back_when_it_returns() -> None:
     async def scenario() -> None:
-        async with running_registry() as running, TcpProxy(running.port) as proxy:
+        async with running_registry(ttl_s=TTL_S) as running, TcpProxy(running.port) as proxy:
             client = RegistryClient([EmbeddedRegistry(proxy.address)], entry, never)
             client.start()
-            await until(lambda: len(running.handler.happened) == 1)
+            await until(lambda: running.handler.happened[-1:] == [("listed", NODE)])
             proxy.black_hole()
-            took_s = await until(lambda: len(running.handler.happened) == 2)
+            took_s = await until(lambda: running.handler.happened[-1] == ("missed", NODE))
             assert took_s < 4.0, "of which a busy machine gets half"
-            assert running.handler.happened[-1] == ("missed", NODE)
             proxy.heal()
             proxy.cut()  # what a partition swallowed is not waited for
-            assert await until(lambda: len(running.handler.happened) == 3) < 3.0
-            assert running.handler.happened[-1] == ("listed", NODE)
+            assert await until(lambda: running.handler.happened[-1] == ("listed", NODE)) < 3.0
             await client.deregister()
 
     asyncio.run(scenario())
@@ -120,7 +133,7 @@ def test_a_router_that_starts_late_or_again_finds_the_node() -> None:
         client.start()
         for _ in range(2):
             async with running_registry(port) as running:
-                assert await until(partial(operator.contains, running.handler.happened, ("listed", NODE))) < 3.0
+                await until(partial(operator.contains, running.handler.happened, ("listed", NODE)))
                 assert running.handler.happened == [("listed", NODE)]
         await client.deregister()  # nobody is there: bounded, and no error
 
@@ -128,7 +141,9 @@ def test_a_router_that_starts_late_or_again_finds_the_node() -> None:
 
 
 @pytest.mark.covers("R13")
-def test_a_node_registers_at_every_router_beside_one_that_never_answers() -> None:
+def test_a_node_registers_at_every_router_beside_one_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_client, "_CALL_TIMEOUT_S", PATIENT_S)
+
     async def scenario() -> None:
         async with running_registry() as one, running_registry() as two, TcpProxy(one.port) as hole:
             hole.black_hole()
@@ -139,8 +154,15 @@ def test_a_node_registers_at_every_router_beside_one_that_never_answers() -> Non
             )
             client.start()
             await until(lambda: bool(one.handler.happened and two.handler.happened))
-            await client.deregister()
-            assert one.handler.happened == two.handler.happened == [("listed", NODE), ("unlisted", NODE)]
+            goodbye, told = asyncio.create_task(client.deregister()), [("listed", NODE), ("unlisted", NODE)]
+            await until(lambda: one.handler.happened == two.handler.happened == told)
+            hole.cut()
+            await goodbye
+            monkeypatch.undo()
+            lonely = RegistryClient([EmbeddedRegistry(hole.address)], entry, never)
+            async with asyncio.timeout(60):  # each is bounded by its call's own timeout
+                await lonely.announce()
+                await lonely.deregister()
 
     asyncio.run(scenario())
 
@@ -164,6 +186,7 @@ def test_a_refused_node_hears_the_sentence_once() -> None:
 
 
 @pytest.mark.covers("D08")
+@pytest.mark.usefixtures("patient_calls")
 def test_a_changed_entry_is_announced_at_once_whichever_router_is_down_and_everybody_can_read_the_list() -> None:
     async def scenario() -> None:
         current = entry()
@@ -174,13 +197,19 @@ def test_a_changed_entry_is_announced_at_once_whichever_router_is_down_and_every
             client.start()
             await until(lambda: len(one.handler.happened) == len(two.handler.happened) == 1)
             current = draining(entry())
-            await client.announce()
-            assert one.handler.happened == two.handler.happened == [("listed", NODE)] * 2
+            announcement = asyncio.create_task(client.announce())  # until it is over nothing is repeated
+            await until(lambda: one.handler.happened == two.handler.happened == [("listed", NODE)] * 2)
+            assert not announcement.done(), "the third has not answered"
+            hole.cut()
+            await announcement
             async with grpc.aio.insecure_channel(one.address) as channel:
                 assert list((await RegistryStub(channel).List(pb.ListRequest())).nodes) == [draining(entry())]
-            await client.deregister()
+            goodbye = asyncio.create_task(client.deregister())
+            await until(lambda: two.handler.happened[-1] == ("unlisted", NODE))
             async with grpc.aio.insecure_channel(two.address) as channel:
                 assert not (await RegistryStub(channel).List(pb.ListRequest())).nodes
+            hole.cut()
+            await goodbye
 
     asyncio.run(scenario())
 
@@ -188,7 +217,7 @@ def test_a_changed_entry_is_announced_at_once_whichever_router_is_down_and_every
 @pytest.mark.covers("R13", "C06")
 def test_the_same_address_with_a_new_incarnation_is_unlisted_and_listed() -> None:
     async def scenario() -> None:
-        async with running_registry() as running, grpc.aio.insecure_channel(running.address) as channel:
+        async with running_registry(ttl_s=TTL_S) as running, grpc.aio.insecure_channel(running.address) as channel:
             stub = RegistryStub(channel)
             reply = await stub.Register(entry())
             assert (reply.ttl_ms, reply.refused) == (1500, "")
