@@ -133,7 +133,7 @@ class World:
 
 def play(scene: Callable[[World], Coroutine[None, None, None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await scene(World())
 
     asyncio.run(run())
@@ -181,14 +181,15 @@ def test_with_no_time_the_process_ends_at_once_and_the_core_is_not_asked() -> No
 @pytest.mark.covers("D08")
 def test_who_watches_hears_how_far_it_is_and_the_last_word_before_the_process_ends() -> None:
     async def scene(world: World) -> None:
-        world.ending.ask("operator", 7.0)
+        world.ending.ask("operator", 70.0)
         watch = world.ending.watch()
         first = await anext(watch)
         assert (first.attempts, first.leases, first.has_ended) == (9, 5, False)
-        assert 6000 < first.ms_left <= 7000
+        assert 60_000 < first.ms_left <= 70_000
         run = asyncio.create_task(world.ending.run(world.means))
         world.ending.has_drained.set()
-        last = await anext(watch)
+        while not (last := await anext(watch)).has_ended:
+            pass  # a second went by
         assert (last.has_ended, last.was_cut_short) == (True, False)
         assert not run.done(), "the last word is still to be taken"
         assert [each async for each in watch] == []
@@ -200,7 +201,7 @@ def test_who_watches_hears_how_far_it_is_and_the_last_word_before_the_process_en
 def ask_a_node(request: pb.DrainRequest) -> tuple[Stage, list[pb.DrainProgress] | grpc.StatusCode]:
     async def run() -> tuple[Stage, list[pb.DrainProgress] | grpc.StatusCode]:
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(60),
             serve_node(pb.ROLE_DECODE) as node,
             grpc.aio.insecure_channel(node.address) as channel,
         ):
@@ -224,12 +225,13 @@ async def _nothing() -> None:
 
 @pytest.mark.covers("D08")
 def test_an_operators_call_drains_the_process_that_is_meant_and_hears_of_its_end() -> None:
-    stage, heard = ask_a_node(pb.DrainRequest(to_incarnation=INCARNATION, timeout_ms=4000))
+    stage, heard = ask_a_node(pb.DrainRequest(to_incarnation=INCARNATION, timeout_ms=400_000))
     assert stage is Stage.OVER and isinstance(heard, list)
-    assert [each.has_ended for each in heard] == [False, True]
-    assert 3000 < heard[0].ms_left <= 4000
+    # At least: another word follows whenever a second has gone by.
+    assert len(heard) > 1 and [each.has_ended for each in heard] == [False] * (len(heard) - 1) + [True]
+    assert 300_000 < heard[0].ms_left <= 400_000
     _, by_default = ask_a_node(pb.DrainRequest(to_incarnation=INCARNATION))
-    assert isinstance(by_default, list) and 24_000 < by_default[0].ms_left <= 25_000
+    assert isinstance(by_default, list) and 15_000 < by_default[0].ms_left <= 25_000
 
 
 @pytest.mark.covers("C06", "D08")

@@ -71,9 +71,9 @@ async def _get(counters: Counters, measures: Measures, *paths: str, is_draining:
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(120),
         asyncio.TaskGroup() as tasks,
-        httpx.AsyncClient(base_url=url, verify=NO_CERTIFICATES) as client,
+        httpx.AsyncClient(base_url=url, verify=NO_CERTIFICATES, timeout=60) as client,
     ):
         server = HttpServer(make_app(view), listener)
         tasks.create_task(server.run())
@@ -171,6 +171,6 @@ def test_a_draining_node_is_healthy_takes_no_work_and_says_so_everywhere() -> No
 
 
 def test_on_a_kept_connection_no_answer_waits_for_an_acknowledgement() -> None:
-    """A client acknowledges the first part of an answer 40 ms late at the latest; nothing is to depend on it."""
-    answers = get(Counters(), *["/health"] * 20)
-    assert min(answer.elapsed.total_seconds() for answer in answers[-10:]) < 0.03
+    """A client acknowledges the first part of an answer 40 ms late; nothing is to depend on it. The best of many counts."""
+    answers = get(Counters(), *["/health"] * 100)
+    assert min(answer.elapsed.total_seconds() for answer in answers[10:]) < 0.03

@@ -110,7 +110,7 @@ def on_a_port(test: Callable[[GrpcNode, NodePort, pb_grpc.NodeAsyncStub], object
     """A node whose port is open, to a first incarnation."""
 
     async def scene() -> None:
-        async with asyncio.timeout(20), serve_node(pb.ROLE_DECODE) as node:
+        async with asyncio.timeout(60), serve_node(pb.ROLE_DECODE) as node:
             port = NodePort("n0", node.service)
             server = grpc.aio.server()
             pb_grpc.add_NodeServicer_to_server(port, server)
