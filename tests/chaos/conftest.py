@@ -12,10 +12,11 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from bench.fleet import Fleet, wait_until
+from bench.fleet import wait_until
 from bench.namespaces import Network, network, why_not
 from tests.chaos.answers import Told, Verdict, ask, judge, undisturbed
 from tests.e2e.conftest import made_model, tiny_model
+from tests.e2e.slow_steps import SlowableFleet
 
 __all__ = ["made_model", "tiny_model"]
 
@@ -27,7 +28,7 @@ SIZES: Final = ("--block-size", "8", "--max-num-seqs", "16", "--max-num-batched-
 class Broken:
     """A fleet that tests break, and requests under way on it."""
 
-    def __init__(self, fleet: Fleet, net: Network | None, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, fleet: SlowableFleet, net: Network | None, threads: ThreadPoolExecutor) -> None:
         self.fleet = fleet
         self.net = net
         self._threads = threads
@@ -92,7 +93,7 @@ def started_town(
     with ExitStack() as stack:
         net = None if why_not() else stack.enter_context(network(names))
         flags = {name: of_routers if name.startswith("router") else of_nodes for name in names}
-        fleet = stack.enter_context(Fleet.started(model, folder, flags, net))
+        fleet = stack.enter_context(SlowableFleet.started(model, folder, flags, net))
         threads = stack.enter_context(ThreadPoolExecutor(16))
         broken = Broken(fleet, net, threads)
         stack.callback(broken.close)

@@ -47,21 +47,23 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     fleet = town.fleet
     bodies, since = long_requests(fresh_seed), len(fleet.log_text("router"))
     moved, retries = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
-    asked = town.send(bodies)
-    wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
-    assert town.running("decode-0"), "there is nothing to move"
-    computed = prefilled(town, "prefill-0", "prefill-1", "decode-1")
-    fleet.terminate("decode-0")
+    with fleet.slow_steps(0.01):
+        asked = town.send(bodies)
+        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+        assert town.running("decode-0"), "there is nothing to move"
+        computed = prefilled(town, "prefill-0", "prefill-1", "decode-1")
+        fleet.terminate("decode-0")
+        wait_until("something moves", lambda: fleet.metric("moves_total", "done") > moved)
     assert fleet.wait_for_end("decode-0", DRAIN_BOUND_S) == 0
-    assert fleet.metric("moves_total", "done") > moved
     town.told(asked)
     is_computed_once = prefilled(town, "prefill-0", "prefill-1", "decode-1") == computed
     assert is_computed_once or was_starved(town, since), "something was computed again"
 
-    more = town.send(bodies)
-    wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
-    assert town.running("decode-1"), "there is nothing to wait for"
-    fleet.terminate("decode-1")
+    with fleet.slow_steps(0.01):
+        more = town.send(bodies)
+        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+        assert town.running("decode-1"), "there is nothing to wait for"
+        fleet.terminate("decode-1")
     assert fleet.wait_for_end("decode-1", DRAIN_BOUND_S) == 0
     town.told(more)
     assert fleet.metric("retries_total") == retries or was_starved(town, since)
@@ -77,21 +79,23 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
         for body in bodies:  # seconds of work, and room for all of it on either node
             body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 2000, "n": 1}
-        asked = town.send(bodies)
-        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
-        assert town.running("mixed-0"), "there is nothing to move"
-        computed = prefilled(town, "mixed-0")
-        asked += town.send(begun)
-        wait_until("it computes a prompt", lambda: prefilled(town, "mixed-0") > computed)
-        fleet.terminate("mixed-0")
+        with fleet.slow_steps(0.01):
+            asked = town.send(bodies)
+            wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+            assert town.running("mixed-0"), "there is nothing to move"
+            computed = prefilled(town, "mixed-0")
+            asked += town.send(begun)
+            wait_until("it computes a prompt", lambda: prefilled(town, "mixed-0") > computed)
+            fleet.terminate("mixed-0")
+            wait_until("something moves", lambda: fleet.metric("moves_total", "done") >= 1)
         assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
-        assert fleet.metric("moves_total", "done") >= 1
         town.told(asked)
-        more = town.send(bodies)
-        wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
-        assert town.running("mixed-1"), "there is nothing to wait for"
-        fleet.terminate("mixed-1")
+        with fleet.slow_steps(0.01):
+            more = town.send(bodies)
+            wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
+            assert town.running("mixed-1"), "there is nothing to wait for"
+            fleet.terminate("mixed-1")
         assert fleet.wait_for_end("mixed-1", DRAIN_BOUND_S) == 0
         town.told(more)
         assert not fleet.metric("retries_total") or was_starved(town, 0)
@@ -155,11 +159,12 @@ def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, 
     since = len(fleet.log_text("router"))
     with steady_clients(town, fresh_seed) as clients:
         for node in fleet.nodes:
-            wait_until("it has work", lambda node=node: town.running(node) > 0)  # type: ignore[misc]
+            with fleet.slow_steps(0.01):
+                wait_until("it has work", lambda node=node: town.running(node) > 0)  # type: ignore[misc]
+                if node != "prefill-1":
+                    fleet.terminate(node)
             if node == "prefill-1":
                 drain_by_command(town, node)
-            else:
-                fleet.terminate(node)
             assert fleet.wait_for_end(node, DRAIN_BOUND_S) == 0
             assert "was_cut_short=False" in fleet.log_text(node)
             num_told = len(clients.told)

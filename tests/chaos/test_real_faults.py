@@ -53,10 +53,11 @@ def long_requests(
 def test_a_killed_decode_nodes_requests_go_on_elsewhere_to_their_fault_free_ends(town: Broken, fresh_seed: int) -> None:
     bodies = long_requests(fresh_seed)
     retries = town.fleet.metric("retries_total", "NODE_LOST")
-    asked = town.send(bodies)
-    wait_until("the node decodes", lambda: town.running("decode-0") >= 2)
-    since = now()
-    town.fleet.kill("decode-0")
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies)
+        wait_until("the node decodes", lambda: town.running("decode-0") >= 2)
+        since = now()
+        town.fleet.kill("decode-0")
     assert "refuses connections" in found(town.fleet, "decode-0", since, "session_lost").why, "it was found by silence"
     town.told(asked)
     assert town.fleet.metric("retries_total", "NODE_LOST") >= retries + 2, "nothing was on it"
@@ -83,9 +84,10 @@ def test_a_prefill_node_killed_while_it_transfers_is_replaced_and_its_leases_are
         return bool(victims)
 
     retries = town.fleet.metric("retries_total")
-    asked = town.send(bodies)
-    wait_until("a lease is half written", is_half_written)
-    town.fleet.kill(victims[0])
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies)
+        wait_until("a lease is half written", is_half_written)
+        town.fleet.kill(victims[0])
     town.told(asked)
     assert town.fleet.metric("retries_total") > retries
     for name in before:
@@ -101,11 +103,12 @@ def test_a_stopped_nodes_requests_go_on_elsewhere_and_it_is_taken_back_as_it_is(
     bodies = long_requests(fresh_seed, prompt_tokens=1000 if victim == "prefill-0" else 0)
     incarnation = town.fleet.state(victim)["incarnation"]
     retries = town.fleet.metric("retries_total", "NODE_LOST")
-    asked = town.send(bodies[:HALF])
-    wait_until("it has work", lambda: town.running(victim) >= 1)
-    since = now()
-    town.fleet.freeze(victim)
-    asked += town.send(bodies[HALF:])
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies[:HALF])
+        wait_until("it has work", lambda: town.running(victim) >= 1)
+        since = now()
+        town.fleet.freeze(victim)
+        asked += town.send(bodies[HALF:])
     assert found(town.fleet, victim, since, "session_lost").after_s < BOUND_S
     town.told(asked)
     assert town.fleet.metric("retries_total", "NODE_LOST") > retries, "nothing was on it"
@@ -120,9 +123,10 @@ def test_a_killed_routers_clients_lose_their_connections_and_nobody_else_anythin
     town: Broken, fresh_seed: int
 ) -> None:
     bodies = long_requests(fresh_seed)
-    lost, kept = town.send(bodies[:HALF], "router-1"), town.send(bodies[HALF:])
-    wait_until("both work", lambda: town.running("decode-0") + town.running("decode-1") >= 2)
-    town.fleet.kill("router-1")
+    with town.fleet.slow_steps(0.01):
+        lost, kept = town.send(bodies[:HALF], "router-1"), town.send(bodies[HALF:])
+        wait_until("both work", lambda: town.running("decode-0") + town.running("decode-1") >= 2)
+        town.fleet.kill("router-1")
     told = town.told(lost)
     assert all(each.broke for each in told), "they had ended before"
     town.told(kept)
@@ -139,10 +143,11 @@ def test_a_stopped_router_goes_on_with_its_streams_when_it_wakes_long_after_the_
     for body in bodies:  # many seconds of work, or the nodes would have finished it before they miss the router
         body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 3500, "n": 1}
     retries = town.fleet.metric("retries_total", router="router-1")
-    asked = town.send(bodies, "router-1")
-    town.fleet.freeze("router-1")
-    town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)  # of its work, too
-    town.fleet.thaw("router-1")
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies, "router-1")
+        town.fleet.freeze("router-1")
+        town.fleet.wait_until_nothing_is_held(*town.fleet.nodes)  # of its work, too
+        town.fleet.thaw("router-1")
     town.told(asked)
     assert town.fleet.metric("retries_total", router="router-1") > retries, "nothing was under way"
     town.assert_equal(asked, bodies)
@@ -169,11 +174,12 @@ def test_a_router_cut_off_from_a_decode_node_finds_it_and_goes_on_elsewhere_unti
     bodies = long_requests(fresh_seed)
     incarnation = town.fleet.state("decode-0")["incarnation"]
     retries = [town.fleet.metric("retries_total", router=router) for router in town.fleet.routers]
-    asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
-    wait_until("it has work", lambda: town.fleet.metric("node_branches", 'node="decode-0"') >= 1)
-    since = now()
-    town.net.cut("router", "decode-0")
-    assert not town.net.reaches("router", "decode-0") and not town.net.reaches("decode-0", "router")
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+        wait_until("it has work", lambda: town.fleet.metric("node_branches", 'node="decode-0"') >= 1)
+        since = now()
+        town.net.cut("router", "decode-0")
+        assert not town.net.reaches("router", "decode-0") and not town.net.reaches("decode-0", "router")
     assert town.net.reaches("router-1", "decode-0") and town.net.reaches("prefill-0", "decode-0")
     assert found(town.fleet, "decode-0", since, "session_lost").after_s < BOUND_S
     town.told(asked)
@@ -194,11 +200,12 @@ def test_nodes_cut_off_from_each_other_in_the_middle_of_a_transfer_cost_a_retry_
     """The router hears both: nobody is lost, but KV does not get across."""
     assert town.net is not None
     bodies = long_requests(fresh_seed, prompt_tokens=1000)
-    asked = town.send(bodies[:HALF])
-    for prefill in ("prefill-0", "prefill-1"):
-        town.net.cut(prefill, "decode-0")
-        assert not town.net.reaches(prefill, "decode-0")
-    asked += town.send(bodies[HALF:])  # half of them are placed across the cut
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies[:HALF])
+        for prefill in ("prefill-0", "prefill-1"):
+            town.net.cut(prefill, "decode-0")
+            assert not town.net.reaches(prefill, "decode-0")
+        asked += town.send(bodies[HALF:])  # half of them are placed across the cut
     town.told(asked)
     assert town.fleet.metric("retries_total", "TRANSFER_FAILED") > 0
     assert town.fleet.metric("node_up") == len(town.fleet.nodes)
@@ -215,9 +222,10 @@ def test_a_node_without_its_cable_is_missed_by_both_routers_and_comes_back_with_
 ) -> None:
     assert town.net is not None
     bodies = long_requests(fresh_seed)
-    asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
-    since = now()
-    town.net.unplug("decode-1")
+    with town.fleet.slow_steps(0.01):
+        asked = town.send(bodies[:HALF]) + town.send(bodies[HALF:], "router-1")
+        since = now()
+        town.net.unplug("decode-1")
     for router in town.fleet.routers:
         assert found(town.fleet, "decode-1", since, "session_lost", router).after_s < BOUND_S
     town.told(asked)

@@ -12,7 +12,7 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -93,34 +93,42 @@ def _url(node: dict[str, Any]) -> str:
 
 
 @contextmanager
-def started_cluster(model: Path, folder: Path, *flags: str, trusted: ssl.SSLContext | None = None) -> Iterator[Cluster]:
+def started_cluster(
+    model: Path,
+    folder: Path,
+    *flags: str,
+    trusted: ssl.SSLContext | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Cluster]:
     """A ready cluster whose run directory and temporary files lie in `folder`; the launcher is killed at the end.
 
-    `trusted`: of a cluster with certificates, its authority.
+    `trusted`: of a cluster with certificates, its authority. `environment`: variables besides the usual ones.
     """
     run_dir = folder / "run"
     with (
-        started_launcher(model, folder, *flags) as launcher,
+        started_launcher(model, folder, *flags, environment=environment) as launcher,
         closing(Cluster(launcher, run_dir, _lines_until_ready(launcher, run_dir), trusted)) as cluster,
     ):
         yield cluster
 
 
 @contextmanager
-def started_launcher(model: Path, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def started_launcher(
+    model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A `baton up` that has just been started, on a free port unless the flags say otherwise; killed at the end."""
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     command = [BATON, "up", "--model", str(model), "--port", "0", "--run-dir", str(folder / "run")]
     command += ["--parent-pid", str(os.getpid()), *flags]  # a test run that is killed leaves no cluster
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
+    usual = {name: os.environ[name] for name in ("PATH", "HOME", "BATON_KERNELS") if name in os.environ}
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env=environment | HANDOFFS_ONLY | {"TMPDIR": str(temporary)},
+        env={**usual, **HANDOFFS_ONLY, "TMPDIR": str(temporary), **(environment or {})},
     ) as launcher:
         try:
             yield launcher

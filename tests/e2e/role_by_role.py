@@ -9,16 +9,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import httpx
 
 from bench.fleet import BOUND_S as BOUND_S
 from bench.fleet import HELD as HELD
-from bench.fleet import Fleet
 from bench.fleet import wait_until as wait_until
+from tests.e2e.slow_steps import SlowableFleet
+
+_PATIENT: Final = ("--session-grace-s", "60")
 
 
-class RoleByRole(Fleet):
+class RoleByRole(SlowableFleet):
     """Processes by name, `router` or `<role>-<number>`; made by `started_role_by_role`."""
 
     def get(self, path: str) -> httpx.Response:
@@ -35,7 +38,7 @@ class RoleByRole(Fleet):
     def wait_until_ready(self, bound_s: float = BOUND_S) -> None:
         """Until every node is up, as the router sees it."""
         super().wait_until_ready(bound_s)
-        assert self.missing() == []
+        wait_until("nothing is missing", lambda: self.missing() == [], bound_s)
 
     def held_blocks(self, *nodes: str) -> int:
         """Blocks that are neither free nor merely cached."""
@@ -52,8 +55,10 @@ class RoleByRole(Fleet):
 def started_role_by_role(model: Path, folder: Path, flags: Mapping[str, Sequence[str]]) -> Iterator[RoleByRole]:
     """A ready cluster of the processes that `flags` names, `router` among them; all are killed at the end.
 
-    Handoffs are what most tests are about, however short their prompts: flags of a test that is about the other way win.
+    Handoffs are what most tests are about, however short their prompts, and no process counts as lost because the machine had no
+    time for it: flags of a test that is about the other way win.
     """
-    handoffs_only = ("--local-prefill-max-tokens", "0", *flags["router"])
-    with RoleByRole.started(model, folder, {**flags, "router": handoffs_only}) as cluster:
+    usual = {name: (*_PATIENT, *words) for name, words in flags.items()}
+    usual["router"] = (*_PATIENT, "--local-prefill-max-tokens", "0", *flags["router"])
+    with RoleByRole.started(model, folder, usual) as cluster:
         yield cluster

@@ -16,7 +16,7 @@ def listens_for_both(port: int) -> bool:
     """Whether somebody listens there for IPv4 and for IPv6."""
     for host in ("127.0.0.1", "::1"):
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            socket.create_connection((host, port), timeout=60).close()
         except OSError:
             return False
     return True
@@ -35,7 +35,7 @@ def test_nodes_that_listen_everywhere_are_dialled_by_name_and_by_ipv6_and_hand_o
         "decode-0": ("--host", "::", "--advertise", "::1", "--transport", "zmq", "--kv-port", str(kv_port)),
     }
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        nodes = {node["name"]: node for node in httpx.get(f"{cluster.url}/state").json()["nodes"]}
+        nodes = {node["name"]: node for node in httpx.get(f"{cluster.url}/state", timeout=60).json()["nodes"]}
         assert nodes["prefill-0"]["http"].startswith("localhost:")
         assert nodes["decode-0"]["http"].startswith("[::1]:")
         decode = cluster.state("decode-0")

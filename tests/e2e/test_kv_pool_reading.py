@@ -216,14 +216,15 @@ def test_a_request_that_lost_both_its_nodes_is_computed_from_its_tail_on_at_a_no
     cluster = over_files
     fields = body(random.Random(fresh_seed), PROMPT_BLOCKS * BLOCK_SIZE + 3, 1000)
     counted = {node: Counted(cluster, node) for node in PREFILL}
-    stream = Stream(cluster, threads, fields)
-    stream.take_tokens(5)
-    wait_until_written(cluster, *PREFILL)
-    first, other = sorted(PREFILL, key=lambda node: -counted[node].computed)
-    assert (counted[first].computed > PROMPT_BLOCKS * BLOCK_SIZE, counted[other].computed) == (True, 0)
-    cluster.kill(first)
-    [decode] = [node for node in ("decode-0", "decode-1") if cluster.state(node)["running"]]
-    cluster.kill(decode)
+    with cluster.slow_steps(0.005):
+        stream = Stream(cluster, threads, fields)
+        stream.take_tokens(5)
+        wait_until_written(cluster, *PREFILL)
+        first, other = sorted(PREFILL, key=lambda node: -counted[node].computed)
+        assert (counted[first].computed > PROMPT_BLOCKS * BLOCK_SIZE, counted[other].computed) == (True, 0)
+        cluster.kill(first)
+        [decode] = [node for node in ("decode-0", "decode-1") if cluster.state(node)["running"]]
+        cluster.kill(decode)
     stream.take_all()
     assert stream.last == "[DONE]" and cluster.metric("retries_total", "NODE_LOST") == 1
     assert counted[other]("kv_pool_reads", "read") == PROMPT_BLOCKS

@@ -117,11 +117,12 @@ def test_a_mixed_node_started_by_hand_ends_aborted_work_and_takes_no_stream_with
             next(it.iter_lines())
         cluster.wait_until_nothing_is_held("mixed-0", "mixed-1")
         streams, bodies = [], [body(rng, 40, 1500) for _ in range(4)]
-        for each in bodies:  # by turns, since each node decodes less than the other when it is asked
-            streams.append(Stream(cluster, threads, each))
-            streams[-1].take_tokens(1)
-        assert [cluster.state(node)["running"] for node in ("mixed-0", "mixed-1")] == [2, 2]
-        cluster.kill("mixed-0")
+        with cluster.slow_steps():
+            for each in bodies:  # by turns, since each node decodes less than the other when it is asked
+                streams.append(Stream(cluster, threads, each))
+                streams[-1].take_tokens(1)
+            assert [cluster.state(node)["running"] for node in ("mixed-0", "mixed-1")] == [2, 2]
+            cluster.kill("mixed-0")
         for stream in streams:
             stream.take_all()
         assert [stream.last for stream in streams] == ["[DONE]"] * 4

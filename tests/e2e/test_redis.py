@@ -24,6 +24,7 @@ import pytest
 from tests.e2e.cluster import BATON, END_BOUND_S, START_BOUND_S, Cluster, Watch, started_cluster
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import HELD, wait_until
+from tests.e2e.slow_steps import SlowSteps
 from tests.plain_http import NO_CERTIFICATES
 from tests.registry.redis_server import RedisServer, started_redis
 
@@ -59,9 +60,17 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def cluster(redis: RedisServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> SlowSteps:
+    return SlowSteps(tmp_path_factory.mktemp("steps"))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    redis: RedisServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, steps: SlowSteps
+) -> Iterator[Cluster]:
     flags = ("--routers", "2", "--registry", redis.url, "--registry-namespace", NAMESPACE, *NODE_FLAGS)
-    with started_cluster(tiny_model, tmp_path_factory.mktemp("shared"), *flags) as running:
+    folder = tmp_path_factory.mktemp("shared")
+    with started_cluster(tiny_model, folder, *flags, environment=steps.environment) as running:
         yield running
 
 
@@ -88,7 +97,9 @@ def wait_until_nothing_is_held(cluster: Cluster) -> None:
 
 
 @contextmanager
-def another_decode_node(cluster: Cluster, redis: RedisServer, model: Path, folder: Path) -> Iterator[dict[str, Any]]:
+def another_decode_node(
+    variables: dict[str, str], redis: RedisServer, model: Path, folder: Path
+) -> Iterator[dict[str, Any]]:
     """A decode node that is started by hand, with the secretive variable instead of the flag; ready, perhaps not listed."""
     ready_file = folder / "ready.json"
     command = [BATON, "decode", "--model", str(model), "--node-id", "decode-late", "--threads", "1", *NODE_FLAGS]
@@ -96,7 +107,7 @@ def another_decode_node(cluster: Cluster, redis: RedisServer, model: Path, folde
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "BATON_KERNELS") if key in os.environ}
     with (folder / "decode-late.log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment | {"BATON_REGISTRY": redis.url}, cwd=folder
+            command, stdout=log, stderr=log, env=environment | variables | {"BATON_REGISTRY": redis.url}, cwd=folder
         )
     try:
         wait_until("the node is ready", lambda: ready_file.exists() or process.poll() is not None, START_BOUND_S)
@@ -140,6 +151,7 @@ def test_redis_dies_and_comes_back_empty_and_no_stream_or_new_request_is_the_wor
     routers: list[Router],
     redis: RedisServer,
     threads: ThreadPoolExecutor,
+    steps: SlowSteps,
     tiny_model: Path,
     tmp_path: Path,
     fresh_seed: int,
@@ -160,7 +172,7 @@ def test_redis_dies_and_comes_back_empty_and_no_stream_or_new_request_is_the_wor
     for stream in streams:
         stream.take_tokens(len(stream.token_ids) + 50)
     assert all(len(tokens_of(ask(router, body(rng, 40, 8)))) == 8 and router.is_ready() for router in routers)
-    with another_decode_node(cluster, redis, tiny_model, tmp_path):
+    with another_decode_node(steps.environment, redis, tiny_model, tmp_path):
         assert all(len(router.metric("node_up")) == 2 for router in routers)
         redis.start()
         assert redis.client.dbsize() == 0 or redis.client.exists(f"baton:{{{NAMESPACE}}}:entries"), "it came back empty"
@@ -170,7 +182,7 @@ def test_redis_dies_and_comes_back_empty_and_no_stream_or_new_request_is_the_wor
             assert stream.last == "[DONE]"
             assert len(stream.token_ids) == LONG
         for router in routers:
-            wait_until("it is used", lambda: bool(_runs_on_the_newcomer(router, threads, rng)))  # noqa: B023
+            wait_until("it is used", lambda: bool(_runs_on_the_newcomer(router, threads, rng, steps)))  # noqa: B023
     wait_until("its goodbye is heard", lambda: all(len(router.metric("node_up")) == 2 for router in routers))
     calm = [tokens_of(ask(routers[0], each)) for each in fields]
     assert [stream.token_ids for stream in streams] == calm
@@ -180,37 +192,41 @@ def test_redis_dies_and_comes_back_empty_and_no_stream_or_new_request_is_the_wor
         assert unlisted == ["decode-late"]
 
 
-def _runs_on_the_newcomer(router: Router, threads: ThreadPoolExecutor, rng: random.Random) -> bool:
+def _runs_on_the_newcomer(router: Router, threads: ThreadPoolExecutor, rng: random.Random, steps: SlowSteps) -> bool:
     """Whether of two requests at once one was placed there; all are answered."""
-    asked = [threads.submit(ask, router, body(rng, 40, 200)) for _ in range(2)]
-    was_there = False
-    while not all(each.done() for each in asked):
-        was_there |= any(number for label, number in router.metric("node_branches").items() if "decode-late" in label)
-    assert all(len(tokens_of(each.result())) == 200 for each in asked)
+    with steps.wanted():
+        asked = [threads.submit(ask, router, body(rng, 40, 30)) for _ in range(2)]
+        was_there = False
+        while not all(each.done() for each in asked):
+            was_there |= any(
+                number for label, number in router.metric("node_branches").items() if "decode-late" in label
+            )
+    assert all(len(tokens_of(each.result())) == 30 for each in asked)
     return was_there
 
 
 @pytest.mark.covers("C09", "R16")
 def test_a_killed_routers_work_is_freed_and_the_streams_of_the_other_run_on(
-    cluster: Cluster, routers: list[Router], threads: ThreadPoolExecutor, fresh_seed: int
+    cluster: Cluster, routers: list[Router], threads: ThreadPoolExecutor, steps: SlowSteps, fresh_seed: int
 ) -> None:
     """The last test of this cluster: the launcher starts nothing again."""
     rng = random.Random(fresh_seed)
     survivor, victim = routers
     fields = body(rng, 40, LONG)
-    stream = Stream(survivor, threads, fields)
-    lost = [Stream(victim, threads, body(rng, 40, LONG)), Stream(victim, threads, body(rng, 40, LONG))]
-    for each in (stream, *lost):
-        each.take_tokens(5)
-    (decode,) = cluster.nodes_of("decode")
-    assert cluster.state(decode)["running"] == 3
-    watch = Watch([victim.pid])
-    os.kill(victim.pid, signal.SIGKILL)
-    watch.wait_for_end([victim.pid])
-    watch.close()
-    num_tokens = len(stream.token_ids)
-    took_s = wait_until("its work is freed", lambda: cluster.state(decode)["running"] <= 1)
-    assert took_s < 10.0, "ten times the grace"
+    with steps.wanted():
+        stream = Stream(survivor, threads, fields)
+        lost = [Stream(victim, threads, body(rng, 40, LONG)), Stream(victim, threads, body(rng, 40, LONG))]
+        for each in (stream, *lost):
+            each.take_tokens(5)
+        (decode,) = cluster.nodes_of("decode")
+        assert cluster.state(decode)["running"] == 3
+        watch = Watch([victim.pid])
+        os.kill(victim.pid, signal.SIGKILL)
+        watch.wait_for_end([victim.pid])
+        watch.close()
+        num_tokens = len(stream.token_ids)
+        took_s = wait_until("its work is freed", lambda: cluster.state(decode)["running"] <= 1)
+        assert took_s < 10.0, "ten times the grace"
     for each in lost:
         with pytest.raises(httpx.RemoteProtocolError):
             each.take_all()

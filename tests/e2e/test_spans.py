@@ -101,10 +101,11 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
                 f"{cluster.url}/v1/completions", json=fields, headers=headers, trust_env=False, timeout=60
             )
             request = answer.headers["X-Request-Id"]
-            stream = Stream(cluster, threads, body(rng, 40, 1500))
-            stream.take_tokens(5)
-            listed = cluster.get("/v1/requests").json()["data"][0]
-            cluster.kill(next(name for name in listed["nodes"] if name.startswith("decode")))
+            with cluster.slow_steps():
+                stream = Stream(cluster, threads, body(rng, 40, 1500))
+                stream.take_tokens(5)
+                listed = cluster.get("/v1/requests").json()["data"][0]
+                cluster.kill(next(name for name in listed["nodes"] if name.startswith("decode")))
             stream.take_all()
             assert len(stream.token_ids) == 1500
             other = stream.request_id

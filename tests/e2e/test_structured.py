@@ -84,7 +84,7 @@ def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_n
     cluster: RoleByRole, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
-    fields = [body(rng, 40, 500), body(rng, 30, 500) | {"temperature": 1.0}]
+    fields = [body(rng, 40, 2000), body(rng, 30, 2000) | {"temperature": 1.0}]
     fields += [bound(rng) | {"temperature": temperature, "max_tokens": 500} for temperature in (0.0, 1.0)]
     hostile = body(rng, 40, 900) | {"min_tokens": 900, "ignore_eos": False, "temperature": 1.0}
     hostile |= {"structured_outputs": {"regex": SLOW_LATER}}
@@ -96,16 +96,16 @@ def test_a_grammar_that_is_slow_in_mid_stream_ends_its_own_stream_and_no_other_n
 
     with ThreadPoolExecutor(1 + len(fields)) as threads:
         quiet = list(threads.map(lambda each: tokens_of(ask(cluster, each)), fields))
-        before = followers()
-        slow = Stream(cluster, threads, hostile)
-        slow.take_tokens(20)
-        of_slow = followers() - before  # with what a process that loads may start for a moment
-        assert of_slow
-        beside = [Stream(cluster, threads, each) for each in fields]
-        for stream in beside:
-            stream.take_tokens(5)
-        assert slow.is_running, "it ended before anything was beside it"
-        error = slow.take_the_error()
+        with cluster.slow_steps():  # or they were at their ends before it is slow
+            beside = [Stream(cluster, threads, each) for each in fields]
+            for stream in beside:
+                stream.take_tokens(5)
+            before = followers()
+            slow = Stream(cluster, threads, hostile)
+            slow.take_tokens(20)
+            of_slow = followers() - before  # with what a process that loads may start for a moment
+            assert of_slow
+            error = slow.take_the_error()
         assert "too many ways" in error["message"], error
         assert 100 < len(slow.token_ids) < 400, "little by little, from its hundredth letter on"
         assert slow.heard_at[-1] - slow.heard_at[-2] < 5 * STALL_S
@@ -127,13 +127,14 @@ def test_a_bound_streams_text_is_that_of_a_quiet_run_though_its_node_dies_in_the
     fields = [bound(rng) | {"temperature": temperature} for temperature in (0.0, 1.0, 1.0, 1.0)]
     with ThreadPoolExecutor(len(fields)) as threads:
         streams: list[Stream] = []
-        for each in fields:
-            streams.append(Stream(cluster, threads, each))
-            # One by one, so that they are placed in turn.
-            wait_until("it is placed", lambda: cluster.metric("node_branches") == len(streams))
-        for stream in streams:
-            stream.take_tokens(5)
-        cluster.kill("decode-0")
+        with cluster.slow_steps():
+            for each in fields:
+                streams.append(Stream(cluster, threads, each))
+                # One by one, so that they are placed in turn.
+                wait_until("it is placed", lambda: cluster.metric("node_branches") == len(streams))
+            for stream in streams:
+                stream.take_tokens(5)
+            cluster.kill("decode-0")
         for stream in streams:
             stream.take_all()
             assert stream.last == "[DONE]"

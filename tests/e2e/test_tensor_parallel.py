@@ -6,7 +6,7 @@ import os
 import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.cluster import Watch, started_cluster
 from tests.e2e.fault_clients import Stream, ask, body, tokens_of
 from tests.e2e.role_by_role import wait_until
+from tests.e2e.slow_steps import SlowSteps
 
 
 @pytest.mark.covers("H14", "R10", "D07", "A14")
@@ -22,10 +23,12 @@ def test_streams_of_a_node_that_lost_a_rank_go_on_elsewhere_and_no_token_differs
 ) -> None:
     """Two nodes of two ranks each, of the role that does everything; half of one is killed in the middle of all streams."""
     rng = random.Random(fresh_seed)
+    steps = SlowSteps(tmp_path)
     flags = ("--prefill", "0", "--decode", "0", "--mixed", "2", "--tp", "2")
     with (
-        started_cluster(tiny_model, tmp_path, *flags) as cluster,
+        started_cluster(tiny_model, tmp_path, *flags, environment=steps.environment) as cluster,
         ThreadPoolExecutor(4) as threads,
+        ExitStack() as slow,
     ):
         with cluster.client() as client:
             of_router = {node["name"]: node["tp"] for node in client.get("/state").json()["nodes"]}
@@ -35,6 +38,7 @@ def test_streams_of_a_node_that_lost_a_rank_go_on_elsewhere_and_no_token_differs
         fields = [body(rng, 40, 300) for _ in range(4)]
         for each, letters in zip(fields, ("a-m", "n-z"), strict=False):  # only the first rank draws
             each |= {"ignore_eos": False, "structured_outputs": {"regex": f"[{letters}]{{280}}"}}
+        slow.enter_context(steps.wanted())
         streams = [Stream(cluster, threads, each) for each in fields]
         for stream in streams:
             stream.take_tokens(5)
@@ -42,6 +46,7 @@ def test_streams_of_a_node_that_lost_a_rank_go_on_elsewhere_and_no_token_differs
         assert cluster.state(lost)["running"] > 0, "nothing runs there that could be lost"
         with closing(Watch([*cluster.pids, *(pid for pids in ranks.values() for pid in pids)])) as watch:
             os.kill(ranks["mixed-0"][0], signal.SIGKILL)
+            slow.close()
             watch.wait_for_end([lost["pid"]])
             for stream in streams:
                 stream.take_all()

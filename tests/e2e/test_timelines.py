@@ -102,13 +102,14 @@ def test_a_request_whose_decode_node_was_killed_says_so(
     cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
-    stream = Stream(cluster, threads, body(rng, 40, 460))
-    stream.take_tokens(5)
-    (before,) = (each for each in cluster.get("/v1/requests").json()["data"] if each["id"] == stream.request_id)
-    assert before["outcome"] is None and before["completion_tokens"] is None
-    killed = next(name for name in before["nodes"] if name.startswith("decode"))
-    other = "decode-1" if killed == "decode-0" else "decode-0"
-    cluster.kill(killed)
+    with cluster.slow_steps():
+        stream = Stream(cluster, threads, body(rng, 40, 460))
+        stream.take_tokens(5)
+        (before,) = (each for each in cluster.get("/v1/requests").json()["data"] if each["id"] == stream.request_id)
+        assert before["outcome"] is None and before["completion_tokens"] is None
+        killed = next(name for name in before["nodes"] if name.startswith("decode"))
+        other = "decode-1" if killed == "decode-0" else "decode-0"
+        cluster.kill(killed)
     stream.take_all()
     assert stream.last == "[DONE]" and len(stream.token_ids) == 460
 
