@@ -50,6 +50,8 @@ TWO_BYTES: Final[dict[str, Any]] = {
     "stop": None,
     "stop_token_ids": [],
 }
+# One letter for ever, so that a stop string is said.
+STOPPED: Final = TWO_BYTES | {"logit_bias": {str(ord("e")): 100}, "frequency_penalty": 0, "stop": "ee"}
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,7 @@ def test_a_hundred_drawn_requests_streamed_and_whole_say_what_one_engine_alone_s
             "every parameter is there"
         )
     bodies[0] |= TWO_BYTES
+    bodies[2] |= STOPPED
     answers = through(cluster, bodies)
     choices = [expected_choices(body) for body in bodies]
     said = iter(alone(tiny_model, [each for of_body in choices for each in of_body]))
