@@ -21,7 +21,7 @@ from deploy.chat import main
 from tests.bench.scripted_server import Answer, event, scripted_server, stream_head, whole
 from tests.e2e.cluster import BATON
 
-BOUND_S = 60.0
+BOUND_S = 150.0
 
 
 def said(text: str) -> bytes:
@@ -192,6 +192,15 @@ class Terminal:
         """What the terminal makes of Ctrl-C."""
         self._chat.send_signal(signal.SIGINT)
 
+    async def interrupt_waiting(self) -> None:
+        """The same once it waits: of one that comes just before, Python hears only when the waiting is over."""
+        while self._state() != "S":  # noqa: ASYNC110 - another process: nothing else tells
+            await asyncio.sleep(0.001)
+        self.interrupt()
+
+    def _state(self) -> str:
+        return Path(f"/proc/{self._chat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
     async def end(self) -> int:
         """The exit code, once the terminal is no longer used."""
         with suppress(OSError):  # what Linux says when the other end is closed
@@ -246,8 +255,7 @@ def test_ctrl_c_stops_the_answer_hangs_up_and_leaves_the_chat(tmp_path: Path) ->
         await terminal.until("endless")
         terminal.interrupt()
         await terminal.until("stopped")
-        async with asyncio.timeout(10):
-            await hung_up.wait()
+        await hung_up.wait()
         await terminal.until("> ")
         terminal.type("one\\\n")
         await terminal.until("... ")
@@ -264,7 +272,8 @@ def test_ctrl_c_stops_the_answer_hangs_up_and_leaves_the_chat(tmp_path: Path) ->
         ):
             terminal.type(command + "\n")
             await terminal.until(told)
-        terminal.interrupt()
+        await terminal.until("> ")
+        await terminal.interrupt_waiting()
         await terminal.until("Ctrl-D or /quit ends the chat")
         terminal.type("/quit\n")
         assert await terminal.end() == 0
@@ -333,7 +342,7 @@ def test_the_waiting_for_a_busy_server_can_be_stopped() -> None:
         terminal.type("first\n")
         await terminal.until("again in 50 s")
         began_at = time.monotonic()
-        terminal.interrupt()
+        await terminal.interrupt_waiting()
         await terminal.until("stopped")
         assert time.monotonic() - began_at < 40
         terminal.type("/quit\n")
