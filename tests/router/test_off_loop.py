@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.router.test_api import play
 from tests.router.tiny_model import VOCAB_SIZE, write_model_text
 
 BYTES = 100_000  # above what is done on the loop
+TOO_LONG: Final = {"max_tokens": 1 << 20}  # refused once the prompt is understood: nobody waits for a thousand answers
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
-        ("/v1/completions", {"prompt": ["a" * 100] * (BYTES // 100)}, "encode_prompt"),
+        ("/v1/completions", {"prompt": ["a" * 100] * (BYTES // 100)} | TOO_LONG, "encode_prompt"),
         ("/v1/completions", {"prompt": [[97] * 100] * (BYTES // 300), "echo": True, "logprobs": 0}, "offsets"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
         ("/v1/responses", {"input": [{"role": "user", "content": ""}] * (BYTES // 30)}, "encode_chat"),
