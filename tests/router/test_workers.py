@@ -32,6 +32,7 @@ from tests.stopping import resume, stop
 
 TEXT = "abcdefgh"  # what the fake nodes say, over and over
 NUM_TOKENS = 80
+NUM_OF_LONG = 120  # of streams that outlast a stall of some seconds
 LOG = "router.log"
 HUNG_S = 5.0  # for so long a worker may leave unread more than may wait for it
 
@@ -82,9 +83,9 @@ def ends_of(url: str, worker: int) -> dict[str, float]:
     return {outcome: float(number) for outcome, number in found}
 
 
-async def stream(url: str) -> str:
+async def stream(url: str, num_tokens: int = NUM_TOKENS) -> str:
     """A completion's text, or nothing if its connection broke."""
-    body = {"model": "model", "prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}
+    body = {"model": "model", "prompt": "x", "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     try:
         async with httpx.AsyncClient(timeout=120, verify=NO_CERTIFICATES) as client:
             answer = await client.post(f"{url}/v1/completions", json=body)
@@ -101,7 +102,7 @@ async def while_one_dies(url: str, pids: list[int]) -> list[str]:
     live: dict[int, float] = {}
     while not (live.get(0) and live.get(1)):
         assert len(streams) < 60
-        streams += [asyncio.create_task(stream(url)) for _ in range(6)]
+        streams += [asyncio.create_task(stream(url, NUM_OF_LONG)) for _ in range(6)]
         await asyncio.sleep(0.2)
         live = await asyncio.to_thread(by_worker, url, "live_requests")
     os.kill(pids[0], signal.SIGKILL)
@@ -127,10 +128,10 @@ def test_both_serve_and_a_killed_one_is_replaced_while_the_others_streams_go_on(
     with started(tmp_path) as (router, ready):
         url, pids = ready["url"], ready["workers"]
         texts = asyncio.run(while_one_dies(url, pids))
-        whole = (TEXT * NUM_TOKENS)[:NUM_TOKENS]
-        assert set(texts) == {whole, ""}, "a stream is whole, or its connection broke with its worker"
+        whole, long = ((TEXT * number)[:number] for number in (NUM_TOKENS, NUM_OF_LONG))
+        assert set(texts) == {long, ""}, "a stream is whole, or its connection broke with its worker"
         (ended,) = ends_of(url, 1).items()
-        assert ended[0] == "length" and 1 <= ended[1] <= texts.count(whole), "the other's streams all went on"
+        assert ended[0] == "length" and 1 <= ended[1] <= texts.count(long), "the other's streams all went on"
         until(lambda: by_worker(url, "node_up") == {0: 2, 1: 2})  # its successor knows the nodes, too
         stop(pids[1])
         assert asyncio.run(stream(url)) == whole, "who hangs keeps no connection waiting"
