@@ -79,9 +79,13 @@ def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Pat
 
 def test_a_router_that_a_terminal_has_started_ends_with_it(model: Path, tmp_path: Path) -> None:
     ours, its = os.openpty()
-    with running(model, tmp_path / "ready.json", stdin=its) as (process, _):
-        process.send_signal(signal.SIGHUP)  # as the kernel does when the terminal is closed
-        assert process.wait(timeout=120) == -signal.SIGHUP
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by our children, too
+    try:
+        with running(model, tmp_path / "ready.json", stdin=its) as (process, _):
+            process.send_signal(signal.SIGHUP)  # as the kernel does when the terminal is closed
+            assert process.wait(timeout=120) == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     os.close(ours)
     os.close(its)
 
