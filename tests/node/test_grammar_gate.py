@@ -14,6 +14,7 @@ from engine.grammars import Grammars
 from engine.make_model import make_model
 from engine.model_sizes import ModelSize
 from engine.plan import Grammar
+from node import grammar_gate
 from node.events import Event, FromRouter, RouterId, RouterLost
 from node.grammar_gate import GrammarGate
 from node.grammar_threads import Flaw, GrammarThreads
@@ -21,6 +22,13 @@ from proto import baton_pb2 as pb
 
 ROUTER = RouterId("router", 1)
 GOOD, BAD = "[a-f]{9}", "[a-f"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose grammar compiles is not sent away, however long this process stands still."""
+    monkeypatch.setattr(grammar_gate, "RESERVE_WAITS_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,7 @@ class Slow(Grammars):
         self.go = threading.Event()
 
     def check(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> None:
-        self.go.wait(20)
+        self.go.wait(PATIENCE_S)
         super().check(grammar, generated_token_ids)
 
 
@@ -56,7 +64,7 @@ def cancel(request_id: str) -> FromRouter:
 class Bed:
     """A gate, and what came through it."""
 
-    def __init__(self, grammars: Grammars, compile_s: float = 5.0, wait_s: float = 10.0) -> None:
+    def __init__(self, grammars: Grammars, compile_s: float = PATIENCE_S, wait_s: float = PATIENCE_S) -> None:
         self.threads = GrammarThreads(grammars, compile_s, wait_s)
         self.gate = GrammarGate(self._let_in, self.threads)
         self.let_in: list[Event] = []
@@ -68,7 +76,7 @@ class Bed:
             self.gate.post_from_router(event, self._refuse)
 
     async def until(self, num_let_in: int, num_refused: int = 0) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (len(self.let_in), len(self.refused)) != (num_let_in, num_refused):
                 self._changed.clear()
                 await self._changed.wait()
@@ -89,13 +97,15 @@ def play(bed_of: Callable[[], Bed], scenario: Callable[[Bed], Awaitable[None]]) 
             await scenario(bed)
         finally:
             await bed.gate.close()
-            await bed.threads.stop(20.0)
+            await bed.threads.stop(PATIENCE_S)
 
     asyncio.run(run())
 
 
 @pytest.mark.covers("A14")
-def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(directory: Path) -> None:
+def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow(directory)
 
     async def scenario(bed: Bed) -> None:
@@ -103,7 +113,9 @@ def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(directory: Path
         bed.send(bound, cancel("bound"), free, cancel("other"))
         assert bed.let_in == [free, cancel("other")]
         # A lease is given to nobody whose first step would wait for it.
-        flaw = await bed.gate.flaw(bound.message.dispatch.sampling.grammar)
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_gate, "RESERVE_WAITS_S", 0.5)
+            flaw = await bed.gate.flaw(bound.message.dispatch.sampling.grammar)
         assert flaw is not None and flaw.code == pb.BUSY
         slow.go.set()
         await bed.until(4)
@@ -158,6 +170,7 @@ def test_a_compilation_that_hangs_is_given_up_and_who_waits_for_its_thread_goes_
         bed.send(dispatch("free", None))
         assert len(bed.let_in) == 1  # those without a grammar notice nothing
         slow.go.set()
+        bed.threads._compile_s = bed.threads._wait_s = PATIENCE_S
         bed.send(dispatch("later", GOOD))
         await bed.until(2, 3)
 
