@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.stopping import resume, stop
 KEY: Final = "sk-of-the-test-0123456789"
 LIMITED: Final = "sk-with-a-limit-0123456789"
 LIMIT: Final = 12  # requests a minute
+BOUND_S: Final = 100.0
+PAGES_S: Final = 0.9  # a little less than the worker that is asked waits for what the others tell
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +43,33 @@ def cluster(tiny_model: Path, ours: Path, tmp_path_factory: pytest.TempPathFacto
         flags = ("--prefill", "0", "--decode", "0", "--mixed", "1", "--workers", "2", "--registry", redis.url)
         secured = ("--tls-dir", str(ours), "--api-keys", str(keys))
         with started_cluster(tiny_model, folder, *flags, *secured, trusted=members_context(ours)) as running:
-            wait_until("both workers have the node", lambda: set(by_worker(running, "node_up").values()) == {1.0})
+            wait_for_node(running)
             yield running
+
+
+def told(client: httpx.Client, path: str, **more: Any) -> httpx.Response:
+    """A page that waited in vain for no worker: one that is held up for so long is left out of it."""
+    while True:
+        asked_at = time.monotonic()
+        answer = client.get(path, **more)
+        if time.monotonic() - asked_at < PAGES_S:
+            return answer
 
 
 def by_worker(cluster: Cluster, name: str) -> dict[int, float]:
     """A metric's sum, by worker; both of them, or the page is not whole."""
-    found: dict[int, float] = {0: 0.0, 1: 0.0}
     with cluster.client() as client:
-        for line in client.get("/metrics").text.splitlines():
-            if match := re.fullmatch(rf'baton_router_{name}{{worker="(\d)".*}} (\S+)', line):
-                found[int(match[1])] += float(match[2])
+        page = told(client, "/metrics").text
+    found: dict[int, float] = {0: 0.0, 1: 0.0}
+    for line in page.splitlines():
+        if match := re.fullmatch(rf'baton_router_{name}{{worker="(\d)".*}} (\S+)', line):
+            found[int(match[1])] += float(match[2])
     return found
+
+
+def wait_for_node(cluster: Cluster) -> None:
+    """Until both workers have it: who stood still for two seconds has lost it."""
+    wait_until("both workers have the node", lambda: set(by_worker(cluster, "node_up").values()) == {1.0}, BOUND_S)
 
 
 def asked(cluster: Cluster, key: str, **more: Any) -> httpx.Response:
@@ -75,17 +93,21 @@ def stopped(pid: int) -> Iterator[None]:
 def test_a_limit_is_the_routers_whichever_worker_is_asked(cluster: Cluster) -> None:
     before = by_worker(cluster, "requests_total")
     with cluster.client() as client:
-        state = client.get("/state", headers={"Authorization": f"Bearer {KEY}"}).json()
+        state = told(client, "/state", headers={"Authorization": f"Bearer {KEY}"}).json()
     pids = [each["pid"] for each in state["workers"]]
+    began_at = time.monotonic()
     with stopped(pids[0]):
         assert [asked(cluster, LIMITED).status_code for _ in range(LIMIT // 2)] == [200] * (LIMIT // 2)
+    wait_for_node(cluster)
+    codes: list[int] = []
     with stopped(pids[1]):
-        codes = [asked(cluster, LIMITED).status_code for _ in range(LIMIT)]
+        while len(codes) < LIMIT or 429 not in codes:
+            codes.append(asked(cluster, LIMITED).status_code)
+    come_back = (time.monotonic() - began_at) * LIMIT / 60
+    wait_for_node(cluster)
     had = {index: number - before[index] for index, number in by_worker(cluster, "requests_total").items()}
     assert had[1] == LIMIT // 2 and had[0] == codes.count(200), "each was asked while the other could not answer"
-    assert codes.count(200) in (LIMIT // 2, LIMIT // 2 + 1, LIMIT // 2 + 2), (
-        "time passes, in which some of it comes back"
-    )
+    assert LIMIT // 2 <= codes.count(200) <= LIMIT // 2 + come_back
     assert set(codes) == {200, 429}
     assert asked(cluster, KEY).status_code == 200, "nobody else pays for it"
     assert asked(cluster, "sk-of-nobody-0123456789").status_code == 401
@@ -98,17 +120,16 @@ def test_state_requests_and_timelines_are_those_of_all_workers(cluster: Cluster,
         assert asked(cluster, KEY, request_id=name).status_code == 200
     shown = {"Authorization": f"Bearer {KEY}"}
     for name in names:
+        wait_for_node(cluster)
         with cluster.client() as client:
-            found = client.get(f"/v1/requests/{name}/timeline", headers=shown)
+            found = told(client, f"/v1/requests/{name}/timeline", headers=shown)
             assert found.status_code == 200 and found.json()["client_request_id"] == name
-            listed = [
-                each["client_request_id"] for each in client.get("/v1/requests?limit=8", headers=shown).json()["data"]
-            ]
-            assert listed == names[::-1]
-            state = client.get("/state", headers=shown).json()
+            listed = told(client, "/v1/requests?limit=8", headers=shown).json()["data"]
+            assert [each["client_request_id"] for each in listed] == names[::-1]
+            state = told(client, "/state", headers=shown).json()
             assert len({each["pid"] for each in state["workers"]}) == 2
             assert [node["session"] for node in state["nodes"]] == ["up"]
-            assert client.get("/v1/requests/nobodys/timeline", headers=shown).status_code == 404
+            assert told(client, "/v1/requests/nobodys/timeline", headers=shown).status_code == 404
     variables = os.environ | {"BATON_API_KEY": KEY, "BATON_TLS_DIR": str(ours)}
     for command in ("status", "doctor"):
         done = subprocess.run(
