@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import Cluster, started_cluster
+from tests.e2e.slow_steps import SlowSteps
 from tests.e2e.test_serving import wait_until_nothing_is_held
 from tests.plain_http import NO_CERTIFICATES
 from tests.router.upper_router import UpperRouter
@@ -28,7 +29,8 @@ def small_cluster(model: Path, folder: Path, retry_count: int, *flags: str) -> I
     """One whose decode nodes have far too few blocks."""
     settings = folder / "baton.toml"
     settings.write_text(f"[router]\npreempt_retry_count = {retry_count}\n")
-    with started_cluster(model, folder, *SIZES.split(), "--config", str(settings), *flags) as cluster:
+    flags = (*SIZES.split(), "--config", str(settings), *flags)
+    with started_cluster(model, folder, *flags, environment=SlowSteps(folder).environment) as cluster:
         yield cluster
 
 
@@ -55,6 +57,7 @@ def test_handed_up_by_real_nodes_and_sent_again_every_answer_is_that_of_an_undis
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
     rng = random.Random(fresh_seed)
+    steps = SlowSteps(tmp_path)
     paths = [PATHS[number % 2] for number in range(NUM_REQUESTS)]
     bodies = [drawn(rng, path) for path in paths]
 
@@ -65,7 +68,8 @@ def test_handed_up_by_real_nodes_and_sent_again_every_answer_is_that_of_an_undis
             upper = UpperRouter(client, "llama-tiny", rng)
             undisturbed = [await upper.answer(path, body) for path, body in zip(paths, bodies, strict=True)]
             assert upper.num_handed_up == upper.num_turned_away == 0
-            together = await asyncio.gather(*map(upper.answer, paths, bodies))
+            with steps.wanted(0.005):  # or the first have ended before the last have come
+                together = await asyncio.gather(*map(upper.answer, paths, bodies))
             for body, expected, answer in zip(bodies, undisturbed, together, strict=True):
                 assert answer == expected, body
             return upper.num_handed_up
@@ -99,7 +103,8 @@ def test_clients_that_leave_while_their_requests_are_tried_again_leave_nothing(
             await asyncio.gather(*posts, return_exceptions=True)
 
     with small_cluster(tiny_model, tmp_path, 100, "--decode", "2") as cluster:
-        asyncio.run(leave(cluster))
+        with SlowSteps(tmp_path).wanted(0.005):
+            asyncio.run(leave(cluster))
         wait_until_nothing_is_held(cluster)
         now = cluster.metrics()
         assert now["live_requests"] == now["queued_requests"] == 0

@@ -138,17 +138,22 @@ def test_a_mixed_node_started_by_hand_ends_aborted_work_and_takes_no_stream_with
 def test_a_mixed_node_that_never_saw_a_prompt_reads_what_another_one_stored_of_it(
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    """Its first prompt: what it computes and how fast it fetches is not known then, and it waits a quarter of a second."""
+    """Its first prompt: what it computes and how fast it fetches is not known then, and it waits a quarter of a second.
+
+    Where a busy machine takes longer to read, the next one does it.
+    """
     fields = body(random.Random(fresh_seed), 60 * BLOCK_SIZE + 3, 8)
     pool = ("--kv-pool", f"file://{tmp_path / 'pool'}", "--save-finished-kv", "on", "--block-size", str(BLOCK_SIZE))
     tokens, counters = [], []
-    for name in ("first", "second"):
+    for name in ("first", *map(str, range(2, 10))):
         (tmp_path / name).mkdir()
         with started_role_by_role(tiny_model, tmp_path / name, {"router": (), "mixed-0": pool}) as cluster:
             tokens.append(tokens_of(ask(cluster, fields)))
             wait_until_written(cluster, "mixed-0")
             counters.append(cluster.state("mixed-0")["counters"])
-    assert tokens[0] == tokens[1]
-    first, second = counters
+        if counters[-1]["kv_pool_reads"]["read"]:
+            break
+    assert all(each == tokens[0] for each in tokens)
+    first, second = counters[0], counters[-1]
     assert first["tokens_computed"]["prefill"] == 60 * BLOCK_SIZE + 3 and first["kv_pool_reads"]["read"] == 0
     assert second["tokens_computed"]["prefill"] == 3 and second["kv_pool_reads"]["read"] == 60

@@ -41,7 +41,7 @@ def test_a_prompt_that_only_the_pool_has_goes_where_it_is_fetched_and_the_router
     rng = random.Random(fresh_seed)
     sizes = ("--block-size", str(BLOCK), "--max-model-len", "1024", "--num-blocks", "64")  # of one prompt, and a half
     pool = ("--kv-pool", f"file://{tmp_path}/pool", "--save-finished-kv", "on")
-    small_steps = ("--max-num-batched-tokens", "32")  # so that computing takes many times as long as reading
+    small_steps = ("--max-num-batched-tokens", "32")
     flags: dict[str, tuple[str, ...]] = {
         "router": (),
         "decode-0": sizes,
@@ -49,20 +49,21 @@ def test_a_prompt_that_only_the_pool_has_goes_where_it_is_fetched_and_the_router
     }
     prompts = [[rng.randrange(NUM_BYTES) for _ in range(PROMPT_BLOCKS * BLOCK + 3)] for _ in range(6)]
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        for number in range(MAX_ROUNDS):
-            for prompt in prompts:
-                complete(cluster, prompt)
-                wait_until_written(cluster)
-            if number == 0:
-                assert total(cluster, "kv_pool_saves", "written") == len(prompts) * PROMPT_BLOCKS
-                assert cluster.metric("cache_index_pools") == 1, "both nodes use the same one"
-                # What is known of it cannot be told from what caches hold, but for what no cache has room for.
-                wait_until(
-                    "the router knows of the pool",
-                    lambda: cluster.metric("cache_index_keys") >= (len(prompts) - 1) * PROMPT_BLOCKS,
-                )
-            if cluster.metric("pooled_tokens_total") >= PROMPT_BLOCKS * BLOCK // 2:
-                break
-        else:
-            raise AssertionError("never placed by what the pool has")
+        with cluster.slow_steps(0.005):  # so that computing takes many times as long as reading
+            for number in range(MAX_ROUNDS):
+                for prompt in prompts:
+                    complete(cluster, prompt)
+                    wait_until_written(cluster)
+                if number == 0:
+                    assert total(cluster, "kv_pool_saves", "written") == len(prompts) * PROMPT_BLOCKS
+                    assert cluster.metric("cache_index_pools") == 1, "both nodes use the same one"
+                    # What is known of it cannot be told from what caches hold, but for what no cache has room for.
+                    wait_until(
+                        "the router knows of the pool",
+                        lambda: cluster.metric("cache_index_keys") >= (len(prompts) - 1) * PROMPT_BLOCKS,
+                    )
+                if cluster.metric("pooled_tokens_total") >= PROMPT_BLOCKS * BLOCK // 2:
+                    break
+            else:
+                raise AssertionError("never placed by what the pool has")
         assert total(cluster, "kv_pool_reads", "read") >= PROMPT_BLOCKS

@@ -48,11 +48,12 @@ def refused_again_and_again(cluster: RoleByRole, prompt: list[int]) -> tuple[lis
     refusals = cluster.metric("pd_errors_total", "NO_BLOCKS")
     dispatches = cluster.metric("dispatches_total")
     with ThreadPoolExecutor(2) as threads:
-        stream = Stream(cluster, threads, holder)
-        stream.take_tokens(2)
-        computed = computed_on(cluster)
-        answer = threads.submit(ask, cluster, fields | {"prompt": prompt, "max_tokens": 8})
-        wait_until("it was refused", lambda: cluster.metric("pd_errors_total", "NO_BLOCKS") >= refusals + 3)
+        with cluster.slow_steps():
+            stream = Stream(cluster, threads, holder)
+            stream.take_tokens(2)
+            computed = computed_on(cluster)
+            answer = threads.submit(ask, cluster, fields | {"prompt": prompt, "max_tokens": 8})
+            wait_until("it was refused", lambda: cluster.metric("pd_errors_total", "NO_BLOCKS") >= refusals + 3)
         stream.take_all()
         said = tokens_of(answer.result())
     cluster.wait_until_nothing_is_held(*cluster.nodes)
