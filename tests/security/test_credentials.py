@@ -175,7 +175,7 @@ def test_a_registry_in_redis_is_reached_over_its_own_tls_by_members_only(ours: P
             await store.hang_up()
 
     async def run() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while True:
                 try:
                     assert await look(member) == 0
@@ -226,7 +226,7 @@ async def grpc_server(credentials: Credentials, host: str = "127.0.0.1") -> Asyn
         await server.stop(0)
 
 
-async def code_of(channel: grpc.aio.Channel, timeout: float = 5) -> grpc.StatusCode:
+async def code_of(channel: grpc.aio.Channel, timeout: float = 60) -> grpc.StatusCode:
     """How one call ends."""
     async with channel:
         try:
@@ -283,7 +283,7 @@ def test_certificates_that_are_renewed_count_without_a_restart(
     directory = copied(ours, tmp_path / "mine")
 
     async def becomes(is_met: Callable[[], object], channel: Callable[[], grpc.aio.Channel]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while await code_of(channel(), 1) is not grpc.StatusCode.OK or not is_met():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.05)
 
@@ -323,7 +323,7 @@ def test_a_renewed_key_that_nobody_may_read_counts_once_its_mode_is_mended(
         mine = Credentials(Path())
 
         async def becomes(told: str) -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while told not in caplog.text:
                     await mine.channel("127.0.0.1:9").close()
                     await asyncio.sleep(0.05)
