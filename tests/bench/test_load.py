@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, pairwise
@@ -38,7 +39,7 @@ def records_of(answer: Answer, number: int = 1, *, is_stream: bool = True, timeo
     """What becomes of so many requests at once."""
 
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(answer) as url:
             sender = Sender(Server.parse(url), is_stream, timeout_s)
             asked = [Asked(index, BODY, 4, 1) for index in range(number)]
             return await run_open_loop(sender, asked, [0.0] * number)
@@ -50,17 +51,19 @@ def test_a_late_answer_delays_no_arrival() -> None:
     """The first answer comes only once the last request is there: a loop that waited for it would never end."""
     number = 20
     arrived: list[int] = []
+    arrived_at: list[float] = []
     all_there = asyncio.Event()
 
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         arrived.append(body["n"])
+        arrived_at.append(time.monotonic())
         if len(arrived) == number:
             all_there.set()
         await all_there.wait()
         writer.write(OK_STREAM)
 
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(answer) as url:
             sender = Sender(Server.parse(url), True, 10.0)
             asked = [Asked(index, json.dumps({"n": index}).encode(), 4, 1) for index in range(number)]
             return await run_open_loop(sender, asked, [index * 0.005 for index in range(number)])
@@ -70,82 +73,79 @@ def test_a_late_answer_delays_no_arrival() -> None:
     assert [record.index for record in records] == list(range(number))
     assert [record.arrival_s for record in records] == pytest.approx([index * 0.005 for index in range(number)])
     assert all(record.is_ok and record.lag_s > -0.002 for record in records)
-    assert records[0].end_s > records[-1].end_s, "the first one waited longest"
+    assert records[arrived[0]].end_s > arrived_at[-1] - arrived_at[0], "the first one waited for all"
 
 
 def test_a_server_that_stalls_holds_up_no_arrival_and_a_halt_leaves_nobody_out_of_the_records() -> None:
     """It answers the first half and no more; what is sent behind it comes at its instants, and all of it is in the records."""
     number, gap_s = 30, 0.01
-    arrived: list[float] = []
 
-    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        arrived.append(asyncio.get_running_loop().time())
-        if len(arrived) > number // 2:
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if body["n"] >= number // 2:
             await asyncio.Event().wait()
         writer.write(OK_STREAM)
 
     async def run() -> tuple[list[Record], list[Record]]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
-            asked = [Asked(index, BODY, 4, 1) for index in range(number)]
+        async with asyncio.timeout(100), scripted_server(answer) as url:
+            asked = [Asked(index, json.dumps({"n": index}).encode(), 4, 1) for index in range(number)]
             halt = Halt()
-            sender = Sender(Server.parse(url), True, 10.0, Counting(number, halt))
+            sender = Sender(Server.parse(url), True, 100.0, Counting(number, number // 2, halt))
             opened = await run_open_loop(sender, asked, [index * gap_s for index in range(number)], halt)
-            closed = await run_closed_loop(replace(sender, watcher=Counting(3, halt := Halt())), asked, 3, halt)
-            return opened, closed
+            sender = replace(sender, watcher=Counting(3, 0, halt := Halt()))
+            return opened, await run_closed_loop(sender, asked[number // 2 :], 3, halt)
 
     opened, closed = asyncio.run(run())
     assert [record.index for record in opened] == list(range(number))
     assert [record.status for record in opened] == ["200"] * (number // 2) + ["interrupted"] * (number // 2)
     assert [record.arrival_s for record in opened] == pytest.approx([index * gap_s for index in range(number)])
-    assert sorted(record.lag_s for record in opened)[number // 2] < 0.5, (
-        "half of them at least within a loaded machine's hiccup"
-    )
+    assert sorted(record.lag_s for record in opened)[number // 2] < 10, "nobody waited for those that time out"
     assert report_of(opened).errors == {"interrupted": number // 2}
-    assert [(record.index, record.status) for record in closed] == [(index, "interrupted") for index in range(3)]
+    assert [(record.index - number // 2, record.status) for record in closed] == [
+        (index, "interrupted") for index in range(3)
+    ]
 
 
 class Counting:
-    """Halts a run as soon as so many requests have begun."""
+    """Halts a run a moment after so many requests have begun, and so many of those have ended."""
 
-    def __init__(self, number: int, halt: Halt) -> None:
-        self._left = number
+    def __init__(self, num_begun: int, num_ended: int, halt: Halt) -> None:
+        self._left = [num_begun, num_ended]
         self._halt = halt
 
     def begun(self) -> None:
-        self._left -= 1
-        if not self._left:
-            asyncio.get_running_loop().call_later(0.05, self._halt.ask)
+        self._count(0)
 
     def ended(self, record: Record) -> None:
         assert record.end_s > 0
+        self._count(1)
+
+    def _count(self, which: int) -> None:
+        self._left[which] -= 1
+        if max(self._left) <= 0:
+            asyncio.get_running_loop().call_later(0.05, self._halt.ask)
 
 
 def test_requests_are_made_one_ahead_and_no_earlier() -> None:
     """The text of a long run would fill the memory."""
-    made = 0
-    ahead: list[int] = []
-
-    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        ahead.append(made - len(ahead))
-        writer.write(OK_STREAM)
+    made_at: list[float] = []
 
     def asked() -> Iterator[Asked]:
-        nonlocal made
         for index in range(10):
-            made += 1
+            made_at.append(time.monotonic())
             yield Asked(index, BODY, 4, 1)
 
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(writing(OK_STREAM)) as url:
             return await run_open_loop(Sender(Server.parse(url), True, 10.0), asked(), [0.02 * n for n in range(10)])
 
+    began_at = time.monotonic()
     assert len(asyncio.run(run())) == 10
-    assert max(ahead[:3]) <= 9 and min(ahead) <= 2
+    assert all(at >= began_at + 0.02 * (n - 1) for n, at in enumerate(made_at)), "not before the one ahead of it is due"
 
 
 def test_a_duration_ends_a_closed_loop_that_has_requests_without_end() -> None:
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(writing(OK_STREAM)) as url:
+        async with asyncio.timeout(100), scripted_server(writing(OK_STREAM)) as url:
             endless = (Asked(index, BODY, 4, 1) for index in count())
             return await run_closed_loop(Sender(Server.parse(url), True, 10.0), endless, 2, duration_s=0.2)
 
@@ -181,7 +181,7 @@ def test_a_chat_and_a_key_go_where_they_should() -> None:
         writer.write(whole(200, {"data": [{"id": "m"}]}) if not body else OK_STREAM)
 
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(answer) as url:
             config = BenchConfig(url=url, api="chat", max_requests=2, warmup=0, seed=1, return_token_ids=True)
             return await measure(config, await find_asking(config))
 
@@ -197,7 +197,7 @@ def test_a_chat_and_a_key_go_where_they_should() -> None:
 def test_the_generators_own_lateness_is_told_apart_from_the_servers() -> None:
     async def run() -> list[Record]:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(30), scripted_server(writing(OK_STREAM)) as url:
+        async with asyncio.timeout(100), scripted_server(writing(OK_STREAM)) as url:
             sender = Sender(Server.parse(url), True, 10.0)
 
             def block() -> None:
@@ -208,9 +208,10 @@ def test_the_generators_own_lateness_is_told_apart_from_the_servers() -> None:
             loop.call_later(0.001, block)  # while the second request is due
             return await run_open_loop(sender, [Asked(index, BODY, 4, 1) for index in range(2)], [0.0, 0.05])
 
+    began_at = time.monotonic()
     records = asyncio.run(run())
     assert records[1].lag_s > 0.4
-    assert records[1].end_s < records[1].lag_s
+    assert 0.05 + records[1].lag_s + records[1].end_s < time.monotonic() - began_at, "none of its time counts twice"
 
 
 def test_a_closed_loop_keeps_so_many_requests_under_way_and_no_more() -> None:
@@ -230,7 +231,7 @@ def test_a_closed_loop_keeps_so_many_requests_under_way_and_no_more() -> None:
         writer.write(OK_STREAM)
 
     async def run() -> list[Record]:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(answer) as url:
             asked = [Asked(index, BODY, 4, 1) for index in range(12)]
             return await run_closed_loop(Sender(Server.parse(url), True, 10.0), asked, 3)
 
@@ -348,7 +349,7 @@ def test_a_server_that_takes_no_token_ids_is_asked_in_words_and_the_seed_decides
             writer.write(OK_STREAM)
 
     async def run() -> None:
-        async with asyncio.timeout(30), scripted_server(answer) as url:
+        async with asyncio.timeout(100), scripted_server(answer) as url:
             config = BenchConfig(url=url, max_requests=5, prompt_tokens="6:3", seed=7, warmup=2, concurrency=1)
             asking = await find_asking(config)
             assert (asking.model, asking.prompt_form) == ("the-model", "words")
@@ -368,7 +369,7 @@ def test_a_server_that_takes_no_token_ids_is_asked_in_words_and_the_seed_decides
 @pytest.mark.parametrize("data", [whole(404, {"error": "no such model"}), whole(500, {}), b"", b"SSH-2.0\r\n"])
 def test_a_server_that_refuses_the_first_request_is_told_in_one_sentence(data: bytes) -> None:
     async def run() -> None:
-        async with asyncio.timeout(30), scripted_server(writing(data)) as url:
+        async with asyncio.timeout(100), scripted_server(writing(data)) as url:
             with pytest.raises(ServerProblem, match="--url"):
                 await find_asking(BenchConfig(url=url, model="m"))
 

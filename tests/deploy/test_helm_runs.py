@@ -234,14 +234,19 @@ def test_the_pods_serve_and_open_to_each_other_what_the_policies_let_through(clu
     assert ask(cluster, "sk-of-somebody-else-0123456789").status_code == 401
     answer = ask(cluster, KEY)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8, answer.text
-    opened = cluster.connections()
-    assert opened >= {
+    wanted = {
         ("router", "prefill", GRPC_PORT),
         ("router", "decode", GRPC_PORT),
         ("prefill", "decode", GRPC_PORT),
         ("prefill", "decode", KV_PORT),
         *((role, "redis", REDIS_PORT) for role in ("router", "prefill", "decode")),
     }
+    until = time.monotonic() + PATIENCE_S
+    opened = cluster.connections()
+    while not wanted <= opened:  # who stood still for too long is called anew
+        assert time.monotonic() < until, opened
+        time.sleep(0.05)
+        opened |= cluster.connections()
     for source, target, port in opened:
         labels = [cluster.install.pods_of(role).labels for role in (source, target)]
         assert cluster.install.is_allowed(Peer(labels[0]), Peer(labels[1]), port), (source, target, port)

@@ -135,7 +135,7 @@ def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Clus
             for what, channel in stranger_channels(address, ours, others).items():
                 async with channel:
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await NodeStub(channel).Release(pb.ReleaseRequest(), timeout=5)
+                        await NodeStub(channel).Release(pb.ReleaseRequest(), timeout=30)
                 assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED), what
         ports = [cluster.routers[0]["registry"], *addresses, cluster.url.removeprefix("https://")]
         ports += [node["http"].removeprefix("https://") for node in cluster.nodes]
@@ -148,9 +148,9 @@ def test_strangers_get_nowhere_on_any_port_and_the_cluster_goes_on(cluster: Clus
     assert after["turned_away_total{no_key}"] == before.get("turned_away_total{no_key}", 0) + 1
     assert after["turned_away_total{tls}"] >= before.get("turned_away_total{tls}", 0) + 3
     for node in cluster.nodes:
-        assert cluster.metrics(node)["refused_http_total{tls}"] >= 3
+        wait_until("each is counted", lambda node=node: cluster.metrics(node)["refused_http_total{tls}"] >= 3)  # type: ignore[misc]
     strangers = [len(GARBAGE), *[len(GARBAGE) + 4] * len(cluster.nodes)]
-    wait_until("each is counted, and no member", lambda: refused_grpc(cluster) == strangers)
+    wait_until("each is counted, and no member", lambda: refused_grpc(cluster) == strangers, 100.0)
     with cluster.client() as client:
         assert len(ask(client, completion(1, 4))) == 4
 
@@ -189,7 +189,7 @@ def test_a_killed_decode_nodes_stream_goes_on_over_encrypted_links(cluster: Clus
                 assert len(token_ids) < LONG
     assert killed is not None
     assert len(token_ids) == LONG
-    assert cluster.metrics()["retries_total{NODE_LOST}"] == 1
+    assert cluster.metrics()["retries_total{NODE_LOST}"] >= 1, "of another node that stands still there may be more"
     with cluster.client() as client:
         assert ask(client, fields) == token_ids
 
