@@ -195,17 +195,15 @@ def test_a_chat_and_a_key_go_where_they_should() -> None:
 
 
 def test_the_generators_own_lateness_is_told_apart_from_the_servers() -> None:
+    class Blocking:
+        def begun(self) -> None:
+            time.sleep(0.5)  # while the second request is due
+
+        def ended(self, record: Record) -> None: ...
+
     async def run() -> list[Record]:
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(100), scripted_server(writing(OK_STREAM)) as url:
-            sender = Sender(Server.parse(url), True, 10.0)
-
-            def block() -> None:
-                until = loop.time() + 0.5
-                while loop.time() < until:
-                    pass
-
-            loop.call_later(0.001, block)  # while the second request is due
+            sender = Sender(Server.parse(url), True, 10.0, Blocking())
             return await run_open_loop(sender, [Asked(index, BODY, 4, 1) for index in range(2)], [0.0, 0.05])
 
     began_at = time.monotonic()
