@@ -19,18 +19,24 @@ from runtime.registry_server import RegistryServer
 from runtime.session import Peer, SessionTiming
 from runtime.session_dialer import SessionDialer
 from runtime.session_events import Loss
+from tests.node.test_process import PATIENCE
 from tests.session.ends import until
 
 NUM_WORDS = 2_000  # more than one frame or one acknowledgement holds
 # Asked to drain, it says a lot to the router that spoke to it last; `drains` or not.
-NODE = """
+NODE = (
+    PATIENCE
+    + """
 import sys
+import node.drain
 from node import events as ev
 from node.config import NodeConfig
 from node.process import run_node
 from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
 from runtime.config import load
+
+node.drain.DELIVERY_S = 60.0
 
 class TalkativeCore(PrefillCore):
     def receive(self, event, now):
@@ -47,6 +53,7 @@ def make_core(parts):
 
 sys.exit(run_node("prefill", load(NodeConfig, "baton prefill", "", sys.argv[1:]), {{"prefill": make_core, "decode": make_core}}))
 """
+)
 
 
 class TestRouter:
@@ -56,7 +63,7 @@ class TestRouter:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
-        self.dialer = SessionDialer(Peer("router", 1), self, SessionTiming())
+        self.dialer = SessionDialer(Peer("router", 1), self, SessionTiming(silence_s=100, grace_s=100))
 
     def on_listed(self, entry: pb.NodeEntry) -> None:
         self.heard.append("draining" if entry.draining else "listed")
@@ -92,7 +99,7 @@ async def node_of_a_router(
 ) -> AsyncIterator[tuple[TestRouter, asyncio.subprocess.Process]]:
     """The node has taken a message of the router's."""
     router = TestRouter()
-    registry, server = RegistryServer(router), grpc.aio.server()
+    registry, server = RegistryServer(router, ttl_s=100), grpc.aio.server()
     add_RegistryServicer_to_server(registry, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -101,9 +108,9 @@ async def node_of_a_router(
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environment)
     try:
-        async with asyncio.timeout(100):
-            await until(lambda: "up" in router.heard, within_s=60)
-            await until(lambda: acknowledged(router) == 1)
+        async with asyncio.timeout(250):
+            await until(lambda: "up" in router.heard, within_s=100)
+            await until(lambda: acknowledged(router) == 1, within_s=60)
             yield router, process
     finally:
         if process.returncode is None:
@@ -130,7 +137,7 @@ def test_a_drained_node_tells_its_routers_first_delivers_every_word_and_exits_0(
         async with node_of_a_router(model_dir, True) as (router, process):
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
-            await until(lambda: "lost" in router.heard)
+            await until(lambda: "lost" in router.heard, within_s=60)
             words = [str(i) for i in range(NUM_WORDS)]
             assert router.heard[:-2] == ["listed", "up", "draining", *words]
             assert set(router.heard[-2:]) == {"unlisted", "lost"}
@@ -141,7 +148,7 @@ def test_a_drained_node_tells_its_routers_first_delivers_every_word_and_exits_0(
 @pytest.mark.covers("D08")
 def test_a_node_that_cannot_drain_delivers_and_exits_0_soon_after_its_deadline(model_dir: Path) -> None:
     async def scene() -> None:
-        async with node_of_a_router(model_dir, False, "--drain-timeout-s", "0.2") as (router, process):
+        async with node_of_a_router(model_dir, False, "--drain-timeout-s", "2.5") as (router, process):
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
             assert str(NUM_WORDS - 1) in router.heard
@@ -154,7 +161,7 @@ def test_a_second_signal_ends_a_draining_node_now(model_dir: Path) -> None:
     async def scene() -> None:
         async with node_of_a_router(model_dir, False) as (router, process):
             process.send_signal(signal.SIGTERM)
-            await until(lambda: str(NUM_WORDS - 1) in router.heard)
+            await until(lambda: str(NUM_WORDS - 1) in router.heard, within_s=60)
             assert process.returncode is None
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 128 + signal.SIGTERM
@@ -168,7 +175,7 @@ def test_ctrl_c_ends_a_node_at_once_in_good_order(model_dir: Path) -> None:
         async with node_of_a_router(model_dir, False) as (router, process):
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 0
-            await until(lambda: {"lost", "unlisted"} <= set(router.heard))
+            await until(lambda: {"lost", "unlisted"} <= set(router.heard), within_s=60)
             assert "draining" not in router.heard and "0" not in router.heard
 
     run(scene)

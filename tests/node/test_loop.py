@@ -103,13 +103,13 @@ class Shell:
     async def stop(self) -> None:
         self.task.cancel()
         await self.peers.close()
-        assert await self.runner.stop()
+        assert await self.runner.stop(60)
         self.transport.stop()
 
 
 def drive(core: ScriptedCore, test: Callable[[Shell], Coroutine[None, None, T]]) -> T:
     async def run() -> T:
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             shell = Shell(core, tasks)
             try:
                 return await test(shell)
@@ -310,9 +310,9 @@ def test_a_step_that_raises_ends_the_runner_thread_and_says_so() -> None:
         runner = RunnerThread(EchoRunner(fails_at=1), lambda result: results.append(result.step_id))
         for step in range(3):
             runner.submit(Plan(step))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await runner.ended
-            assert await runner.stop()
+            assert await runner.stop(60)
         return results
 
     assert asyncio.run(run()) == [0]

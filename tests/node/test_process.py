@@ -17,8 +17,25 @@ from typing import Any
 import httpx
 import pytest
 
-TIMEOUT_S = 60
+TIMEOUT_S = 100
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+# What a program begins with that makes a node: no process that stands still is given up for that.
+PATIENCE = """
+from functools import partial
+import connector.accepting, connector.shm_sender, connector.zmq_options, connector.zmq_sender
+import node.assembly, node.ending, node.handoff_client, node.incarnation, runtime.registry_client
+connector.accepting._HELLO_S = connector.shm_sender._OPEN_S = connector.zmq_options.OPEN_S = connector.zmq_sender.OPEN_S = 60.0
+connector.zmq_options.SILENCE_MS = 60_000
+node.assembly.NodeLimits = partial(node.assembly.NodeLimits, rpc_timeout_s=60.0)
+node.ending.WATCHERS_S = node.handoff_client.CONNECT_TIMEOUT_S = 60.0
+node.incarnation.SessionTiming = lambda **_: runtime.session.SessionTiming(silence_s=100.0, grace_s=100.0)
+runtime.registry_client._CALL_TIMEOUT_S = 60.0
+"""
+PATIENT_NODE = f"""{PATIENCE}
+import runpy, sys
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 # A core that asks for a step that no scheduler would plan, or raises by itself: bugs, each in another place.
 BUGGY_NODE = """
@@ -50,9 +67,8 @@ sys.exit(run_node("prefill", load(NodeConfig, "baton prefill", "", sys.argv[1:])
 
 
 def flags(model_dir: Path, *more: str) -> list[str]:
-    with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
-        router = f"127.0.0.1:{nobody.getsockname()[1]}"
-    return ["--model", str(model_dir), "--router", router, "--threads", "1", "--num-blocks", "300", *more]
+    nobody = "127.0.0.1:9"  # a port that no other test is given
+    return ["--model", str(model_dir), "--router", nobody, "--threads", "1", "--num-blocks", "300", *more]
 
 
 def run(room: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -63,7 +79,7 @@ def run(room: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
 @contextmanager
 def running(room: str, arguments: list[str], ready_file: Path) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """A node that is ready, and its ready file's content; its log lies beside that file."""
-    command = [sys.executable, "-m", room, *arguments, "--ready-file", str(ready_file)]
+    command = [sys.executable, "-c", PATIENT_NODE, room, *arguments, "--ready-file", str(ready_file)]
     log_file = ready_file.with_suffix(".log")
     with log_file.open("w") as log, subprocess.Popen(command, env=ENVIRONMENT, stderr=log, text=True) as process:
         try:
@@ -85,10 +101,10 @@ def test_a_node_says_where_it_listens_shows_its_state_and_ends_with_0_on_sigterm
     with running(words[0], arguments, tmp_path / "ready.json") as (process, ready):
         assert set(ready) == {"node_id", "role", "http", "grpc", "pid"}
         assert (ready["role"], ready["pid"]) == (role, process.pid)
-        assert httpx.get(f"http://{ready['http']}/health").status_code == 200
-        unlisted = httpx.get(f"http://{ready['http']}/ready")
+        assert httpx.get(f"http://{ready['http']}/health", timeout=TIMEOUT_S).status_code == 200
+        unlisted = httpx.get(f"http://{ready['http']}/ready", timeout=TIMEOUT_S)
         assert unlisted.status_code == 503, "no registry has taken it: who replaces nodes one by one must not go on"
-        state = httpx.get(f"http://{ready['http']}/state").json()
+        state = httpx.get(f"http://{ready['http']}/state", timeout=TIMEOUT_S).json()
         assert (state["node_id"], state["role"], state["threads"]) == (ready["node_id"], role, 1)
         assert state["bit_exact"] is True
         assert state["blocks"] == {"free": 40, "cached": 0, "used": 0, "leased": 0, "quarantined": 0}

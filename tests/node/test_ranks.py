@@ -41,7 +41,7 @@ def held(pids: Sequence[int]) -> Iterator[list[int]]:
 
 def wait_for_end(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
-        assert select.select([descriptor], [], [], 20)[0], "it is still there"
+        assert select.select([descriptor], [], [], TIMEOUT_S)[0], "it is still there"
 
 
 @pytest.mark.covers("H14", "D07", "H01")
@@ -91,9 +91,12 @@ def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_on
             arguments = [*flags(model_dir, *SIZES), "--tp", str(size)]
             context = running(f"{role}_node", arguments, tmp_path / f"{role}-{size}.json")
             processes[role, size], ready = opened.enter_context(context)
-            state = httpx.get(f"http://{ready['http']}/state").json()
+            state = httpx.get(f"http://{ready['http']}/state", timeout=TIMEOUT_S).json()
             entries[role, size], ranks[role, size] = entry_of(ready, state), state["rank_pids"]
-        assert "baton_node_ranks 2.0" in httpx.get(f"http://{entries['decode', 2].http_address}/metrics").text
+        assert (
+            "baton_node_ranks 2.0"
+            in httpx.get(f"http://{entries['decode', 2].http_address}/metrics", timeout=TIMEOUT_S).text
+        )
         assert asyncio.run(serve(entries)) == alone(model_dir, specs)
         with held([pid for pids in ranks.values() for pid in pids]) as descriptors:
             assert len(descriptors) == 2
@@ -104,7 +107,9 @@ def test_kv_goes_between_nodes_of_any_number_of_ranks_and_tokens_are_those_of_on
                 signal.SIGINT,
             ):  # of who asks all processes of a node, which is the node's business
                 os.kill(rank, number)
-            assert httpx.get(f"http://{entries['prefill', 2].http_address}/health").status_code == 200
+            assert (
+                httpx.get(f"http://{entries['prefill', 2].http_address}/health", timeout=TIMEOUT_S).status_code == 200
+            )
             assert "rank_ended" not in (tmp_path / "prefill-2.log").read_text()
             os.kill(rank, signal.SIGKILL)  # nothing runs there that would notice
             for size_one in (processes["prefill", 1], processes["decode", 1]):

@@ -18,6 +18,7 @@ from proto.baton_pb2_grpc import NodeStub, add_RegistryServicer_to_server
 from runtime.registry_server import RegistryServer
 from runtime.session import Peer
 from tests.node.test_draining_process import NODE, TestRouter, node_of_a_router, run
+from tests.node.test_process import PATIENT_NODE
 from tests.session.ends import until
 
 
@@ -41,16 +42,16 @@ class RoleRouter(TestRouter):
 async def node_of_all_roles(model_dir: Path) -> AsyncIterator[tuple[RoleRouter, asyncio.subprocess.Process]]:
     """`baton prefill`, which its router has a session with."""
     router = RoleRouter()
-    registry, server = RegistryServer(router), grpc.aio.server()
+    registry, server = RegistryServer(router, ttl_s=100), grpc.aio.server()
     add_RegistryServicer_to_server(registry, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     arguments = ["--model", str(model_dir), "--router", address, "--threads", "1", "--num-blocks", "300"]
-    command = [sys.executable, "-m", "deploy.node_process", "prefill", *arguments]
+    command = [sys.executable, "-c", PATIENT_NODE, "deploy.node_process", "prefill", *arguments]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        async with asyncio.timeout(100):
-            await until(lambda: "up" in router.heard, within_s=60)
+        async with asyncio.timeout(250):
+            await until(lambda: "up" in router.heard, within_s=100)
             yield router, process
     finally:
         if process.returncode is None:
@@ -61,7 +62,7 @@ async def node_of_all_roles(model_dir: Path) -> AsyncIterator[tuple[RoleRouter, 
         await server.stop(None)
 
 
-async def change(address: str, role: pb.Role.ValueType, timeout_ms: int = 9000) -> list[pb.DrainProgress]:
+async def change(address: str, role: pb.Role.ValueType, timeout_ms: int = 90_000) -> list[pb.DrainProgress]:
     """The node's words, from asking until the last."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = NodeStub(channel).ChangeRole(pb.RoleRequest(role=role, timeout_ms=timeout_ms))
@@ -76,7 +77,7 @@ def test_a_process_takes_role_after_role_and_to_its_router_each_is_another_proce
             for number, role in enumerate((pb.ROLE_DECODE, pb.ROLE_MIXED, pb.ROLE_PREFILL), 1):
                 last = (await change(address, role))[-1]
                 assert last.has_changed and not last.was_cut_short
-                await until(lambda number=number: router.heard.count("up") == number + 1)  # type: ignore[misc]
+                await until(lambda number=number: router.heard.count("up") == number + 1, within_s=60)  # type: ignore[misc]
             told = [(each.role, each.draining) for each in router.entries]
             assert told == [
                 (pb.ROLE_PREFILL, False),
@@ -118,7 +119,7 @@ def test_sigterm_wins_over_a_change_and_a_role_that_the_process_does_not_know_is
             with pytest.raises(grpc.aio.AioRpcError, match="started for its one role"):
                 await change(address, pb.ROLE_MIXED)
             changing = asyncio.create_task(change(address, pb.ROLE_DECODE, 60_000))
-            await until(lambda: "draining" in router.heard)
+            await until(lambda: "draining" in router.heard, within_s=60)
             with pytest.raises(grpc.aio.AioRpcError, match="changing its role already"):
                 await change(address, pb.ROLE_DECODE)
             process.send_signal(signal.SIGTERM)

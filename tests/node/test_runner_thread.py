@@ -39,7 +39,7 @@ class Step:
     def read(self) -> StepResult:
         self._device.asked.append(f"read {self._step_id}")
         self._device.is_read.set()
-        assert self._device.allowed[self._step_id].wait(10)
+        assert self._device.allowed[self._step_id].wait(60)
         return StepResult.of(self._step_id, ())
 
 
@@ -53,10 +53,10 @@ def test_a_step_is_launched_before_the_one_before_it_is_read_where_there_is_one(
             loop.call_soon_threadsafe(results.put_nowait, result.step_id)
 
         thread = RunnerThread(device, tell)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             thread.submit(Plan(0))
             thread.submit(Plan(1))
-            assert await asyncio.to_thread(device.is_read.wait, 10)
+            assert await asyncio.to_thread(device.is_read.wait, 60)
             assert device.asked == ["launch 0", "launch 1", "read 0"] and results.empty()
             device.allowed[0].set()
             assert await results.get() == 0
@@ -71,7 +71,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read_where_there_is_one(
             assert await results.get() == 2
             thread.submit(Plan(3))
             device.allowed[3].set()
-            assert await thread.stop()
+            assert await thread.stop(60)
             assert await results.get() == 3
         assert device.asked[3:] == ["read 1", "launch 2", "read 2", "launch 3", "read 3"]
 
@@ -86,7 +86,7 @@ class Processor:
         self.allowed = [threading.Event() for _ in range(4)]
 
     def launch(self, plan: Plan, on_ready: Callable[[], None]) -> Done:
-        assert self.allowed[plan.step_id].wait(10)
+        assert self.allowed[plan.step_id].wait(60)
         self.noted.append(f"laid out {plan.step_id}")
         on_ready()
         self.noted.append(f"computed {plan.step_id}")
@@ -103,14 +103,14 @@ def test_a_step_is_told_once_the_next_one_is_laid_out_and_at_once_where_there_is
             loop.call_soon_threadsafe(told.put_nowait, result.step_id)
 
         thread = RunnerThread(processor, tell)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for step_id in range(3):
                 thread.submit(Plan(step_id))
             for step_id in range(3):
                 processor.allowed[step_id].set()
             assert [await told.get() for _ in range(3)] == [0, 1, 2]  # nothing follows the last one
             thread.submit(Plan(3))
-            ending = asyncio.create_task(thread.stop())
+            ending = asyncio.create_task(thread.stop(60))
             processor.allowed[3].set()
             assert await ending
             assert await told.get() == 3
