@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, get_native_id
 
 import numpy as np
 import pytest
@@ -248,6 +248,14 @@ def test_steps_like_earlier_ones_use_the_memory_that_is_there() -> None:
     assert run([(1, 0, 200)]) == largest
 
 
+def threads_called(name: str) -> Iterator[Path]:
+    """By their /proc; others, an earlier test's, may begin and end meanwhile."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if (thread / "comm").read_text() == f"{name}\n":
+                yield thread
+
+
 @contextmanager
 def losing_their_cores(threads: set[Path]) -> Iterator[None]:
     """These threads of this process, by their /proc, stop for a while again and again, wherever they are just then."""
@@ -285,10 +293,10 @@ def test_threads_that_lose_their_core_change_no_bit_and_what_they_were_at_is_don
         return torch.equal(stack(inputs(0, dtype)[:num_rows].clone(), cos, sin, own.kv, batch), expected)
 
     def run() -> None:
-        others = set(Path("/proc/self/task").iterdir())
+        Path("/proc/thread-self/comm").write_text("losing")  # so are those called that it starts, and no others
         torch.set_num_threads(4)  # of this thread
         assert has_the_bits()
-        own_threads = set(Path("/proc/self/task").iterdir()) - others
+        own_threads = set(threads_called("losing")) - {Path(f"/proc/self/task/{get_native_id()}")}
         assert len(own_threads) == 3  # and this one, which is here already
         before, deadline = kernels.num_taken_over, time.monotonic() + 60
         with losing_their_cores(own_threads):
