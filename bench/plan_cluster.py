@@ -199,9 +199,14 @@ class Cluster:
         if self._caches is None:
             return
         for ref, ask in self._caches.questions(self._now):
+            node = self._nodes[ref]
+            node.sync(self._now)  # what it has evicted until now is in the answer
             self._feeds[ref].ask(_ROUTER, ask)
             self._asked.add(ref)
             self._hear(ref)
+            before = node.wake_at
+            node.aim(self._now, ref in self._asked)
+            self._wake_later(node, before)
         self._arm_tick()
 
     def _arm_tick(self) -> None:
@@ -236,11 +241,14 @@ class Cluster:
                 live.is_granted, live.num_sent = True, num_held
                 self._send(live)
         before = node.wake_at
-        node.go(self._now, self._ask)
-        if node.wake_at is not None and node.wake_at != before:
-            self._at(node.wake_at, self._wake, node)
+        node.go(self._now, self._ask, node.ref in self._asked)
+        self._wake_later(node, before)
         if node.ref in self._asked:
             self._hear(node.ref)
+
+    def _wake_later(self, node: SimNode, before: float | None) -> None:
+        if node.wake_at is not None and node.wake_at != before:
+            self._at(node.wake_at, self._wake, node)
 
     def _wake(self, node: SimNode) -> None:
         if node.wake_at != self._now:

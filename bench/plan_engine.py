@@ -117,9 +117,10 @@ class Engine(Protocol):
     def skip(self, num_steps: int) -> None:
         """As many complete() and plan(), of those that num_uniform() promised."""
 
-    def ahead(self) -> tuple[int, Shape] | None:
+    def ahead(self, keeps_cache: bool = False) -> tuple[int, Shape] | None:
         """How many further plans there will be until a step tells anything, that one's included, if all that are planned tell
-        nothing; and the shape of the first, each of the others a position on. None: that is not known."""
+        nothing; and the shape of the first, each of the others a position on. None: that is not known.
+        `keeps_cache`: until something is evicted, too, for whoever is to hear of that."""
 
     @property
     def promises_growth(self) -> bool:
@@ -251,7 +252,7 @@ class ExactEngine:
         """Nothing is skipped."""
         return 0
 
-    def ahead(self) -> None:
+    def ahead(self, keeps_cache: bool = False) -> None:
         """Nothing is known before it is planned."""
         return
 

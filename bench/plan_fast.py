@@ -350,11 +350,13 @@ class FastEngine:
             return 0
         return self._num_with_room(self._filed.next_end() - self._num_plans)
 
-    def ahead(self) -> tuple[int, Shape] | None:
+    def ahead(self, keeps_cache: bool = False) -> tuple[int, Shape] | None:
         """See Engine."""
         if self._is_short or not self._goes_on() or not all(each.is_silent for each in self._unread):
             return None
         number = self._num_with_room(self._filed.next_end() - self._num_plans + 1)
+        if keeps_cache:
+            number = self._filed.num_within(self._num_plans, number, self.pool.counts().free)
         return (number, Shape(len(self._rows), self._num_positions)) if number else None
 
     def _goes_on(self) -> bool:

@@ -18,7 +18,7 @@ from router.events import NodeRef
 
 
 class SimNode:
-    """A node of any role. Whoever changes its engine calls `sync` before and `go` behind it."""
+    """A node of any role. Whoever changes its engine calls `sync` before and `go` behind it, who only looks at it `aim`."""
 
     def __init__(self, ref: NodeRef, role: str, engine: Engine, rates: Rates) -> None:
         self.ref = ref
@@ -84,7 +84,7 @@ class SimNode:
             self.num_steps += num_steps
             self._steps = deque(step._replace(shape=step.shape.after(num_steps)) for step in self._steps)
 
-    def go(self, now: float, on_start: Callable[[SimNode, Work], None]) -> None:
+    def go(self, now: float, on_start: Callable[[SimNode, Work], None], keeps_cache: bool) -> None:
         """Plan what can be planned, and say when to wake; `on_start` hears whose first chunk was planned."""
         while len(self._steps) < STEPS_AHEAD and (step := self.engine.plan()) is not None:
             if not self._steps:
@@ -92,11 +92,15 @@ class SimNode:
             self._steps.append(step)
             for work in step.starts:
                 on_start(self, work)
+        self.aim(now, keeps_cache)
+
+    def aim(self, now: float, keeps_cache: bool) -> None:
+        """Say when to wake; `keeps_cache`: before anything is evicted, since the router waits for news of it."""
         self._num_used = self._used()
         if not self._steps:
             self.wake_at = None
             return
-        ahead = None if self.door is not None and self.door.line else self.engine.ahead()
+        ahead = None if self.door is not None and self.door.line else self.engine.ahead(keeps_cache)
         if ahead is None:
             took_s = self._rates.step_s(self._steps[0].shape)
         else:

@@ -6,6 +6,7 @@ A row's next position is a constant of its own and the number of the plan: it is
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,6 +112,16 @@ class Filed:
             self._num_crossings(phase, number, num_plans) * sum(not row.num_promised for row in rows)
             for phase, rows in self._by_phase.items()
         )
+
+    def num_within(self, number: int, num_plans: int, num_blocks: int) -> int:
+        """How many of so many plans, from this one on, take these blocks at most, promised or not, and so does one more: that is
+        planned before the last of them has ended."""
+
+        def taken(plans: int) -> int:
+            by_phase = self._by_phase.items()
+            return sum(self._num_crossings(phase, number, plans) * len(rows) for phase, rows in by_phase)
+
+        return bisect_right(range(1, num_plans + 1), num_blocks, key=lambda plans: taken(plans + 1))
 
     def growing(self, number: int, num_plans: int) -> list[Row]:
         """Who needs any in them."""

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.plan_cluster import Cluster
@@ -59,6 +59,9 @@ def _check_ends(cluster: Cluster, outcome: Outcome) -> None:
 
 @given(seed=st.integers(0, 1 << 32), placement=st.sampled_from([CACHE_AWARE, "least_loaded"]))
 @settings(max_examples=15, deadline=None)
+@example(seed=582821146, placement=CACHE_AWARE)  # a node evicts blocks in the middle of steps that tell nothing else
+@example(seed=599676693, placement=CACHE_AWARE)
+@example(seed=1415877709, placement=CACHE_AWARE)
 def test_the_fast_way_ends_every_request_when_the_scheduler_does(seed: int, placement: str) -> None:
     """Same instants, up to how sums round, with nodes of all roles, short of blocks and not."""
     rng = random.Random(seed)
