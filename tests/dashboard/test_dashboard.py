@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster, Watch, started_cluster
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 PROMPT: Final = "Tell me a long story about a relay race."
-LONG: Final = 1200  # tokens: enough that its node dies in the middle
+LONG: Final = 2400  # tokens: enough that its node dies in the middle, though somebody on the way stands still
 ENTER: Final = "\ue007"
 HOSTILE: Final = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 IDLE: Final = "return document.getElementById('send').textContent === 'Send'"
