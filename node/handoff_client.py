@@ -18,6 +18,7 @@ from node.events import RenewAnswered, ReserveAnswered, SendRelease, SendRenew, 
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.credentials import NO_CREDENTIALS, Credentials
+from runtime.logs import log_event
 
 LOG = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class HandoffClient:
         try:
             await asyncio.wait_for(channel.channel_ready(), timeout_s)
         except (TimeoutError, grpc.aio.UsageError):  # UsageError: more peers than channels, and this one was closed
-            LOG.info("event=no_answer call=connect peer=%s", address)
+            log_event(LOG, logging.INFO, "no_answer", call="connect", peer=address)
             if self._channels.get(address) is channel:  # others may wait for it yet; it ends with the last of them
                 del self._channels[address]  # the next one shows the certificates of its day
             return False
@@ -148,5 +149,6 @@ async def _answer(what: str, address: str, call: Awaitable[Reply]) -> Reply | No
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        LOG.info("event=no_answer call=%s peer=%s code=%s detail=%r", what, address, error.code().name, error.details())
+        told = {"code": error.code().name, "detail": error.details()}
+        log_event(LOG, logging.INFO, "no_answer", call=what, peer=address, **told)
         return None

@@ -5,8 +5,8 @@
     12:00:00.123 INFO router request_ended request=… tokens=12
     {"time": "2026-11-21T12:00:00.123Z", "level": "INFO", "process": "router", "event": "request_ended", "request": "…", …}
 
-Rooms that may not import this one log `_LOG.info("event=link_closed link=%s reason=%s", …)`; of such a line JSON has the same
-fields, taken from its form and not from what was put into it. Not here: what is logged; prompts and keys never are.
+Rooms that may not import this one log `_LOG.info("event=link_closed link=%s reason=%s", …)`, of which comes the same line: its
+fields are taken from its form and not from what was put into it. Not here: what is logged; prompts and keys never are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, Final, Literal
 LEVELS: Final = ("debug", "info", "warning", "error")
 LogFormat = Literal["text", "json"]
 _BARE: Final = re.compile(r"[^\s\"=]+")
-_FIELD: Final = re.compile(r"(\w+)=(?:%[a-z]|(\S+))")
+_FIELD: Final = re.compile(r"(\w+)=(?:%[\d.]*[a-z]|(\S+))")
+_NOT_OF_THE_EVENT: Final = ("logger", "message")  # fields of a record that came with a form
 
 
 class _Event:
@@ -54,6 +55,20 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _TextFormatter(logging.Formatter):
+    """`key=value`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)s {process} %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """As logging does it, once the record is the line of an event, if it is one."""
+        if not isinstance(record.msg, _Event) and str(record.msg).startswith("event="):
+            fields = {name: value for name, value in _fields(record).items() if name not in _NOT_OF_THE_EVENT}
+            record.message = str(_Event(str(fields.pop("event")), fields))
+        return super().formatMessage(record)
+
+
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
     """Its event and values; of what others log, the message."""
     if isinstance(record.msg, _Event):
@@ -61,7 +76,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
     form = str(record.msg)
     fields: dict[str, object] = {"event": "log", "logger": record.name}
     arguments = iter(record.args if isinstance(record.args, tuple) else ())
-    if "=%" in form:
+    if "=%" in form or form.startswith("event="):
         fields["event"] = form.split()[0]
         for name, fixed in _FIELD.findall(form):
             fields[name] = fixed or next(arguments, None)
@@ -71,9 +86,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 def set_up_logging(level: str, process: str, log_format: LogFormat = "text") -> None:
     """Send records of `level` (one of LEVELS) and above to stderr, each line naming this process; called once, by an entry."""
     handler = logging.StreamHandler(sys.stderr)
-    line = f"%(asctime)s.%(msecs)03d %(levelname)s {process} %(message)s"
-    is_json = log_format == "json"
-    handler.setFormatter(_JsonFormatter(process) if is_json else logging.Formatter(line, datefmt="%H:%M:%S"))
+    handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
 

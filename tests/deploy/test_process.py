@@ -263,10 +263,18 @@ def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
         "log = logging.getLogger('x')\n"
         "log_event(log, logging.DEBUG, 'hidden')\n"
         "log_event(log, logging.INFO, 'request_ended', request='a b', quote='\"', s=0.25, tokens=3, none=None)\n"
+        "log.info('event=link_closed link=%s reason=%s s=%.1f kind=shm', 'p event=x', 'a\\n12:00 INFO forged', 1.26)\n"
+        "log.info('event=transport_stuck')\n"
+        "log.info('plain words = %s', 'nothing')\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    (line,) = result.stderr.splitlines()
+    line, with_form, bare, plain = result.stderr.splitlines()
     assert line.endswith(r' INFO router request_ended request="a b" quote="\"" s=0.25 tokens=3 none=None')
+    assert with_form.endswith(
+        r' INFO router link_closed link="p event=x" reason="a\n12:00 INFO forged" s=1.26 kind=shm'
+    )
+    assert bare.endswith(" INFO router transport_stuck")
+    assert plain.endswith(" INFO router plain words = nothing")
 
 
 @pytest.mark.covers("O05")
