@@ -48,7 +48,7 @@ def calls_schema(functions: Sequence[Function], *, is_one: bool) -> dict[str, An
         parameters = dict(function.parameters or _NO_ARGUMENTS)
         for key in _DEFINITIONS:
             for name, each in parameters.pop(key, {}).items():
-                definitions[f"{number}.{name}"] = _moved(each, number)
+                definitions[f"{number}.{key.lstrip('$')}.{name}"] = _moved(each, number)
         definitions[str(number)] = _moved(parameters, number)
         properties = {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}}
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
@@ -65,7 +65,10 @@ def _moved(schema: Any, number: int) -> Any:
     moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str):
-            moved[key] = f"#/$defs/{number}" + "".join(f".{name}" for name in value.split("/")[2:])
+            where = [
+                f".{each}" for each in value.removeprefix("#").removeprefix("/").removeprefix("$").split("/") if each
+            ]
+            moved[key] = f"#/$defs/{number}" + "".join(where)
         elif key in _VALUES:
             moved[key] = value
         elif key == "properties" and isinstance(value, dict):  # its keys are names, not words of a schema

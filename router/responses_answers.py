@@ -184,7 +184,10 @@ class ResponsesWriter:
 
     @staticmethod
     def _encoded(event: Event) -> bytes:
-        return f"event: {event['type']}\ndata: {dump_unicode(event)}\n\n".encode()
+        written = f"event: {event['type']}\ndata: {dump_unicode(event)}\n\n"
+        return written.encode(
+            errors="backslashreplace"
+        )  # half a surrogate pair of what the client said: as JSON escapes it
 
     def _response(self) -> dict[str, Any]:
         body, sampling = self._body, self._asked.request.sampling

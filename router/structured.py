@@ -20,7 +20,7 @@ from pydantic import Field, StrictStr
 from router.events import Grammar
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats
-from router.wrong_values import shown
+from router.wrong_values import NO_CHARACTER, shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
 MAX_DEPTH: Final = 32  # of schemas within schemas
@@ -153,6 +153,7 @@ def _of_structured(asked: StructuredOutputs) -> Grammar | None:
         return schema_grammar(schema, f"{name}.json", is_compact=asked.disable_any_whitespace)
     if asked.choice is not None:
         text = "root ::= " + " | ".join(map(_quoted, asked.choice))
+        _num_bytes("".join(asked.choice), f"{name}.choice")
         _check_size(text, f"{name}.choice")
         return Grammar("ebnf", text, field=f"{name}.choice")
     kind: Literal["regex", "ebnf"] = "ebnf" if asked.regex is None else "regex"
@@ -178,9 +179,16 @@ def _quoted(text: str) -> str:
 def _check_size(text: str, field: str) -> None:
     if not text:
         raise bad_request(field, "must not be empty")
-    num_bytes = len(text.encode("utf-8", "replace"))
-    if num_bytes > MAX_TEXT_BYTES:
+    if (num_bytes := _num_bytes(text, field)) > MAX_TEXT_BYTES:
         raise bad_request(field, f"{num_bytes} bytes are more than the {MAX_TEXT_BYTES} that a grammar may have")
+
+
+def _num_bytes(text: str, field: str) -> int:
+    """In UTF-8; raises for what no UTF-8, and so no message to a node, can hold."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise bad_request(field, NO_CHARACTER) from error
 
 
 def _num_counts(text: str) -> int:

@@ -94,6 +94,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": "x" * 1001}, "stop", "at most 1000 characters, not 1001"),
     ({"stop": 5}, "stop", "must be a text or a list of texts, not 5"),
     ({"stop": "\ud800"}, "stop", "holds half a surrogate pair"),
+    ({"structured_outputs": {"regex": "[\ud83c-\udbff]"}}, "structured_outputs.regex", "holds half a surrogate pair"),
+    ({"structured_outputs": {"grammar": "\ud800"}}, "structured_outputs.grammar", "holds half a surrogate pair"),
     ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", f"token id {VOCAB_SIZE}"),
     ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256 items"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),

@@ -20,15 +20,16 @@ CITY: Final[dict[str, Any]] = {
 }
 TREE: Final[dict[str, Any]] = {
     "type": "object",
-    "properties": {"left": {"$ref": "#"}, "size": {"$ref": "#/definitions/a"}},
+    "properties": {"left": {"$ref": "#"}, "size": {"$ref": "#/definitions/a"}, "name": {"$ref": "#/$defs/a"}},
     "required": ["size"],
     "additionalProperties": False,
     "definitions": {"a": {"type": "integer"}},
+    "$defs": {"a": {"type": "string"}},
 }
 GOOD: Final = (
     [{"name": "city", "parameters": {"city": "Oslo"}}],
     [{"name": "city", "parameters": {"city": {"$ref": "#"}, "$ref": "x"}}],
-    [{"name": "tree", "parameters": {"size": 1, "left": {"size": 2, "left": {"size": 3}}}}],
+    [{"name": "tree", "parameters": {"size": 1, "left": {"size": 2, "name": "b", "left": {"size": 3}}}}],
 )
 BAD: Final[tuple[object, ...]] = (
     [],
@@ -36,6 +37,7 @@ BAD: Final[tuple[object, ...]] = (
     [{"name": "now", "parameters": {"city": "Oslo"}}],
     [{"name": "city", "parameters": {"city": 1}}],
     [{"name": "tree", "parameters": {"size": "Oslo"}}],
+    [{"name": "tree", "parameters": {"size": 1, "name": 2}}],
     [{"name": "tree", "parameters": {"size": 1, "left": {"city": "Oslo"}}}],
     [{"name": "tree"}],
 )

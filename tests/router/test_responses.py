@@ -111,6 +111,20 @@ def test_the_client_reads_a_stream_that_says_what_the_whole_answer_says(model: P
     play(model, scenario, saying(said))
 
 
+@pytest.mark.covers("A16", "A11")
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_of_what_is_only_said_back_is_said_back(model: Path, stream: bool) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        asked = {"model": MODEL_NAME, "input": "hi", "metadata": {"a": "é\ud800"}, "stream": stream}
+        answer = await router.client.post(PATH, content=json.dumps(asked))
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
+        last = json.loads(lines[-1])["response"] if stream else answer.json()
+        assert (last["status"], last["metadata"]) == ("completed", {"a": "é\ud800"})
+
+    play(model, scenario, saying(SAID))
+
+
 @pytest.mark.covers("A16")
 def test_items_go_back_as_they_came_and_instructions_stand_before_them(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:

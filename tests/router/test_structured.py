@@ -186,6 +186,9 @@ BAD: list[tuple[Any, Any, str]] = [
     (None, {"choice": []}, "structured_outputs.choice: must not be empty"),
     (None, {"json": "{"}, "structured_outputs.json: is no JSON"),
     (None, {"regex": ""}, "structured_outputs.regex: must not be empty"),
+    (None, {"regex": "[\ud83c-\udbff]"}, "structured_outputs.regex: holds half a surrogate pair"),
+    (None, {"grammar": 'root ::= "\ud800"'}, "structured_outputs.grammar: holds half a surrogate pair"),
+    (None, {"choice": ["a", "\udfff"]}, "structured_outputs.choice: holds half a surrogate pair"),
     (None, {"structural_tag": "x"}, "structured_outputs.structural_tag: unknown parameter"),
 ]
 
