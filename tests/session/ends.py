@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import grpc
@@ -30,19 +33,42 @@ PATIENT = SessionTiming(
     silence_s=60.0, grace_s=90.0, dial_timeout_s=60.0
 )  # for all else, on a machine that holds us up
 FOUND_S = 2.0  # the design's bound for a silent peer; a busy machine gets as much again
-_TURN_S = 0.01  # a turn of the loop that took longer was held up
+_LOOK_S = 0.005  # what a thread that waits for nobody sleeps
+_LATE_S = 0.006  # that it may be late of another thread's code
+_LONG_S = 0.05  # for a wait, so that it matters
+
+
+class _HeldUp:
+    """How long the machine has kept this whole process from running: a thread is late then, and not where only the loop blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        threading.Thread(target=self._look, name="held-up", daemon=True).start()
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            self.seconds += max(0.0, now - before - _LOOK_S - _LATE_S)
+            before = now
+
+
+@cache
+def _held_up() -> _HeldUp:
+    return _HeldUp()
 
 
 async def until(is_true: Callable[[], bool], within_s: float = 60.0) -> float:
     """Wait for it; the seconds it took without those in which this process was held up. TimeoutError if it does not come true."""
-    loop = asyncio.get_running_loop()
-    ran_s, before = 0.0, loop.time()
+    began, held_up_s = time.monotonic(), _held_up().seconds
     async with asyncio.timeout(within_s):
-        while not is_true():  # what is waited for is another process's or gRPC's: no event of ours
+        while not is_true():  # noqa: ASYNC110 - what is waited for is another process's or gRPC's
             await asyncio.sleep(0.001)
-            now = loop.time()
-            ran_s, before = ran_s + min(now - before, _TURN_S), now
-    return ran_s
+    took_s = time.monotonic() - began
+    if took_s > _LONG_S:
+        await asyncio.sleep(2 * _LOOK_S)  # until what was lost is known
+    return max(0.0, took_s - (_held_up().seconds - held_up_s))
 
 
 def to_node(number: int) -> pb.RouterMessage:
