@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -118,27 +118,24 @@ def as_process_1(*words: str) -> Iterator[subprocess.Popen[str]]:
             outside.kill()
 
 
-def terminate_until_gone(outside: subprocess.Popen[str]) -> int:
-    """The exit code of one that is told so again and again: a SIGTERM just before a read begins is heard when that is over."""
-    while outside.poll() is None:
-        terminate_inside(outside)
-        time.sleep(0.1)
-    return outside.wait()
-
-
 def terminate_inside(outside: subprocess.Popen[str]) -> None:
-    """SIGTERM to the one that is number 1 there."""
-    number = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text(encoding="ascii")
-    if number:  # else it has ended
-        with suppress(ProcessLookupError):  # just now
-            os.kill(int(number), signal.SIGTERM)
+    """SIGTERM to the one that is number 1 there, once it waits: of one just before a read, Python hears when that is over."""
+    number = int(Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text(encoding="ascii"))
+    before, num_same = "", 0
+    while num_same < 10:
+        now = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2]
+        state, computed = now.split()[0], " ".join(now.split()[11:13])
+        before, num_same = computed, num_same + 1 if (state, computed) == ("S", before) else 0
+        time.sleep(0.02)
+    os.kill(number, signal.SIGTERM)
 
 
 def test_process_1_of_a_container_ends_when_it_is_told_so_while_it_loads() -> None:
     """The kernel hands it no signal that it has no handler for: it would load on, and be killed later without a drain."""
     with as_process_1("-c", INIT) as process:
         assert process.stdout is not None and process.stdout.readline() == "loading\n"
-        assert terminate_until_gone(process) == 128 + signal.SIGTERM
+        terminate_inside(process)
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> None:
@@ -154,7 +151,8 @@ def test_process_1_of_a_container_is_only_asked_to_stop_once_it_has_loaded() -> 
 @pytest.mark.parametrize("role", LOADING)
 def test_a_container_that_is_stopped_while_it_loads_is_gone_at_once(role: str, tmp_path: Path) -> None:
     with held_up(role, tmp_path, as_process_1) as process:
-        assert terminate_until_gone(process) == 128 + signal.SIGTERM
+        terminate_inside(process)
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("role", LOADING)

@@ -84,7 +84,7 @@ def test_handed_up_by_real_nodes_and_sent_again_every_answer_is_that_of_an_undis
 def test_clients_that_leave_while_their_requests_are_tried_again_leave_nothing(
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
-    rng = random.Random(fresh_seed)
+    rng, steps = random.Random(fresh_seed), SlowSteps(tmp_path)
 
     async def leave(cluster: Cluster) -> None:
         async with httpx.AsyncClient(
@@ -95,17 +95,18 @@ def test_clients_that_leave_while_their_requests_are_tried_again_leave_nothing(
             posts = [
                 asyncio.create_task(client.post(PATHS[0], json=a | b)) for a, b in zip(fields, streams, strict=True)
             ]
-            while not cluster.metrics().get("retries_total{PREEMPTED}"):
-                assert not any(post.done() for post in posts), "nothing was short"
-                await asyncio.sleep(0.01)
-            for post in posts:
-                post.cancel()
-            await asyncio.gather(*posts, return_exceptions=True)
+            with steps.wanted(0.005):
+                while not cluster.metrics().get("retries_total{PREEMPTED}"):
+                    assert not any(post.done() for post in posts), "nothing was short"
+                    await asyncio.sleep(0.01)
+            with steps.wanted(0.2):  # of themselves they would not be over so soon
+                for post in posts:
+                    post.cancel()
+                await asyncio.gather(*posts, return_exceptions=True)
+                await asyncio.to_thread(wait_until_nothing_is_held, cluster)
 
     with small_cluster(tiny_model, tmp_path, 100, "--decode", "2") as cluster:
-        with SlowSteps(tmp_path).wanted(0.005):
-            asyncio.run(leave(cluster))
-        wait_until_nothing_is_held(cluster)
+        asyncio.run(leave(cluster))
         now = cluster.metrics()
         assert now["live_requests"] == now["queued_requests"] == 0
         assert {value for name, value in now.items() if name.startswith(("node_prefilling", "node_branches"))} == {0}

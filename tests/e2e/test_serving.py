@@ -104,7 +104,7 @@ def test_a_client_that_goes_away_frees_its_blocks_on_every_node(
             with waiting_client(cluster, fields):
                 while not held_blocks(cluster):
                     pass
-    wait_until_nothing_is_held(cluster)
+        wait_until_nothing_is_held(cluster)  # of itself it would not be over so soon
     assert sum(cluster.state(node)["running"] for node in cluster.nodes) == 0
 
 
@@ -119,7 +119,7 @@ def test_clients_that_go_away_while_they_wait_for_room_leave_nothing_either(clus
         wait_until("some wait", lambda: cluster.metrics(decode)["reserves_waiting"] > 0)
         clients.close()
         wait_until("the router has noticed", lambda: cluster.metrics()["live_requests"] == 0)
-    wait_until_nothing_is_held(cluster)
+        wait_until_nothing_is_held(cluster)  # of itself it would not be over so soon
     now = cluster.metrics()
     assert now["live_requests"] == now["queued_requests"] == 0
     assert {value for name, value in now.items() if name.startswith(("node_prefilling", "node_branches"))} == {0}
