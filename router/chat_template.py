@@ -1,6 +1,7 @@
 """A model's chat template, which comes with the model: a conversation, and the tools that may be called, as one text.
 
-Templates run in jinja2's sandbox (they are strangers'), and without a clock: one that writes today's date falls back to its own.
+Templates run in jinja2's sandbox (they are strangers') and can ask for today's date there, as in `transformers` and so in vLLM.
+The clock is read once for a conversation, and a conversation is written once: what is retried has the prompt that it had.
 A model may have several, of which `default` is for conversations and `tool_use` for those with tools.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -41,18 +44,20 @@ class ChatTemplate:
         self.tool_source = tool_source if takes_tools else None  # None: it never mentions them
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **more: object) -> str:
-        """The text; raises TemplateRefusal, also where it would silently say nothing of calls and what they have brought."""
+        """The text; raises TemplateRefusal, also where it would silently say nothing of calls and what they have brought.
+
+        Nor of what a developer says: that is told by the system where the template has no word for the role.
+        """
         template = self._with_tools if tools else self._plain
         told: dict[str, Any] = {"tools": tools} if tools else {}  # templates ask whether there are any, in many ways
-        try:
-            text = template.render(messages=messages, **told, **more)
-        except _FAULTS as fault:
-            raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
+        told |= more
+        told["strftime_now"] = datetime.now().strftime  # one instant: what is written twice here is to be the same text
+        messages, text = _with_developers(template, messages, told)
         for name, others in (
             ("tool_calls", _without_calls(messages)),
             ("messages of role tool", _without_results(messages)),
         ):
-            if others != messages and _is(text, template, others, told | more):
+            if others != messages and _is(text, template, others, told):
                 raise TemplateRefusal(
                     f"this model's chat template leaves {name} out, and the model would not hear of them"
                 )
@@ -74,6 +79,49 @@ def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
         raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
 
 
+def _with_developers(
+    template: jinja2.Template, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The messages, with roles that the template knows, and their text; raises TemplateRefusal.
+
+    `developer` is OpenAI's newer name for `system` (Model Spec); the templates of most models know the older one alone.
+    """
+    silent = _without_instructions(messages)
+    if silent == messages:
+        return messages, _write(template, messages, told)
+    with suppress(TemplateRefusal):  # the system may still say it
+        text = _write(template, messages, told)
+        if not _is(text, template, silent, told):
+            return messages, text
+    messages, silent = _as_system(messages), _as_system(silent)
+    text = _write(template, messages, told)
+    if _is(text, template, silent, told):
+        raise TemplateRefusal(
+            "this model's chat template leaves messages of role developer out, of role system too,"
+            " and the model would not hear of them"
+        )
+    return messages, text
+
+
+def _write(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
+    try:
+        return template.render(messages=messages, **told)
+    except _FAULTS as fault:
+        raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
+
+
+def _without_instructions(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Without what developers say; white space says nothing, and templates may strip it."""
+    return [
+        {**each, "content": ""} if each["role"] == "developer" and each["content"].strip() else each
+        for each in messages
+    ]
+
+
+def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return [{name: value for name, value in each.items() if name != "tool_calls"} for each in messages]
 
@@ -82,17 +130,23 @@ def _without_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
     return [each for each in messages if each["role"] != "tool"]
 
 
-def _is(text: str, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> bool:
+def _is(text: str, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> bool:
     """Whether the template writes these messages as the very same text; no, if it cannot write them."""
     try:
-        return template.render(messages=messages, **more) == text
+        return template.render(messages=messages, **told) == text
     except _FAULTS:
         return False
 
 
-def _to_json(value: object, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """As `transformers` does it: no HTML escapes, no ASCII escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As `transformers` does it, in its order: no HTML escapes, and ASCII escapes only if asked for."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -135,6 +135,7 @@ WALL_CLOCK: Final = {
 }
 WALL_CLOCK_FILES: Final = {
     "router/openai_answers.py": "the API's field `created`, by which nothing is decided",
+    "router/chat_template.py": "today's date, for templates that write it",
     "runtime/process.py": "what another process has computed, by that process's own clock",
     "node/process.py": "which of two processes of one name is the newer; a wrong clock costs one restart more",
     "deploy/doctor.py": "how far hosts' clocks are apart, for people: nothing depends on it",

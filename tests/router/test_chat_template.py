@@ -1,7 +1,11 @@
-"""Calls and what they have brought reach the model, or the chat is refused: no template drops them in silence."""
+"""Calls and what they have brought reach the model, or the chat is refused: no template drops them in silence.
+
+So do a developer's words. And `strftime_now` and `tojson` are those of `transformers`.
+"""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -16,6 +20,12 @@ BROUGHT = {"role": "tool", "content": "noon", "tool_call_id": "c"}
 EACH = "{% for message in messages %}"
 ALL_ROLES = EACH + "{{ message.role }}: {{ message.content }}\n{% endfor %}"
 TWO_ROLES = EACH + "{% if message.role in ('user', 'assistant') %}{{ message.content }}\n{% endif %}{% endfor %}"
+KNOWN_ROLES = (
+    EACH
+    + "{% if message.role in ('system', 'user') %}{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
+)
+REFUSES = EACH + "{% if message.role == '%s' %}{{ raise_exception('%s: unknown') }}{% endif %}{% endfor %}"
+RULE = {"role": "developer", "content": "Never reveal X."}
 STRICT = "{% if messages[-1].role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('alone') }}{% endif %}"
 
 
@@ -41,3 +51,85 @@ def test_a_template_that_leaves_calls_out_is_not_asked_to_write_them(
     else:
         with pytest.raises(TemplateRefusal, match=f"chat template leaves {left_out} out"):
             written.render(messages, [])
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (ALL_ROLES, "developer: Never reveal X.\nuser: When is it?\n"),  # it has a word for the role
+        (KNOWN_ROLES, "system: Never reveal X.\nuser: When is it?\n"),
+        (REFUSES.replace("%s", "developer") + ALL_ROLES, "system: Never reveal X.\nuser: When is it?\n"),
+        # It counts what it leaves out.
+        ("{{ messages | length }} " + KNOWN_ROLES, "2 system: Never reveal X.\nuser: When is it?\n"),
+    ],
+)
+def test_what_a_developer_says_is_told_by_the_system_where_the_template_knows_no_developer(
+    template: str, written: str
+) -> None:
+    assert ChatTemplate(template, template).render([RULE, ASKED], []) == written
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize(
+    ("template", "refusal"),
+    [
+        (TWO_ROLES, "chat template leaves messages of role developer out"),
+        (REFUSES.replace("%s", "system") + KNOWN_ROLES, "system: unknown"),
+    ],
+)
+def test_a_developer_whom_no_role_can_speak_for_is_refused(template: str, refusal: str) -> None:
+    with pytest.raises(TemplateRefusal, match=refusal):
+        ChatTemplate(template, template).render([RULE, ASKED], [])
+
+
+def test_a_developer_who_says_nothing_is_left_out_by_whom_it_may() -> None:
+    silent = {"role": "developer", "content": " \n"}
+    assert ChatTemplate(TWO_ROLES, TWO_ROLES).render([silent, ASKED], []) == "When is it?\n"
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    "template",
+    [
+        '{%- set today = strftime_now("%Y-%m-%d") %}{{ today }}',
+        '{%- if strftime_now is defined %}{{ strftime_now("%Y-%m-%d") }}{% else %}26 Jul 2024{% endif %}',
+        '{% macro today() %}{{ strftime_now(format="%Y-%m-%d") }}{% endmacro %}{{ today() }}',
+    ],
+)
+def test_a_template_writes_todays_date(template: str) -> None:
+    before = datetime.now()
+    written = ChatTemplate(template, template).render([ASKED], [])
+    assert written in {before.strftime("%Y-%m-%d"), datetime.now().strftime("%Y-%m-%d")}
+
+
+@pytest.mark.covers("X01")
+def test_a_template_reaches_nothing_by_way_of_the_date() -> None:
+    template = "{{ strftime_now.__self__.year }}"
+    with pytest.raises(TemplateRefusal, match="unsafe"):
+        ChatTemplate(template, template).render([ASKED], [])
+
+
+@pytest.mark.covers("A11")
+def test_a_clock_that_goes_on_does_not_hide_what_a_template_leaves_out() -> None:
+    template = '{{ strftime_now("%H:%M:%S.%f") }}' + TWO_ROLES
+    with pytest.raises(TemplateRefusal, match="leaves messages of role tool out"):
+        ChatTemplate(template, template).render([ASKED, BROUGHT], [])
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("", '{"b": "Łódź & <x>", "a": 1}'),
+        ("ensure_ascii=False", '{"b": "Łódź & <x>", "a": 1}'),
+        ("ensure_ascii=True", '{"b": "\\u0141\\u00f3d\\u017a & <x>", "a": 1}'),
+        ("True", '{"b": "\\u0141\\u00f3d\\u017a & <x>", "a": 1}'),
+        ("sort_keys=True", '{"a": 1, "b": "Łódź & <x>"}'),
+        ("separators=(',', ':')", '{"b":"Łódź & <x>","a":1}'),
+        ("indent=1", '{\n "b": "Łódź & <x>",\n "a": 1\n}'),
+    ],
+)
+def test_a_template_writes_json_with_the_options_that_transformers_has(options: str, written: str) -> None:
+    template = f"{{{{ messages[0].content | tojson({options}) }}}}"
+    message = {"role": "user", "content": {"b": "Łódź & <x>", "a": 1}}
+    assert ChatTemplate(template, template).render([message], []) == written
