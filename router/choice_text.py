@@ -4,8 +4,9 @@ Everything happens token by token, so that text, stop and counts are equal howev
 a stream and a whole answer. The first `min_tokens` tokens are shown without being looked at for stop strings, as the nodes do
 not sample a stop token among them.
 
-What has been shown is a function of the tokens and of nothing else. So a completion can be broken off behind any token and go on
-elsewhere: what is held back there is shown by neither side twice, and by the second once it is decided.
+What has been shown is a function of the prompt's tokens and the completion's, and of nothing else. So a completion can be broken
+off behind any token and go on elsewhere: what is held back there is shown by neither side twice, and by the second once it is
+decided.
 
     first half     given_ids ──> shown │ held back: an incomplete character, what may begin a stop string
     resubmission                       └ shown or cut off here, with what follows

@@ -8,6 +8,9 @@ an incomplete character, it is held back.
     … given out │ context │ fresh ...   text = decode(context + fresh)
                             └ held back while it ends in U+FFFD
 
+A completion's first context is the end of its prompt, as in vLLM: SentencePiece models' decoders strip the first blank of what
+they are given, and a completion's `▁time` is " time" unless no text precedes it.
+
 Tokens are taken strictly one at a time, so the text does not depend on how they were grouped on the way. A model may also
 produce bytes that never become a character; then what is held back would grow, so a long run is cut where both parts decode to
 the same as the whole. Of a long run without any text the last tokens are kept.
@@ -16,26 +19,28 @@ the same as the whole. Of a long run without any text the last tokens are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import product
 from typing import Final
 
 REPLACEMENT: Final = "\ufffd"
 _LONG_RUN: Final = 8  # tokens held back; an incomplete character has three at most
 _LONGEST_RUN: Final = 64  # then it is given out as it is
 _CHARACTER_TAIL: Final = 3  # tokens that may still be an incomplete character
+_PROMPT_TAIL: Final = 32  # a prompt's last tokens that are looked at
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDetokenizer:
-    """Turns one completion's tokens into text; tokens of `skipped_ids` (special ones) have none."""
+    """Turns one completion's tokens into the text that they are behind its prompt's; `skipped_ids` (special tokens) have none."""
 
     __slots__ = ("_context", "_context_text", "_decode", "_fresh", "_skipped_ids")
 
-    def __init__(self, decode: Decode, skipped_ids: Collection[int]) -> None:
+    def __init__(self, decode: Decode, skipped_ids: Collection[int], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._skipped_ids = skipped_ids
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context = self._end_of(prompt_ids)
+        self._context_text = decode(self._context) if self._context else ""
         self._fresh: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -63,6 +68,27 @@ class IncrementalDetokenizer:
         elif len(self._fresh) > _LONGEST_RUN:  # ids that no text belongs to, say: a vocabulary may be padded with them
             del self._fresh[:-_LONG_RUN]
         return text
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last token that has text, and those without any behind it, which may be blanks that a decoder strips.
+
+        Parts of characters are left out: a prompt that ends in one has given it out as U+FFFD, and what completes it is none. Where
+        there is nothing else, as in a script that a vocabulary lacks, the whole characters among them are taken.
+        """
+        tail = [token_id for token_id in prompt_ids[-_PROMPT_TAIL:] if token_id not in self._skipped_ids]
+        found: list[int] = []
+        for token_id in reversed(tail):
+            text = self._decode([token_id])
+            if REPLACEMENT not in text:
+                found.insert(0, token_id)
+                if text:
+                    return found
+        for num_behind, num_before in product(range(_CHARACTER_TAIL + 1), repeat=2):
+            if characters := tail[num_before : len(tail) - num_behind]:
+                text = self._decode(characters)
+                if text and REPLACEMENT not in text:
+                    return characters
+        return found
 
     def _fresh_text(self) -> str:
         """What `fresh` adds to the context."""

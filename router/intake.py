@@ -191,9 +191,10 @@ class Intake:
         rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens, spelled)
         given = request.generated_token_ids
         if given:  # of one choice, without echo
-            resumed = await off_loop(max(num_bytes, 16 * len(given)), self._text.choice_text, rules, given)
+            size = max(num_bytes, 16 * len(given))
+            resumed = await off_loop(size, self._text.choice_text, rules, given, prompt.token_ids)
             return Asked(request, [resumed], tools=tools, known_end=_known_end(request, resumed))
-        texts = [self._text.choice_text(rules) for _ in range(body.n)]
+        texts = [self._text.choice_text(rules, (), prompt.token_ids) for _ in range(body.n)]
         if isinstance(body, ChatBody) or not body.echo:
             return Asked(request, texts, tools=tools)
         token_ids, size = prompt.token_ids, max(num_bytes, 16 * len(prompt.token_ids))

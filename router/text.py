@@ -121,13 +121,15 @@ class ModelText:
         added = self._tokenizer.get_added_tokens_decoder().items()
         return {token_id: token.content for token_id, token in added if token.special and token.content in tokens}
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A detokenizer for one completion."""
-        return IncrementalDetokenizer(self._decode_few, self._special_ids)
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """A detokenizer for one completion of a prompt; behind none, its text begins like a prompt's."""
+        return IncrementalDetokenizer(self._decode_few, self._special_ids, prompt_ids)
 
-    def choice_text(self, rules: TextRules, given_ids: Sequence[int] = ()) -> ChoiceText:
-        """The way to text of one completion, whose first tokens are `given_ids`."""
-        return ChoiceText(self.detokenizer(), rules, given_ids)
+    def choice_text(
+        self, rules: TextRules, given_ids: Sequence[int] = (), prompt_ids: Sequence[int] = ()
+    ) -> ChoiceText:
+        """The way to text of one completion of a prompt, whose first tokens are `given_ids`."""
+        return ChoiceText(self.detokenizer(prompt_ids), rules, given_ids)
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
         """For each token of a prompt, how many characters of its text are complete before it."""

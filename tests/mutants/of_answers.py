@@ -63,6 +63,22 @@ MUTANTS: Final = (
         _TEXT,
     ),
     Mutant(
+        "a-completion-reads-as-a-text-of-its-own",
+        "A completion loses its first blank where a decoder strips a text's.",
+        "router/intake.py",
+        "self._text.choice_text(rules, (), prompt.token_ids)",
+        "self._text.choice_text(rules)",
+        ("tests/router/test_stream_equals_whole.py",),
+    ),
+    Mutant(
+        "a-resubmission-reads-as-a-text-of-its-own",
+        "Only the first half of a completion counts its first blank.",
+        "router/intake.py",
+        "self._text.choice_text, rules, given, prompt.token_ids)",
+        "self._text.choice_text, rules, given)",
+        ("tests/router/test_stream_equals_whole.py",),
+    ),
+    Mutant(
         "handed-up-ids-are-the-new-ones",
         "A resubmission that is handed up again forgets the tokens that it was given.",
         "router/shell.py",

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
 from proto import baton_pb2 as pb
 from router.choice_text import TextRules
 from router.events import RESCHEDULED
 from router.text import ModelText
 from tests.router.live_router import LiveRouter
-from tests.router.scripted_nodes import Script, ScriptedAttempt
+from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
 from tests.router.test_api import events, play
 from tests.router.test_stop_strings import first_stop
+from tests.router.test_text import byte_fallback_tokenizer
 from tests.router.tiny_model import EOS_ID, TURN_ID, write_model_text
 
 NUM_REQUESTS: Final = 100
@@ -194,3 +196,58 @@ def test_whatever_a_client_has_of_a_completion_its_resubmission_is_the_rest(mode
         await asyncio.gather(*(compare(router) for _ in range(NUM_REQUESTS // 2)))
 
     play(model, scenario, grouping(rng))
+
+
+# ---------------------------------------------------------------- a decoder that strips a text's first blank
+
+WORDS: Final = [1, 2, 3, 4, 1, *(5 + byte for byte in "é".encode()), 2]  # see byte_fallback_tokenizer
+SAID: Final = " the cats  theé cat"
+OFFSETS: Final = [0, 4, 8, 9, 10, 14, 14, 15]  # behind a prompt
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As Llama 2's; BOS and a marker that ends a turn are special."""
+    directory = write_model_text(tmp_path_factory.mktemp("stripping"))
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in ("<s>", "</s>", "<turn>")])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.covers("A02", "A07", "A08", "A09")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"], ids=["completion", "chat"])
+def test_a_completion_keeps_its_first_blank_and_all_that_is_told_of_it_agrees(stripping: Path, path: str) -> None:
+    is_chat = path != "/v1/completions"
+    body: dict[str, Any] = {"max_tokens": len(WORDS), "seed": 7}
+    body |= {"messages": [{"role": "user", "content": "s"}]} if is_chat else {"prompt": "s"}
+
+    async def scenario(router: LiveRouter) -> None:
+        async def told(**more: Any) -> dict[str, Any]:
+            whole = flattened((await router.post(path, **body | more)).json())
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            assert joined((await router.post(path, **body | more, **options)).text) == whole
+            return whole
+
+        for choice in (await told(n=2, logprobs=is_chat or 0))["choices"]:
+            assert choice["text"] == SAID
+            assert is_chat or choice["logprobs"]["text_offset"] == OFFSETS
+        for given in ([], WORDS[:1]):
+            [stopped] = (await told(stop=[" t"], generated_token_ids=given))["choices"]
+            assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
+        for cut in range(1, len(WORDS)):
+            [rest] = (await told(generated_token_ids=WORDS[:cut], logprobs=is_chat or 0))["choices"]
+            assert rest["text"] == SAID[OFFSETS[cut] :], cut
+            start = OFFSETS[cut]
+            assert is_chat or rest["logprobs"]["text_offset"] == [offset - start for offset in OFFSETS[cut:]]
+        if not is_chat:
+            for prompt, text in (("s", "s"), ([1, 3], "thes"), ([2, 263], "cat"), ([261], ""), ([4], "")):
+                [echoed] = (await told(prompt=prompt, echo=True, logprobs=0))["choices"]
+                said = SAID.lstrip() if prompt == [261] else SAID
+                assert echoed["text"] == text + said
+                lacking = len(SAID) - len(said)
+                offsets = [len(text) + max(offset - lacking, 0) for offset in OFFSETS]
+                assert echoed["logprobs"]["text_offset"][-len(WORDS) :] == offsets
+
+    play(stripping, scenario, replying(WORDS))

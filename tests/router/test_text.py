@@ -97,6 +97,65 @@ def test_byte_fallback_characters_come_whole_and_words_keep_their_spaces(groups:
     assert "".join(parts) == fallback_decode(tokens)
 
 
+WORDS = st.sampled_from([1, 2, 3, 4, 5 + ord("A"), 5 + ord("\n")])
+
+
+@pytest.mark.covers("A08")
+@given(st.lists(WORDS, max_size=6), st.text(max_size=20), st.lists(WORDS, max_size=12), st.data())
+def test_a_completion_reads_as_it_does_behind_its_prompt(
+    words: list[int], end: str, completion: list[int], data: st.DataObject
+) -> None:
+    """As vLLM has it: the decoder strips a text's first blank, and a completion is not where its text begins."""
+    prompt = [*words, *(5 + byte for byte in end.encode())]
+    padding = data.draw(st.lists(st.sampled_from([0, 300]), max_size=3))  # one special here, one that no token has
+    before = fallback_decode(prompt)
+    parts = streamed(IncrementalDetokenizer(fallback_decode, {0}, prompt + padding), [[token] for token in completion])
+    assert before + "".join(parts) == fallback_decode(prompt + completion)
+
+
+@pytest.mark.covers("A08")
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ((), "the cat"),
+        ((0,), "the cat"),
+        ((2, 0), " the cat"),
+        ((2, *[0] * 20), " the cat"),
+        ((4,), " the cat"),
+        ((2, 5 + 0xE2, 5 + 0x82), " the cat"),
+        ((2, *[5 + byte for byte in "😀€é".encode()]), " the cat"),
+        ([5 + byte for byte in ("ខ្មែរ" * 20).encode()], " the cat"),
+        ([5 + byte for byte in ("😀" * 20).encode()[:-1]], " the cat"),
+    ],
+    ids=["empty", "special", "marker", "markers", "blank", "half a character", "bytes", "script", "script, half"],
+)
+def test_a_completion_keeps_its_blank_behind_any_text(prompt: Sequence[int], text: str) -> None:
+    parts = streamed(IncrementalDetokenizer(fallback_decode, {0}, prompt), [[1], [2]])
+    assert parts == [text.removesuffix(" cat"), " cat", ""]
+
+
+@pytest.mark.covers("A08")
+@given(any_tokens, any_tokens)
+def test_a_byte_level_completion_reads_the_same_behind_any_prompt(prompt: list[int], tokens: list[int]) -> None:
+    """Even where the prompt ends within a character: its half is the prompt's, and the rest is no character."""
+    groups = [[token] for token in tokens]
+    alone = streamed(IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS), groups)
+    assert streamed(IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS, prompt), groups) == alone
+
+
+def test_a_long_prompt_costs_its_completion_no_more_than_a_short_one() -> None:
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return fallback_decode(token_ids)
+
+    for prompt in ([1] * 100_000, [300] * 100_000, [5 + 0xE2] * 100_000):
+        IncrementalDetokenizer(decode, (), prompt).push_one(2)
+    assert num_decoded < 2000
+
+
 def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
     detokenizer = IncrementalDetokenizer(byte_level_decode, SPECIAL_IDS)
     parts = [detokenizer.push([0xFF]) for _ in range(300)]
