@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -63,7 +64,7 @@ def _table(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> Table:
     for mutant in mutants:
         outcome = outcomes[mutant.name]
         verdict = f"[{_COLOURS[outcome.verdict]}]{outcome.verdict.value}"
-        table.add_row(mutant.name, verdict, f"{outcome.duration_s:.0f}", outcome.detail)
+        table.add_row(mutant.name, verdict, f"{outcome.duration_s:.0f}", escape(outcome.detail))
     return table
 
 
