@@ -5,8 +5,9 @@ The rules are told in engine/scheduler.py, which reads the results. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Run
-from typing import Final
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,9 +17,18 @@ from engine.room import Room
 from engine.saving import Saves
 from engine.sequence import NEVER, Phase, Sequence
 
-# Whose blocks a plan puts where links read: its slot and generation, which a resumed one changes, and how many leading ones.
-Shown = Run[tuple[Sequence, tuple[int, int], int]]
 _PREEMPTING: Final = int(Phase.PREEMPTING)  # see engine/slots.py
+
+
+class Shown(NamedTuple):
+    """What a plan puts where links read of one sequence."""
+
+    sequence: Sequence
+    owner: tuple[int, int]  # its slot and generation, which a resumed one changes
+    num_blocks: int  # leading ones that are there when the step was read
+    # Those of them that this plan names. It has a reference on each until its step is read: the sequence may be gone before, and
+    # the step would copy over what arrived in a block that was leased in the meantime.
+    block_ids: list[int]
 
 
 class Planner:
@@ -43,7 +53,7 @@ class Planner:
         self._matched: list[int] = []  # in it: blocks of the prefix cache that a link is going to read
         self._to_mark: list[Sequence] = []  # in it
         self._pausing: list[Sequence] = []  # to be marked in the next one
-        self.shown: Shown = ()  # what the last plan puts where links read: whose, and how many leading blocks it makes
+        self._shown: deque[tuple[int, list[Shown]]] = deque()  # by unread step, of those that show any
         self.is_short = False  # somebody who runs found no blocks in the last plan
         self.num_preempted = 0  # so far
 
@@ -74,6 +84,19 @@ class Planner:
         self._population.mark(sequence)
         sequence.is_pausing = True
         self._pausing.append(sequence)
+
+    def read(self, step_id: int) -> list[Shown]:
+        """The oldest unread step was computed: what its plan put where links read, and keeps no longer."""
+        if not self._shown or self._shown[0][0] != step_id:
+            return []
+        _, shown = self._shown.popleft()
+        for each in shown:
+            self._room.let_go(each.block_ids)
+        return shown
+
+    def shown_block_ids(self) -> Iterator[int]:
+        """A block as often as unread plans keep it."""
+        return (block_id for _, shown in self._shown for each in shown for block_id in each.block_ids)
 
     # Rows that run
 
@@ -189,7 +212,7 @@ class Planner:
         And those that are saved: the full ones of who finished, and of who is marked because it gives way. And those that a
         lending sequence found in the prefix cache: decode rows may have written them, of which nothing else is brought there.
         """
-        shown: list[tuple[Sequence, tuple[int, int], int]] = []
+        shown: list[Shown] = []
         leaving = self._saves.name(self._next_step_id) + self._matched
         for sequence in self._to_mark if self._saves.of_preempted else ():
             if not sequence.is_pausing:
@@ -200,17 +223,21 @@ class Planner:
             if sequence_id not in self._population.paused and not any(each is sequence for each in self._to_mark):
                 num_blocks = int(self._slots.num_computed[sequence.slot]) // self._room.block_size
             if num_blocks > sequence.num_shown:
-                leaving += sequence.block_ids[sequence.num_shown : num_blocks]
+                block_ids = sequence.block_ids[sequence.num_shown : num_blocks]
+                self._room.keep(block_ids)
+                leaving += block_ids
                 sequence.num_shown = num_blocks
-                shown.append((sequence, sequence.owner, num_blocks))
-        self.shown = shown
+                shown.append(Shown(sequence, sequence.owner, num_blocks, block_ids))
+        if shown:
+            self._shown.append((self._next_step_id, shown))
         return tuple(leaving)
 
     # Rows that give way
 
     def _give_way(self, num_lacking: int, needy: Sequence) -> int:
         """Have the youngest give way until as many blocks come as are lacking; 1 if the needy one itself was it, else 0."""
-        while self._room.num_coming(self._population.leaving(), self._saves.block_ids()) < num_lacking:
+        kept = [*self._saves.block_ids(), *self.shown_block_ids()]
+        while self._room.num_coming(self._population.leaving(), kept) < num_lacking:
             # Of a lending sequence somebody reads the blocks. The youngest of the others is never older than the needy one.
             decoding = self._slots.decoding()
             candidates = decoding[~self._slots.is_lending[decoding]]

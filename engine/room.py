@@ -97,9 +97,17 @@ class Room:
         return True
 
     def num_coming(self, leaving: Iterable[Admitted], kept: Iterable[int]) -> int:
-        """Blocks that become available when these retire, and each reference on what is kept for the KV pool is dropped."""
+        """Blocks that become available when these retire, and each reference on what is kept beside them is dropped."""
         tables = (sequence.block_ids for sequence in leaving if not sequence.is_lending)
         return self._pool.num_freed_by(chain(kept, *tables))
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Blocks that somebody has are not to become available before let_go()."""
+        self._pool.acquire(block_ids)
+
+    def let_go(self, block_ids: Sequence[int]) -> None:
+        """What keep() took."""
+        self._pool.free(block_ids)
 
     def take_arrived(self) -> tuple[int, ...]:
         """Blocks that a transfer filled and that no plan told of."""

@@ -27,6 +27,7 @@ Who owns a sequence's blocks and slot, and until when:
                  way) were read: until then that step may still write into them
     then         the slot is free for the next generation; the blocks' references are dropped, or, where the sequence lends
                  (a link still reads them), kept until release()
+    shown        what a plan puts where links read has one more reference until its step, which copies it, was read
 
 A full block is offered to the prefix cache when the step that completed it was read, never before: what the cache hands out
 is final. Surplus rows write behind everything published.
@@ -39,7 +40,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.block_pool import BlockPool
 from engine.plan import Plan, StepResult
-from engine.planning import Planner, Shown
+from engine.planning import Planner
 from engine.population import Backlog, Population, Waiting
 from engine.reading import Reader
 from engine.reserve import ReserveConfig
@@ -55,16 +56,12 @@ class SchedulerConfig:
     num_slots: int  # sequences that run at the same time
     max_batched_tokens: int  # token positions of one step; at least one per slot, so that everything that runs advances
     max_model_len: int  # prompt and completion of one sequence
-    max_prompt_tokens_beside_decodes: int | None = (
-        None  # of those, in a step that decodes too; None: all that decodes leave
-    )
+    max_prompt_tokens_beside_decodes: int | None = None  # of those, in a step that decodes too; None: all that is left
     cache_generated: bool = True  # whether blocks with completion tokens are offered to the prefix cache, and saved
     reserve: ReserveConfig = field(default_factory=ReserveConfig)
     saves: SaveRules = field(default_factory=SaveRules)  # whose blocks go to the KV pool
     resumes_preempted: bool = True  # here, first in line; else a preempted sequence ends with Progress "preempted"
-    keeps_preempted: bool = (
-        False  # then it is PAUSED with its blocks, for another node to take; else they are free at once
-    )
+    keeps_preempted: bool = False  # then it is PAUSED with its blocks, for another node to take; else they are free
 
     def __post_init__(self) -> None:
         if self.num_slots < 1:
@@ -96,7 +93,7 @@ class Scheduler:
             resumes_preempted=config.resumes_preempted,
             keeps_preempted=config.keeps_preempted,
         )
-        self._unread: deque[tuple[Plan, Shown]] = deque()
+        self._unread: deque[Plan] = deque()
         self.num_prompt_tokens = 0  # prompt positions that the steps read so far have computed
 
     def take_role(self, resumes_preempted: bool, max_prompt_tokens_beside_decodes: int | None) -> None:
@@ -364,6 +361,7 @@ class Scheduler:
             "steps_in_flight": len(self._unread),
             "num_saves": len(self._saves),
             "references_of_saves": self._saves.num_references,
+            "references_of_shown": sum(1 for _ in self._planner.shown_block_ids()),
         }
 
     # Steps
@@ -372,21 +370,22 @@ class Scheduler:
         """The next step; None if there is nothing to do before further results, sequences or room."""
         plan = self._planner.plan()
         if plan is not None:
-            self._unread.append((plan, self._planner.shown))
+            self._unread.append(plan)
         return plan
 
     def complete(self, result: StepResult) -> list[Progress]:
         """Read the results of the oldest unread step. ValueError: they are not that step's, row by row."""
-        if not self._unread or result.step_id != self._unread[0][0].step_id:
+        if not self._unread or result.step_id != self._unread[0].step_id:
             raise ValueError(f"results of step {result.step_id} out of order")
-        plan, shown = self._unread[0]
+        plan = self._unread[0]
+        shown = self._planner.read(plan.step_id)  # first: who retires with this step frees its blocks in order
         progress = self._reader.read(plan, result)
         self._unread.popleft()
         self.num_prompt_tokens += plan.num_tokens - len(plan.decodes)
         self._saves.read(plan.step_id)
-        for sequence, owner, num_blocks in shown:
-            if sequence.owner == owner:  # else it was resumed, and goes on writing its last block
-                sequence.num_readable = num_blocks
+        for each in shown:
+            if each.sequence.owner == each.owner:  # else it was resumed, and goes on writing its last block
+                each.sequence.num_readable = each.num_blocks
         return progress
 
     # Inside

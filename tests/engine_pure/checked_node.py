@@ -245,6 +245,7 @@ class CheckedNode:
         for block_id, key in enumerate(keys):  # what the prefix cache hands out is final, and what its key says
             assert key is None or self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
         self._check_saves()
+        self._check_leaving()
         phases = self.scheduler.snapshot()["phases"]
         assert isinstance(phases, dict)
         for sequence_id, phase in phases.items():
@@ -262,6 +263,13 @@ class CheckedNode:
             for key, block_id in save.blocks:
                 assert states[block_id] is BlockState.USED
                 assert self.tokens_in([block_id], self.sizes.block_size) == self.block_of_key[key]
+
+    def _check_leaving(self) -> None:
+        """What an unread step copies to the host is in use: a lease of it would be overwritten, with whatever arrived by then."""
+        states = self.pool.snapshot()["states"]
+        assert isinstance(states, tuple)
+        for plan in self.unread:
+            assert all(states[block_id] is BlockState.USED for block_id in plan.leaving_block_ids)
 
     def blocks_in_flight(self, but: Owner | None = None) -> set[int]:
         """Blocks that unread steps read or write, those of one owner left out."""

@@ -141,6 +141,48 @@ def test_what_is_lent_once_it_is_paused_is_shown_by_a_step_of_its_own() -> None:
     assert node.scheduler.num_readable("s") == len(plan.leaving_block_ids)
 
 
+def lease_all(node: CheckedNode) -> set[int]:
+    """What anybody who asks now would get, and write into."""
+    return {*node.pool.lease(node.pool.num_available)}
+
+
+@pytest.mark.covers("P08", "Q08")
+def test_what_a_launched_step_copies_to_the_host_is_leased_to_nobody_before_it_is_read() -> None:
+    """It would overwrite what arrives there in the meantime."""
+    node = decoding(num_steps=3)
+    node.pause("s")
+    node.plan()
+    drain(node)
+    node.scheduler.lend("s")
+    plan = node.plan()
+    assert plan is not None and plan.leaving_block_ids == node.scheduler.block_ids("s")
+    node.abort("s")
+    assert node.scheduler.release("s") and not node.scheduler.knows("s"), (
+        "its move was refused, and its request cancelled"
+    )
+    assert node.scheduler.snapshot()["references_of_shown"] == len(plan.leaving_block_ids)
+    leased = lease_all(node)
+    assert not leased & {*plan.leaving_block_ids} and len(leased) == SIZES.num_blocks - len(plan.leaving_block_ids)
+    node.pool.release_lease([*leased])
+    node.complete()
+    assert node.is_idle() and not node.scheduler.has_sequences
+    assert node.scheduler.snapshot()["references_of_shown"] == 0
+
+
+@pytest.mark.covers("P08", "Q08")
+def test_so_is_what_a_step_copies_that_was_launched_behind_the_last_row_of_its_sequence() -> None:
+    node = decoding(max_new_tokens=6, num_steps=5)
+    assert len(node.unread) == 1
+    node.scheduler.lend("s")
+    plan = node.plan()
+    assert plan is not None and len(plan.leaving_block_ids) == 2 and not plan.num_tokens
+    assert [item.finish for item in node.complete()] == ["length"]
+    assert node.scheduler.release("s")
+    assert not lease_all(node) & {*plan.leaving_block_ids}
+    node.complete()
+    assert lease_all(node) == {*plan.leaving_block_ids}
+
+
 PRESSED = Sizes(num_blocks=8, num_slots=2, max_model_len=32, policy="none", resumes=False, keeps=True)
 
 
@@ -168,6 +210,25 @@ def test_who_gave_way_is_kept_with_its_blocks_which_count_as_coming() -> None:
     node.abort("young")
     node.run_to_the_end()
     assert node.finished == {"old": "length"} and node.is_idle()
+
+
+@pytest.mark.covers("S17", "Q02")
+def test_blocks_that_only_a_launched_step_keeps_count_as_coming() -> None:
+    node = press(PRESSED)
+    while not node.paused:
+        while len(node.unread) < 2 and node.plan() is not None:
+            pass
+        node.complete()
+    while node.unread:
+        node.complete()
+    node.scheduler.lend("young")
+    plan = node.plan()
+    assert plan is not None and plan.leaving_block_ids == node.scheduler.block_ids("young")
+    node.abort("young")
+    node.scheduler.release("young")
+    assert node.plan() is None and node.scheduler.num_preempted == 1, "who needs the blocks waits for the step"
+    node.run_to_the_end()
+    assert node.finished == {"old": "length"} and node.scheduler.num_preempted == 1 and node.is_idle()
 
 
 @pytest.mark.covers("S10")

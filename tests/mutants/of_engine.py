@@ -212,9 +212,25 @@ MUTANTS: Final = (
         "readable-before-the-step-is-read",
         "Blocks of a moving sequence may be sent when the plan that puts them where links read is made, not when it has run.",
         "engine/planning.py",
-        "                shown.append((sequence, sequence.owner, num_blocks))\n",
-        "                shown.append((sequence, sequence.owner, num_blocks))\n"
+        "                shown.append(Shown(sequence, sequence.owner, num_blocks, block_ids))\n",
+        "                shown.append(Shown(sequence, sequence.owner, num_blocks, block_ids))\n"
         "                sequence.num_readable = num_blocks\n",
+        _PAUSING,
+    ),
+    Mutant(
+        "shown-blocks-freed-before-they-are-copied",
+        "What a launched step copies to the host is leased to others when the step before it is read.",
+        "engine/planning.py",
+        "if not self._shown or self._shown[0][0] != step_id:",
+        "if not self._shown:",
+        _PAUSING,
+    ),
+    Mutant(
+        "shown-blocks-do-not-come",
+        "What only a launched step keeps does not count as coming: the same need preempts twice.",
+        "engine/planning.py",
+        "[*self._saves.block_ids(), *self.shown_block_ids()]",
+        "[*self._saves.block_ids()]",
         _PAUSING,
     ),
     Mutant(

@@ -17,7 +17,7 @@ MUTANTS: Final = (
         "second-preemption-for-the-same-need",
         "Blocks on their way are not counted, so the same need takes a victim with every step.",
         "engine/planning.py",
-        "self._room.num_coming(self._population.leaving(), self._saves.block_ids()) < num_lacking",
+        "self._room.num_coming(self._population.leaving(), kept) < num_lacking",
         "num_lacking > 0 and not (self._to_mark and self._to_mark[0] is needy)",
         _PRESSURE,
     ),

@@ -31,8 +31,8 @@ MUTANTS: Final = (
         "kept-blocks-are-not-coming",
         "While a victim's blocks are copied the same need takes a second victim.",
         "engine/planning.py",
-        "self._room.num_coming(self._population.leaving(), self._saves.block_ids()) < num_lacking",
-        "self._room.num_coming(self._population.leaving(), ()) < num_lacking",
+        "[*self._saves.block_ids(), *self.shown_block_ids()]",
+        "[*self.shown_block_ids()]",
         _SAVING,
     ),
     Mutant(

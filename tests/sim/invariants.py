@@ -87,9 +87,9 @@ def check_owners(node: SimNode, state: Mapping[str, object], references: tuple[i
     for block_id, number in held.items():
         assert number <= references[block_id], f"{node.label}: block {block_id} has more holders than references"
     # What no sequence has is held for leases, the leading blocks that the node had already; what fetches continue; what is saved;
-    # what a link still reads of a sequence that was queued again.
+    # what a link still reads of a sequence that was queued again; what a launched step copies to where links read.
     for_fetches, for_saves = state.get("references_of_fetches", 0), scheduler["references_of_saves"]
-    for_links = scheduler["references_left_lent"]
+    for_links = scheduler["references_left_lent"] + scheduler["references_of_shown"]
     assert isinstance(for_fetches, int)
     num_surplus = sum(references) - held.total() - for_fetches - for_saves - for_links
     num_lent = sum(node.num_held.values())
