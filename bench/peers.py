@@ -220,9 +220,11 @@ async def _model_of(url: str) -> str:
 
 
 def decode_rate(records: Sequence[Record]) -> float:
-    """Tokens behind each stream's first, a second, from the first of those to the last of all."""
+    """Tokens behind each stream's first, a second, from the first of those to the last of all. Raises PeerProblem."""
     begins = [record.arrival_s + record.lag_s + record.chunk_at_s[0] for record in records]
     ends = [record.arrival_s + record.lag_s + record.chunk_at_s[-1] for record in records]
+    if max(ends) == min(begins):
+        raise PeerProblem("all tokens were read at once: a decode rate needs a greater --output-tokens")
     return sum((record.output_tokens or 0) - 1 for record in records) / (max(ends) - min(begins))
 
 

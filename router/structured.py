@@ -279,7 +279,7 @@ def _check_string(schema: Mapping[str, Any], field: str) -> Iterator[int]:
     ways = [each for each in ({"pattern"}, {"format"}, {"minLength", "maxLength"}) if each & schema.keys()]
     if len(ways) > 1:
         raise bad_request(field, "has more than one of pattern, format and lengths", "unsupported_parameter")
-    if "format" in schema and schema["format"] not in _FORMATS:
+    if "format" in schema and not (isinstance(schema["format"], str) and schema["format"] in _FORMATS):
         raise bad_request(f"{field}.format", f"{shown(schema['format'])} is not supported", "unsupported_parameter")
     if "pattern" in schema:
         if not isinstance(schema["pattern"], str):

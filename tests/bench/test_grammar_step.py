@@ -19,9 +19,10 @@ def test_free_rows_and_bound_ones_are_measured_and_compared(tiny_model: Path, tm
     cases = json.loads(path.read_text())["cases"]
     ways = [(1, "free"), (1, "one"), (2, "free"), (2, "one"), (2, "each")]
     assert [(each["batch"], each["way"]) for each in cases] == ways
-    for each in cases:
-        assert 0.02 < each["ratio"] < 50 and each["step_s"] > 0
-        assert (each["beside_s"] > 0) == (each["way"] != "free")
+    assert all(0.02 < each["ratio"] < 50 and each["step_s"] > 0 for each in cases)
+    beside_s = {(each["batch"], each["way"]): each["beside_s"] for each in cases}
+    for batch, way in ways:  # processes that have nothing to do take a little, too
+        assert way == "free" or beside_s[batch, way] > beside_s[batch, "free"]
     assert write_pages([str(path)]) == 0
 
 

@@ -12,6 +12,7 @@ import pytest
 from bench.completions import Record
 from bench.peers import decode_rate
 from bench.peers_report import markdown, ratio_to_best
+from bench.peers_servers import PeerProblem
 from tests.architecture.source_tree import ROOT
 
 
@@ -26,6 +27,12 @@ def test_decode_counts_tokens_behind_each_stream_s_first_between_the_first_and_t
     assert decode_rate([early, late]) == (4 + 6) / (5.0 - 1.0)
 
 
+def test_tokens_that_were_all_read_at_once_have_no_rate() -> None:
+    record = Record(0, 8, 2, arrival_s=0.0, status="200", chunk_at_s=[1.0, 1.0], output_tokens=2)
+    with pytest.raises(PeerProblem, match="--output-tokens"):
+        decode_rate([record])
+
+
 def test_a_ratio_is_the_median_of_rounds_against_the_best_of_each() -> None:
     rates = {"Baton": [10.0, 12.0, 9.0], "one": [5.0, 12.0, 3.0], "other": [8.0, 6.0, 3.0]}
     assert ratio_to_best(rates) == "1.25"
@@ -36,7 +43,7 @@ def test_a_ratio_is_the_median_of_rounds_against_the_best_of_each() -> None:
 def test_a_peer_that_is_not_there_is_named_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = ["--envs", str(tmp_path), "--model", str(tiny_model), "--threads", "1", "--output", str(path)]
-    sizes = ["--clients", "1,2", "--contexts", "20", "--prompts", "30", "--output-tokens", "5", "--rounds", "1"]
+    sizes = ["--clients", "1,2", "--contexts", "20", "--prompts", "30", "--output-tokens", "200", "--rounds", "1"]
     result = run(*flags, *sizes, "--peers", "Baton,vLLM,llama.cpp")
     assert result.returncode == 0, result.stderr
     for name in ("vLLM", "llama.cpp"):

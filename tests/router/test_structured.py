@@ -146,6 +146,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"allOf": [{}, {}]}, "schema.allOf: must have one schema"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "more than one of pattern, format and lengths"),
     ({"type": "string", "format": "colour"}, 'schema.format: "colour" is not supported'),
+    ({"type": "string", "format": {}}, "schema.format: an object is not supported"),
     ({"type": "object", "properties": {}, "required": ["a"]}, 'schema.required: "a" is none of the properties'),
     ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "must be false beside properties"),
     ({"type": "colour"}, 'schema.type: must be a JSON type, not "colour"'),
