@@ -32,6 +32,7 @@ from connector.transport import MAX_PAYLOAD_BYTES
 _LOG = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")  # the first chooses between the others
+_MAX_BLOCKS: Final = 1 << 22  # that a peer may say that it has; the pieces of all are listed before the first moves
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 
@@ -107,6 +108,8 @@ class NixlAgent:
         own_bytes = self._memory.shape[1]
         if own_bytes > block_bytes:
             raise NixlFault(f"blocks of {own_bytes} bytes do not fit into {block_bytes}")
+        if num_blocks > _MAX_BLOCKS:
+            raise NixlFault(f"it has {num_blocks} blocks; at most {_MAX_BLOCKS}")
         with self._library.told("no way there"):
             self._peer = str(_text(self._agent.add_remote_agent(metadata)))
             own = _pieces(self._memory.ctypes.data, len(self._memory), own_bytes, own_bytes)

@@ -30,7 +30,7 @@ from connector.transport import (
 )
 from decode_node import admission
 from decode_node.door import Door
-from decode_node.lease import keys_of, router_of
+from decode_node.lease import router_of
 from decode_node.local_prompts import LocalPrompts
 from decode_node.mover import Mover
 from decode_node.receiving import Receiving
@@ -45,7 +45,7 @@ from node.load import load_report
 from node.steps import StepsAhead, saves_of
 from node.timers import earliest
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey, attempt_key
+from proto.attempt_key import AttemptKey, attempt_key, attempt_keys
 
 _Keys = tuple[AttemptKey, ...]
 
@@ -183,7 +183,7 @@ class DecodeCore:
     # ------------------------------------------------------------ Reserve, Renew, Release
 
     def _reserve(self, call_id: int, request: pb.ReserveRequest, now: float) -> None:
-        keys = keys_of(request)
+        keys = attempt_keys(request)
         flaw = admission.fingerprint_difference(self._fingerprint, request.fingerprint)
         flaw = flaw or admission.request_flaw(request, self._pool.block_size, self._limits)
         if self._door.turn_away(call_id, keys, flaw):
@@ -197,7 +197,7 @@ class DecodeCore:
             self._receiving.begin(lease, now)
 
     def _release(self, request: pb.ReleaseRequest, now: float) -> None:
-        keys = keys_of(request)
+        keys = attempt_keys(request)
         for key in keys:
             self._fence.end(key, now + request.ms_left / 1000, now)
             lease = self._leases.of_any((key,))

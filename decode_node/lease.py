@@ -14,7 +14,7 @@ from node.sampling import to_sampling_params
 from node.timing import Received
 from node.validate import sampling_problem
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey, attempt_key
+from proto.attempt_key import AttemptKey, attempt_keys
 from proto.block_key import block_keys
 
 
@@ -73,12 +73,6 @@ class Lease:
         return min(self.expires_at, self.deadline)
 
 
-def keys_of(request: pb.ReserveRequest | pb.ReleaseRequest) -> tuple[AttemptKey, ...]:
-    """The attempt of each branch that is meant; the first is what the handoff goes by."""
-    lead = attempt_key(request.key)
-    return (lead, *(lead._replace(choice=choice) for choice in request.more_choices))
-
-
 def router_of(request: pb.ReserveRequest) -> RouterId:
     """Whose attempt it is."""
     return RouterId(request.router.name, request.router.incarnation)
@@ -94,7 +88,7 @@ def lease_of(
     now: float,
 ) -> Lease:
     """A new lease for what was asked. `drawn`: its id and secret."""
-    keys = keys_of(request)
+    keys = attempt_keys(request)
     return Lease(
         lease_id=drawn[0],
         secret=drawn[1],

@@ -31,9 +31,9 @@ class WaitingReserves:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lines: OrderedDict[str, OrderedDict[AttemptKey, WaitingReserve]] = (
+        self._lines: OrderedDict[str, OrderedDict[int, WaitingReserve]] = (
             OrderedDict()
-        )  # by sender, next in turn first
+        )  # by sender, next in turn first; each by its id(), since a sender may repeat a key that was closed
         self._of_branch: dict[BranchKey, WaitingReserve] = {}
         self._num = 0
 
@@ -50,7 +50,7 @@ class WaitingReserves:
 
     def put(self, waiting: WaitingReserve) -> None:
         """Stand behind the others of the same sender."""
-        self._lines.setdefault(waiting.request.sender.name, OrderedDict())[waiting.keys[0]] = waiting
+        self._lines.setdefault(waiting.request.sender.name, OrderedDict())[id(waiting)] = waiting
         self._of_branch.update((key.branch, waiting) for key in waiting.open)
         self._num += 1
 
@@ -86,7 +86,7 @@ class WaitingReserves:
         sender = waiting.request.sender.name
         line = self._lines[sender]
         was_next = self.next() is waiting
-        del line[waiting.keys[0]]
+        del line[id(waiting)]
         for key in waiting.open:
             del self._of_branch[key.branch]
         self._num -= 1

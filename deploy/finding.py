@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Final
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.config import knob
 from runtime.credentials import Credentials
+from runtime.grpc_reply import parsed
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.registry_client import RegistryUnreachable
 from runtime.registry_server import TTL_S
@@ -108,9 +110,11 @@ def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
 async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:
     async with credentials.channel(router) as channel:
         try:
-            return (await RegistryStub(channel).List(pb.ListRequest(), timeout=CALL_TIMEOUT_S)).nodes
+            return parsed(await RegistryStub(channel).List(pb.ListRequest(), timeout=CALL_TIMEOUT_S)).nodes
         except grpc.aio.AioRpcError as error:
             raise ValueError(f"--router {router}: {reason_of(error)}") from None
+        except DecodeError as error:
+            raise ValueError(f"--router {router}: {error}") from None
 
 
 async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequence[pb.NodeEntry]:

@@ -8,8 +8,9 @@
     BlocksStaged -> the scheduler's; what is to be stored is asked for once, at the end of the turn
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
-the decode core has a lease for is refused here, everything else by each core's own look at the scheduler. Of an attempt that an
-older one is to be ended for, the router's Cancel tells both.
+the decode core has a lease for is refused here, and so is whatever asks for one that waits in the prefill core for the KV pool;
+everything else by each core's own look at the scheduler. Of an attempt that an older one is to be ended for, the router's Cancel
+tells both.
 
 It has drained when both have: what one has done, nothing that the other does undoes, since neither takes anything new.
 """
@@ -24,10 +25,11 @@ from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity
+from node.pd_error import pd_error
 from node.steps import StepsAhead, saves_of
 from node.timers import earliest
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey, attempt_key
+from proto.attempt_key import AttemptKey, attempt_key, attempt_keys
 
 
 class FetchingPart(ev.PartOfCore, Protocol):
@@ -35,6 +37,9 @@ class FetchingPart(ev.PartOfCore, Protocol):
 
     def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
         """Whether a prompt of the decode core waits for what the KV pool has, until `take_released` names its first branch."""
+
+    def looks_for(self, key: AttemptKey) -> bool:
+        """Whether an attempt waits there for what the KV pool has, its own or one of the decode core."""
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody wants such a prompt any more."""
@@ -113,6 +118,10 @@ class MixedCore:
                 self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
                 self._dispatch(event, message.dispatch, now)
+            case ev.ReserveAsked(call_id, request) if any(map(self._prefill.looks_for, attempt_keys(request))):
+                self._out.append(ev.Count("reserve_refused_cancelled"))
+                error = pd_error(pb.CANCELLED, "it is computed here already", attempt_key(request.key), self._self.name)
+                self._out.append(ev.AnswerReserve(call_id, pb.ReserveReply(error=error)))
             case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
                 for part in self._parts:
                     part.take(event, now)
@@ -155,7 +164,7 @@ class MixedCore:
                 self._out.append(ev.Count("stale_refused"))
             else:
                 self._prefill.take(event, now)
-        elif keys[0] in self._held:
+        elif any(map(self._prefill.looks_for, keys)):
             self._out.append(ev.Count("stale_refused"))
         elif has_lease or self._is_draining or not self._may_hold(event, dispatch, now):
             self._decode.take(event, now)

@@ -34,3 +34,9 @@ class AttemptKey(NamedTuple):
 def attempt_key(message: pb.AttemptKey) -> AttemptKey:
     """The hashable form of a received key."""
     return AttemptKey(message.request_id, message.choice, message.attempt)
+
+
+def attempt_keys(request: pb.ReserveRequest | pb.ReleaseRequest) -> tuple[AttemptKey, ...]:
+    """The attempt of each branch that is meant; the first is what the handoff goes by."""
+    lead = attempt_key(request.key)
+    return (lead, *(lead._replace(choice=choice) for choice in request.more_choices))

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.credentials import NO_CREDENTIALS, Credentials
+from runtime.grpc_reply import parsed
 from runtime.logs import log_event
 from runtime.session import Peer
 from runtime.session_driver import surface
@@ -65,9 +67,11 @@ class EmbeddedRegistry:
     async def register(self, entry: pb.NodeEntry) -> str:
         """See Registry."""
         try:
-            return (await self._stub().Register(entry, timeout=_CALL_TIMEOUT_S)).refused
+            return parsed(await self._stub().Register(entry, timeout=_CALL_TIMEOUT_S)).refused
         except grpc.aio.AioRpcError as error:
             raise await self._unreachable(error) from None
+        except DecodeError as error:
+            raise RegistryUnreachable(str(error)) from None
 
     async def deregister(self, peer: Peer) -> None:
         """See Registry."""

@@ -281,6 +281,8 @@ async def _converse(address: str, credentials: Credentials, driver: SessionDrive
             while isinstance(frame := await call.read(), pb.Frame):
                 is_answered = True
                 driver.feed(FrameArrived(stream, frame))
+            if frame is not grpc.aio.EOF:
+                raise DecodeError("gRPC gives None for it")
         except grpc.aio.AioRpcError as error:
             if not is_answered and error.code() is grpc.StatusCode.UNAVAILABLE:
                 await _probe(address)

@@ -188,6 +188,30 @@ def test_the_same_reserve_twice_waits_once_even_after_its_first_branch_was_cance
     assert line.is_clean() and line.result(line.asks(ask("c", 4, 2, wait_ms=0))) == "lease"
 
 
+@pytest.mark.covers("H06", "D01")
+def test_who_asks_for_a_cancelled_branch_again_beside_a_new_one_takes_nobody_s_place_in_the_line() -> None:
+    """No right sender does."""
+    line = Line()
+    line.asks(ask("a", 40, 9))
+    requests = [ask("b", 40, 9), ask("b", 40, 9)]
+    for choice, request in enumerate(requests, start=1):
+        request.more_choices.append(choice)
+    first = line.asks(requests[0])
+    message = pb.RouterMessage(cancel=pb.Cancel(key=key("b").to_proto(), ms_left=60_000))
+    line.feed(ev.FromRouter(ROUTER, message))
+    second = line.asks(requests[1])
+    assert line.node.core.snapshot()["waiting_reserves"] == 2
+    line.release("a")
+    assert [line.result(each) for each in (first, second)] == ["lease", "waits"]
+    for choice in (1, 2):
+        release = pb.ReleaseRequest(key=AttemptKey("b", choice, 0).to_proto(), ms_left=60_000)
+        for action in line.feed(ev.ReleaseAsked(release)):
+            if isinstance(action, ev.RevokeLease):
+                line.feed(RevokeDone(action.lease_id))
+        assert line.result(second) == "lease"
+    assert line.is_clean()
+
+
 @pytest.mark.covers("R04", "H06")
 @pytest.mark.parametrize("how", ["cancel", "release", "router lost", "newer attempt"])
 def test_who_is_not_wanted_any_more_leaves_the_line_and_hears_of_it(how: str) -> None:

@@ -10,7 +10,7 @@ from node import events as ev
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from tests.cores.mixed import MIXED, Mixed, target_of
-from tests.cores.nodes import BLOCK_SIZE, ROUTER, only
+from tests.cores.nodes import BLOCK_SIZE, DECODE, ROUTER, only, reserve_request
 from tests.cores.reading import prompt_of
 
 
@@ -142,6 +142,25 @@ def test_a_dispatch_that_comes_twice_waits_once() -> None:
     assert node.send(to_self(prompt_of(4))) == [ev.Count("stale_refused")]
     node.feed(ev.PoolLooked(look.look_id, 0))
     assert len(said_until_the_end(node)[0]) == 3
+
+
+@pytest.mark.covers("R04", "H06")
+def test_an_attempt_that_waits_for_the_pool_on_its_way_elsewhere_is_begun_by_nobody_else_here() -> None:
+    """No right router or sender asks for it; the scheduler would not know whose sequence it is."""
+    node, prompt = Mixed(reads_kv_pool=True), prompt_of(4)
+    elsewhere = to_self(prompt)
+    elsewhere.target.CopyFrom(target_of(DECODE))
+    look = only(node.send(elsewhere), ev.LookInPool)
+    assert node.send(to_self(prompt)) == [ev.Count("stale_refused")]
+    reserve = reserve_request(AttemptKey("a", 0, 0), prompt, 3)
+    answer = only(node.feed(ev.ReserveAsked(1, reserve)), ev.AnswerReserve)
+    assert answer.reply.error.code == pb.CANCELLED
+    node.feed(ev.PoolLooked(look.look_id, 0))
+    assert [chunk.start for chunk in node.plans[0].chunks] == [0]
+    node.feed(ev.RouterLost(ROUTER))
+    node.feed(ev.ReserveAnswered(AttemptKey("a", 0, 0), None))
+    said_until_the_end(node)
+    node.assert_empty()
 
 
 def test_no_more_wait_than_are_allowed_and_the_next_one_is_computed_at_once() -> None:

@@ -290,8 +290,16 @@ MUTANTS: Final = (
         "mixed-repeated-dispatch-goes-past-who-waits",
         "A Dispatch that comes again while the first one waits for the KV pool is begun beside it.",
         "mixed_node/core.py",
-        "elif keys[0] in self._held:",
+        "elif any(map(self._prefill.looks_for, keys)):",
         "elif not keys:",
+        _READING,
+    ),
+    Mutant(
+        "mixed-lease-for-who-waits-for-the-pool",
+        "An attempt that waits for the KV pool on its way to another node is given a lease here too: two sequences of one name.",
+        "mixed_node/core.py",
+        " if any(map(self._prefill.looks_for, attempt_keys(request))):",
+        " if not attempt_keys(request):",
         _READING,
     ),
 )

@@ -95,6 +95,7 @@ def stalled_at(processes: GrammarProcesses, letters: Sequence[int]) -> tuple[int
         row.allowed()
         longest_s = max(longest_s, time.monotonic() - began_s)
         if row.is_stalled:
+            row.add(token_id)  # the answer that was one too many may have come whole: nothing comes behind it
             assert (nothing := row.allowed()) is not None and not nothing.any()
             return num_tokens, longest_s
         row.add(token_id)

@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from deploy.finding import FindingConfig, list_nodes
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from runtime import registry_client
-from runtime.registry_client import EmbeddedRegistry, RegistryClient
+from runtime.credentials import NO_CREDENTIALS
+from runtime.registry_client import EmbeddedRegistry, RegistryClient, RegistryUnreachable
 from runtime.registry_server import TTL_S, RegistryServer
 from runtime.session import Peer
 from tests.registry.test_listing import draining, entry
@@ -224,5 +227,30 @@ def test_the_same_address_with_a_new_incarnation_is_unlisted_and_listed() -> Non
             await stub.Register(entry(incarnation=2))
             restarted = Peer("decode-0", 2)
             assert running.handler.happened == [("listed", NODE), ("unlisted", NODE), ("listed", restarted)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("R13", "C06")
+def test_a_registry_whose_answer_does_not_parse_is_one_that_is_not_there() -> None:
+    async def answer(request: bytes, context: object) -> bytes:
+        return b"\x08"
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        method: Any = grpc.unary_unary_rpc_method_handler(answer)
+        methods = dict.fromkeys(("Register", "List"), method)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.Registry", methods),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            registry = EmbeddedRegistry(address)
+            with pytest.raises(RegistryUnreachable, match="does not parse"):
+                await registry.register(entry())
+            await registry.hang_up()
+            with pytest.raises(ValueError, match=f"--router {address}: the reply does not parse"):
+                await list_nodes(FindingConfig(node="decode-0", router=(address,)), NO_CREDENTIALS)
+        finally:
+            await server.stop(None)
 
     asyncio.run(scenario())

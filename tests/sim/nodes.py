@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from connector.memory_transport import MemoryHub, MemoryTransport
 from connector.transport import BlocksTaken, LinkClosed, ReceiverEvent, RevokeDone, SenderEvent
-from decode_node.lease import keys_of
 from engine.block_pool import BlockState
 from engine.plan import BROKEN_ROW, StepResult
 from node import events as ev
@@ -33,7 +32,7 @@ from node.validate import (
     reserve_problem,
 )
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey, attempt_key
+from proto.attempt_key import AttemptKey, attempt_key, attempt_keys
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
 from tests.sim.engines import FINGERPRINT, Life, build_parts, prefills_locally
@@ -197,9 +196,9 @@ class SimNode(Process):
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "cancel":
                 self._fences.end([attempt_key(message.cancel.key)], self.clock())
             case ev.ReleaseAsked(request):
-                self._fences.end(keys_of(request), self.clock())
+                self._fences.end(attempt_keys(request), self.clock())
             case ev.ReserveAsked(call_id, request):
-                self._asked[call_id] = keys_of(request)
+                self._asked[call_id] = attempt_keys(request)
 
     def _perform(self, actions: Sequence[ev.Action]) -> None:
         touches_links = False

@@ -137,6 +137,49 @@ def test_a_sender_that_was_let_in_and_says_what_none_says_loses_its_link_alone(n
     assert_still_serves(nixl_net, receiver)
 
 
+def read_exactly(stranger: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = stranger.recv(num_bytes - len(data))
+        assert more
+        data += more
+    return data
+
+
+def read_frame(stranger: socket.socket) -> bytes:
+    """The body of the next frame."""
+    return read_exactly(stranger, int.from_bytes(read_exactly(stranger, 5)[1:], "little"))
+
+
+@pytest.mark.covers("H13")
+def test_a_receiver_that_says_to_have_more_blocks_than_anybody_has_is_not_listed_block_by_block(
+    nixl_net: NixlNet,
+) -> None:
+    right = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES).transport.endpoint()
+    host, _, port = right.address.rpartition(":")
+    hello = pb.LinkHello(sender="sender@1", link_secret=right.link_secret).SerializeToString()
+    with socket.create_connection((host, int(port)), 20) as to_right:
+        to_right.sendall(b"\x01" + len(hello).to_bytes(4, "little") + hello)
+        welcome = pb.LinkWelcome.FromString(read_frame(to_right))
+        assert welcome.num_blocks == NUM_BLOCKS
+        welcome.num_blocks = (1 << 22) + 1
+        sender = nixl_net.node("sender", NUM_BLOCKS, BLOCK_BYTES)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(20)
+            endpoint = pb.Endpoint()
+            endpoint.CopyFrom(right)
+            endpoint.address = "{}:{}".format(*listener.getsockname())
+            sender.transport.open("mallory@1/1", endpoint)
+            mallory, _ = listener.accept()
+            with mallory:
+                read_frame(mallory)
+                said = welcome.SerializeToString()
+                mallory.sendall(b"\x02" + len(said).to_bytes(4, "little") + said)
+                nixl_net.until(lambda: bool(sender.said.of(LinkClosed)))
+    (closed,) = sender.said.of(LinkClosed)
+    assert "4194305 blocks" in closed.reason
+
+
 class _AllAtOnce:
     """An agent of which nothing is done when it is looked at, and all that is under way when it is looked at again."""
 
