@@ -2,6 +2,11 @@
 
 What bounds memory: a link holds at most `QUEUED_MESSAGES` messages of 4 MiB at most at each end, besides what the two kernels
 hold. Answers are small and not limited so tightly: a ROUTER that has no room drops what it should send.
+
+The kernel finds a peer whose host is gone, and one that takes nothing any more, as over nixl; one that lives and says nothing is
+the business of sessions and leases, as over shm. ZMTP's own heartbeats stay off: libzmq 4.3.5 ends the process that sends or
+answers one on a connection that broke while its queue was full.
+Source: https://github.com/zeromq/libzmq/issues/4364, https://man7.org/linux/man-pages/man7/tcp.7.html
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from typing import Final
 import zmq
 
 OPEN_S: Final = 1.8  # from connect to the end of the handshake: under the 2 s in which a dead node must be found
-HEARTBEAT_MS: Final = 400
-SILENCE_MS: Final = 1500  # after a heartbeat without an answer; together under 2 s as well
+SILENCE_MS: Final = 1800  # of the peer's kernel, about what it was sent or asked; under 2 s as well
+_IDLE_S: Final = 1  # until the kernel asks, and between two times; there is nothing less
 QUEUED_MESSAGES: Final = 3
 _CIPHER_BYTES: Final = 64  # that CURVE adds to a frame
 MAX_SOCKETS: Final = 16_384  # three for each link
@@ -58,9 +63,10 @@ def bound_link(link: Socket, address: str, max_frame_bytes: int) -> None:
     link.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
     link.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + _CIPHER_BYTES)
     link.setsockopt(zmq.HANDSHAKE_IVL, int(OPEN_S * 1000))
-    link.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    link.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
+    link.setsockopt(zmq.TCP_MAXRT, SILENCE_MS)
+    link.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    link.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _IDLE_S)
+    link.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _IDLE_S)
 
 
 def tcp_address(host: str, port: int | str) -> str:

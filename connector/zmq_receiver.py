@@ -5,7 +5,8 @@
 
 One thread serves handshakes, messages and answers, so the events of a link come in the order in which its frames did. It sleeps
 in the poll. What one sender can make this node hold is bounded by the socket's limits per link, except that a sender who knows
-the link secret, so a member of the cluster, could send one message of endless frames: libzmq keeps what it has of it.
+the link secret, so a member of the cluster, could send one message of endless frames: libzmq keeps what it has of it. Such a one
+could also end this process, by ZMTP heartbeats on a link that it breaks off while the queue is full (zmq_options.py).
 
 Not here: links this node opens (zmq_sender.py).
 """

@@ -23,6 +23,11 @@ class Peer:
         self.process.stdin.write((target.SerializeToString().hex() if target else "") + "\n")
         self.process.stdin.flush()
 
+    def let_go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
     def wait_for(self, event: str) -> None:
         while self._line() != event:
             pass
@@ -39,9 +44,9 @@ class Peer:
 
 
 @contextmanager
-def peer(kind: str = "shm") -> Iterator[Peer]:
-    """One that speaks shm or nixl, killed behind the context."""
-    command = [sys.executable, "-m", "tests.transport.peer", kind]
+def peer(kind: str = "shm", *more: str) -> Iterator[Peer]:
+    """One that speaks what tests/transport/peer.py is told to, killed behind the context."""
+    command = [sys.executable, "-m", "tests.transport.peer", kind, *more]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Peer(process)

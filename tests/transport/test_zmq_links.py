@@ -96,21 +96,6 @@ def test_a_connection_that_is_cut_closes_its_link_once_and_does_not_come_back(zm
     assert len(receiver.said.landed(1)) < 64
 
 
-@pytest.mark.usefixtures("nodes_own_times")
-def test_a_lost_answer_ends_in_a_closed_link(zmq_net: ZmqNet) -> None:
-    sender = zmq_net.node("sender")
-    receiver = zmq_net.node("receiver")
-    with TcpProxy(port_of(receiver)) as proxy:
-        sender.transport.open("receiver@1/1", endpoint_through(proxy, receiver))
-        sender.transport.notify("receiver@1/1", commit(1))
-        zmq_net.until(lambda: bool(receiver.said.of(NotifyArrived)))
-        proxy.keep_answers_back()
-        receiver.transport.answer(receiver.said.of(NotifyArrived)[0].reply_to, answer(1))
-        assert seconds_until_closed(zmq_net, sender) < 20
-    assert sender.said.of(Answered) == []
-    assert len(sender.said.of(LinkClosed)) == 1
-
-
 @pytest.mark.parametrize("is_mute", [False, True])
 @pytest.mark.usefixtures("nodes_own_times")
 def test_a_peer_that_stops_reading_at_all_ends_in_a_closed_link(zmq_net: ZmqNet, is_mute: bool) -> None:
