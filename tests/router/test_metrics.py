@@ -97,7 +97,9 @@ def test_a_choice_that_a_stop_string_ends_is_counted_once(model: Path, is_stream
     async def script(attempt: ScriptedAttempt) -> None:
         attempt.prefill_says(0, b"h")
         attempt.decode_says(0, b"hello")
-        await until(lambda: len(attempt.decode.cancels) == n)  # of all choices
+        await until(
+            lambda: len(attempt.decode.cancels) >= n
+        )  # of all choices; what another says late may be cancelled by now
         attempt.decode_says(5, b" again", pb.FINISH_LENGTH)
 
     async def scenario(router: LiveRouter) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -47,7 +48,8 @@ class Stranger:
         monitor = client.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._sockets += [client, monitor]
         client.connect(endpoint.address)
-        client.send(b"hello")
+        with suppress(zmq.Again):  # it may have been refused already: then nobody would ever take it
+            client.send(b"hello", zmq.NOBLOCK)
         assert monitor.poll(60_000), "nothing happened to the connection"
         return recv_monitor_message(monitor)["event"]
 
