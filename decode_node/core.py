@@ -167,6 +167,10 @@ class DecodeCore:
         """Whether this attempt has a lease here, or waits for one: nobody else may start it."""
         return self._leases.of_any((key,)) is not None or self._door.line.find(key) is not None
 
+    def refuse_who(self, is_elsewhere: Callable[[AttemptKey], bool]) -> None:
+        """Give no lease to an attempt that another core of this node has, and the scheduler does not know yet."""
+        self._door.is_elsewhere = is_elsewhere
+
     def sends(self, event: ev.Event) -> bool:
         """Whether it is the answer to a handoff of a sequence that moves."""
         return self._handovers.is_mine(event)

@@ -37,6 +37,11 @@ _Refusal = tuple[pb.ErrorCode.ValueType, str]
 _DRAINING: Final[_Refusal] = (pb.DRAINING, "the node is to end")
 
 
+def _is_nowhere_else(_: AttemptKey) -> bool:
+    """Of a node with one core."""
+    return False
+
+
 class Door:
     """Owned by the decode core, as are `fence` and `leases`, which it shares."""
 
@@ -60,6 +65,7 @@ class Door:
         self._draw = draw
         self.line = WaitingReserves(limits.max_waiting_reserves)
         self.is_draining = False  # nothing new comes in
+        self.is_elsewhere: Callable[[AttemptKey], bool] = _is_nowhere_else  # another core of this node has it
         self.is_held_up = False  # the node's own queue waits for room, and goes first
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn, or when their order matters
 
@@ -79,8 +85,8 @@ class Door:
             self._refuse([call_id], keys[0], (pb.BUSY, f"{_MAX_CALLS} calls wait for this attempt already"))
         elif waiting is not None:
             self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} waits with other choices"))
-        elif lease is not None or any(map(self._scheduler.knows, keys)):
-            self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is committed already"))
+        elif lease is not None or any(self._scheduler.knows(key) or self.is_elsewhere(key) for key in keys):
+            self._refuse([call_id], keys[0], (pb.CANCELLED, f"attempt {keys[0].attempt} is here already"))
         elif not any(map(self._fence.admits, keys)):
             self.out.append(ev.Count("stale_refused"))
             refusal: _Refusal = (pb.CANCELLED, f"attempt {keys[0].attempt} is below the fence floor")

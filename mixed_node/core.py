@@ -8,16 +8,16 @@
     BlocksStaged -> the scheduler's; what is to be stored is asked for once, at the end of the turn
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
-the decode core has a lease for is refused here, and so is whatever asks for one that waits in the prefill core for the KV pool;
-everything else by each core's own look at the scheduler. Of an attempt that an older one is to be ended for, the router's Cancel
-tells both.
+the decode core has a lease for is refused here, and so is a second one of what waits in the prefill core for the KV pool; a Reserve
+for that by the decode core, which asks the other; everything else by each core's own look at the scheduler. Of an attempt that an
+older one is to be ended for, the router's Cancel tells both.
 
 It has drained when both have: what one has done, nothing that the other does undoes, since neither takes anything new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -25,11 +25,10 @@ from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.scheduler import Scheduler
 from node import events as ev
 from node.identity import NodeIdentity
-from node.pd_error import pd_error
 from node.steps import StepsAhead, saves_of
 from node.timers import earliest
 from proto import baton_pb2 as pb
-from proto.attempt_key import AttemptKey, attempt_key, attempt_keys
+from proto.attempt_key import AttemptKey, attempt_key
 
 
 class FetchingPart(ev.PartOfCore, Protocol):
@@ -59,6 +58,9 @@ class LeasingPart(ev.PartOfCore, Protocol):
 
     def holds(self, key: AttemptKey) -> bool:
         """Whether this attempt has a lease here, or waits for one."""
+
+    def refuse_who(self, is_elsewhere: Callable[[AttemptKey], bool]) -> None:
+        """Give no lease to whom another core of this node has."""
 
     def sends(self, event: ev.Event) -> bool:
         """Whether it is the answer to a handoff of a sequence that moves."""
@@ -96,6 +98,7 @@ class MixedCore:
         self._scheduler = scheduler
         self._prefill = prefill
         self._decode = decode
+        decode.refuse_who(prefill.looks_for)
         self._parts = (prefill, decode)
         self._steps = StepsAhead(scheduler)
         self._num_draining = len(self._parts)  # those that have not said that they have drained
@@ -118,10 +121,6 @@ class MixedCore:
                 self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
                 self._dispatch(event, message.dispatch, now)
-            case ev.ReserveAsked(call_id, request) if any(map(self._prefill.looks_for, attempt_keys(request))):
-                self._out.append(ev.Count("reserve_refused_cancelled"))
-                error = pd_error(pb.CANCELLED, "it is computed here already", attempt_key(request.key), self._self.name)
-                self._out.append(ev.AnswerReserve(call_id, pb.ReserveReply(error=error)))
             case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
                 for part in self._parts:
                     part.take(event, now)

@@ -163,7 +163,7 @@ class PrefillCore:
 
     def looks_for(self, key: AttemptKey) -> bool:
         """Whether an attempt, of this core or of somebody else, waits for blocks out of the KV pool."""
-        return key in self._fetching.held
+        return key in self._fetching
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody wants it any more."""

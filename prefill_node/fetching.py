@@ -107,6 +107,10 @@ class Fetching:
         """Who waits, in the order of their coming."""
         return tuple(self._held)
 
+    def __contains__(self, key: AttemptKey) -> bool:
+        """Whether it waits."""
+        return key in self._held
+
     def hold(self, key: AttemptKey, block_keys: tuple[bytes, ...], now: float, *, goes_on: bool) -> bool:
         """Whether a request that came just now waits for blocks of these keys; False: it is to be computed at once.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
@@ -200,6 +200,9 @@ class DrainingPart:
 
     def holds(self, key: AttemptKey) -> bool:
         return False
+
+    def refuse_who(self, is_elsewhere: Callable[[AttemptKey], bool]) -> None:
+        pass
 
     def hold_back(self, is_held_up: bool) -> None:
         pass

@@ -298,8 +298,8 @@ MUTANTS: Final = (
         "mixed-lease-for-who-waits-for-the-pool",
         "An attempt that waits for the KV pool on its way to another node is given a lease here too: two sequences of one name.",
         "mixed_node/core.py",
-        " if any(map(self._prefill.looks_for, attempt_keys(request))):",
-        " if not attempt_keys(request):",
+        "decode.refuse_who(prefill.looks_for)",
+        "decode.refuse_who(lambda _: False)",
         _READING,
     ),
 )
