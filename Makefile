@@ -29,6 +29,9 @@ TINY := models/llama-tiny
 PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 
 .DELETE_ON_ERROR:
+# Types are checked while kernels compile and packages come. What a recipe starts, another make too, knows nothing of that.
+MAKEFLAGS += --jobs=2
+unexport MAKEFLAGS
 .PHONY: help setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
 
 help: ## this list
@@ -83,8 +86,8 @@ $(HELM): constraints.txt | $(STAMP)
 	else echo "make setup: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
 	@touch $@
 
-# For the tests of the dashboard. Tried once, and never a reason to fail, as above.
-$(BROWSER): | $(STAMP)
+# For the tests of the dashboard. Tried once, and never a reason to fail, as above; behind $(REDIS), as one apt-get waits for no other.
+$(BROWSER): | $(STAMP) $(REDIS)
 	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
 	  echo "make setup: no chromium with its driver, and only root can install them, where there is apt: the tests of the dashboard will say so"; \

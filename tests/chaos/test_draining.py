@@ -35,6 +35,17 @@ def is_all_prefilled(town: Broken) -> bool:
     return not town.fleet.metric("node_prefilling") + town.fleet.metric("queued_requests")
 
 
+def wait_until_it_works(town: Broken, node: str) -> None:
+    """A decode node has sequences; a prefill node, which has most of these prompts in its cache and is done with one in a moment,
+    has computed of one just now."""
+    before = prefilled(town, node)
+
+    def has_work() -> bool:
+        return town.running(node) > 0 or (node.startswith("prefill") and prefilled(town, node) > before)
+
+    wait_until(f"{node} has work", has_work)
+
+
 def was_starved(town: Broken, since: int) -> bool:
     """Whether the router missed a node that nobody had touched, since its log was that long: this host had no time for it."""
     return "nothing came for" in town.fleet.log_text("router")[since:]
@@ -160,7 +171,7 @@ def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, 
     with steady_clients(town, fresh_seed) as clients:
         for node in fleet.nodes:
             with fleet.slow_steps(0.005):
-                wait_until("it has work", lambda node=node: town.running(node) > 0)  # type: ignore[misc]
+                wait_until_it_works(town, node)
                 if node != "prefill-1":
                     fleet.terminate(node)
             if node == "prefill-1":
