@@ -42,18 +42,43 @@ class Reader:
         self._keeps_preempted = keeps_preempted
         self._last_read_step_id = NEVER
 
-    def read(self, plan: Plan, result: StepResult) -> list[Progress]:
-        """What the step gave. ValueError: the results are not those of its rows and marks."""
-        num_decodes = len(plan.decodes)
-        others: tuple[PrefillChunk | SlotMark, ...] = (*plan.chunks, *plan.marks)
+    def check(self, plan: Plan, result: StepResult) -> None:
+        """ValueError, before anything has changed: these are not the answers to the step's rows and marks."""
+        num_decodes, others = len(plan.decodes), _others(plan)
         of_decodes, of_others = result.slots[:num_decodes], result.slots[num_decodes:].tolist()
         if not np.array_equal(of_decodes, plan.decodes.slots) or of_others != [row.slot for row in others]:
             raise ValueError(f"results of step {result.step_id} are not those of its rows and marks")
+        for index in (result.token_ids[:num_decodes] < 0).nonzero()[0].tolist():
+            self._check(plan.decodes[index], result[index])
+        for index, row in enumerate(others, num_decodes):
+            self._check(row, result[index])
+
+    def _check(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> None:
+        sequence = self._owner(row)
+        if isinstance(row, SlotMark):
+            if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):
+                raise ValueError(f"slot {answer.slot} answered {answer.token_id} to its mark")
+        elif answer.token_id == PREEMPTED_TOKEN_ID:
+            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
+        elif answer.generation == sequence.generation and not self.is_finished(sequence):
+            samples = isinstance(row, DecodeRow) or row.samples
+            if answer.token_id not in ENDS_OF_ROWS and samples != (answer.token_id >= 0):
+                kind = "samples" if samples else "does not sample"
+                raise ValueError(f"slot {row.slot} answered {answer.token_id}: the row {kind}")
+
+    def read(self, plan: Plan, result: StepResult) -> list[Progress]:
+        """What the step gave, whose answers were checked."""
         self._last_read_step_id = plan.step_id
         progress = self._read_decodes(plan.decodes, result)
-        for index, row in enumerate(others, num_decodes):
+        for index, row in enumerate(_others(plan), len(plan.decodes)):
             progress += self._read(row, result[index])
         return progress
+
+    def _owner(self, row: DecodeRow | PrefillChunk | SlotMark) -> Sequence:
+        """Who the row was for: a slot changes hands only when no unread step has a row of its owner."""
+        sequence = self._all.slots[row.slot]
+        assert sequence.generation == row.generation
+        return sequence
 
     def is_finished(self, sequence: Sequence) -> bool:
         """Whether no row of it is planned any more, nor will be."""
@@ -97,14 +122,10 @@ class Reader:
 
     def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
         """What one row or mark gave."""
-        sequence = self._all.slots[row.slot]
-        # A slot changes hands only when no unread step has a row of its owner, so its owner is who the row was for.
-        assert sequence.generation == row.generation
+        sequence = self._owner(row)
         progress: list[Progress] = []
         if isinstance(row, SlotMark):
-            progress = self._leave(sequence, answer)
-        elif answer.token_id == PREEMPTED_TOKEN_ID:
-            raise ValueError(f"slot {answer.slot} answered a mark that it was not given")
+            progress = self._leave(sequence)
         elif answer.generation == sequence.generation:
             if not self.is_finished(sequence):
                 progress = [self._advance(sequence, row, answer)]
@@ -128,9 +149,6 @@ class Reader:
             sequence.is_broken = True
             self._all.finish(sequence)
             return Progress(sequence_id, num_computed, None, ENDS_OF_ROWS[token_id])
-        if samples != (token_id >= 0):
-            kind = "samples" if samples else "does not sample"
-            raise ValueError(f"slot {row.slot} answered {token_id}: the row {kind}")
         self._room.publish(sequence, num_computed, decodes=isinstance(row, DecodeRow))
         if not samples:
             return Progress(sequence_id, num_computed, None, None, None, answer.prompt_logprobs)
@@ -147,10 +165,8 @@ class Reader:
         if answer.token_id not in ENDS_OF_ROWS:
             self._room.publish(sequence, row.start + len(row.token_ids), decodes=False)
 
-    def _leave(self, sequence: Sequence, answer: SlotResult) -> list[Progress]:
+    def _leave(self, sequence: Sequence) -> list[Progress]:
         """The runner is done with a marked slot: all that its owner generated has been read before this."""
-        if (answer.generation, answer.token_id) != (sequence.generation, PREEMPTED_TOKEN_ID):
-            raise ValueError(f"slot {answer.slot} answered {answer.token_id} to its mark")
         if self.is_finished(sequence):  # meanwhile, or aborted
             return []
         is_paused = sequence.is_pausing
@@ -166,3 +182,8 @@ class Reader:
             self._saves.preempted(sequence)
             self._all.retire(sequence)
         return [Progress(sequence.spec.sequence_id, num_computed, None, PAUSED if is_paused else PREEMPTED)]
+
+
+def _others(plan: Plan) -> tuple[PrefillChunk | SlotMark, ...]:
+    """What is answered behind the decode rows."""
+    return (*plan.chunks, *plan.marks)

@@ -374,10 +374,11 @@ class Scheduler:
         return plan
 
     def complete(self, result: StepResult) -> list[Progress]:
-        """Read the results of the oldest unread step. ValueError: they are not that step's, row by row."""
+        """Read the results of the oldest unread step. ValueError, and nothing changes: they are not that step's, row by row."""
         if not self._unread or result.step_id != self._unread[0].step_id:
             raise ValueError(f"results of step {result.step_id} out of order")
         plan = self._unread[0]
+        self._reader.check(plan, result)
         shown = self._planner.read(plan.step_id)  # first: who retires with this step frees its blocks in order
         progress = self._reader.read(plan, result)
         self._unread.popleft()

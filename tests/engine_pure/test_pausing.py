@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.fake_runner import expected_tokens
-from engine.plan import PREEMPTED_TOKEN_ID, SamplingParams
+from engine.plan import NO_TOKEN, PREEMPTED_TOKEN_ID, SamplingParams, StepResult
 from engine.sequence import Phase, SequenceSpec
 from tests.engine_pure.checked_node import SIZES, CheckedNode, Sizes, make_spec, phase_of
 
@@ -181,6 +181,47 @@ def test_so_is_what_a_step_copies_that_was_launched_behind_the_last_row_of_its_s
     assert not lease_all(node) & {*plan.leaving_block_ids}
     node.complete()
     assert lease_all(node) == {*plan.leaving_block_ids}
+
+
+@pytest.mark.covers("P08", "Q08")
+def test_what_a_step_keeps_stays_its_own_when_results_are_refused_and_the_right_ones_are_read_afterwards() -> None:
+    node = decoding(num_steps=3)
+    drain(node)
+    node.scheduler.lend("s")
+    plan = node.scheduler.plan()
+    assert plan is not None and plan.leaving_block_ids
+    first, *_ = node.runner.run(plan)
+    before = node.scheduler.snapshot(), node.pool.snapshot(), node.scheduler.num_prompt_tokens
+    for wrong in ((), (first._replace(slot=first.slot + 1),), (first._replace(token_id=NO_TOKEN),)):
+        with pytest.raises(ValueError, match=r"not those of its rows|the row samples"):
+            node.scheduler.complete(StepResult.of(plan.step_id, wrong))
+        assert (node.scheduler.snapshot(), node.pool.snapshot(), node.scheduler.num_prompt_tokens) == before
+    (progress,) = node.scheduler.complete(StepResult.of(plan.step_id, (first,)))
+    assert progress.token_id == first.token_id and node.scheduler.num_readable("s") == len(plan.leaving_block_ids)
+
+
+@pytest.mark.covers("P08", "Q01", "Q08")
+def test_nothing_of_a_step_is_read_whose_last_answer_is_not_one() -> None:
+    """Not the tokens of the rows before it either, nor are their blocks found."""
+    node = decoding(num_steps=4)
+    drain(node)
+    node.submit(make_spec("moves", [3, 3, 3], 9, SIZES))
+    node.plan()
+    drain(node)
+    node.scheduler.lend("s")
+    node.pause("moves")
+    plan = node.scheduler.plan()
+    assert plan is not None and len(plan.decodes) == len(plan.marks) == 1 and plan.leaving_block_ids
+    row, mark = node.runner.run(plan)
+    before = node.scheduler.snapshot(), node.pool.snapshot(), node.scheduler.num_planned("s")
+    with pytest.raises(ValueError, match="to its mark"):
+        node.scheduler.complete(StepResult.of(plan.step_id, (row, mark._replace(token_id=4))))
+    assert (node.scheduler.snapshot(), node.pool.snapshot(), node.scheduler.num_planned("s")) == before
+    said = node.scheduler.complete(StepResult.of(plan.step_id, (row, mark)))
+    assert [(item.sequence_id, item.token_id, item.finish) for item in said] == [
+        ("s", row.token_id, None),
+        ("moves", None, "paused"),
+    ]
 
 
 PRESSED = Sizes(num_blocks=8, num_slots=2, max_model_len=32, policy="none", resumes=False, keeps=True)

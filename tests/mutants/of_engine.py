@@ -119,6 +119,14 @@ MUTANTS: Final = (
         _SCHEDULER,
     ),
     Mutant(
+        "results-checked-while-they-are-read",
+        "A step whose results are refused has let go of the blocks that it copies.",
+        "engine/scheduler.py",
+        "        self._reader.check(plan, result)\n        shown = self._planner.read(plan.step_id)",
+        "        shown = self._planner.read(plan.step_id)\n        self._reader.check(plan, result)",
+        ("tests/engine_pure/test_pausing.py",),
+    ),
+    Mutant(
         "growth-of-many-keeps-promises",
         "Blocks given to several rows at once do not use up their sequences' promises.",
         "engine/room.py",
