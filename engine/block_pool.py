@@ -191,6 +191,15 @@ class BlockPool:
                 held[block_id] = key
                 self.key_log.add(key, True)
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Let nobody find these used blocks any more: they do not hold what their keys say. Who has them keeps them."""
+        self._check_states(block_ids, "forget", BlockState.USED)
+        for block_id in block_ids:
+            if (key := self._keys[block_id]) is not None:
+                del self._block_of_key[key]
+                self._keys[block_id] = None
+                self.key_log.add(key, False)
+
     # Leases
 
     def lease(self, num_blocks: int) -> list[int]:

@@ -147,6 +147,8 @@ class Reader:
         self._all.slots.num_computed[row.slot] = num_computed
         if token_id in ENDS_OF_ROWS:
             sequence.is_broken = True
+            if token_id == BROKEN_ROW:
+                self._room.forget(sequence)
             self._all.finish(sequence)
             return Progress(sequence_id, num_computed, None, ENDS_OF_ROWS[token_id])
         self._room.publish(sequence, num_computed, decodes=isinstance(row, DecodeRow))

@@ -140,6 +140,13 @@ class Room:
         if full:
             self._pool.publish(full)
 
+    def forget(self, sequence: Admitted) -> None:
+        """Its rows have no numbers, so some block behind them has none, nobody knows which: whoever found it would break as well.
+
+        Others that have it already go on, and find out by themselves.
+        """
+        self._pool.forget(sequence.block_ids)
+
     def num_cacheable(self, spec: SequenceSpec, num_computed: int, *, decodes: bool) -> int:
         """How many leading blocks of so many computed positions the prefix cache, and the KV pool, are to have."""
         num_prompt = len(spec.token_ids) - spec.num_generated

@@ -146,6 +146,13 @@ class PoolMachine(RuleBasedStateMachine):
                 if key not in [block.key for block in self.model.blocks]:
                     self.model.blocks[n].key = key
 
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block_ids = self.some(data, BlockState.USED)
+        if self.attempt(self.are(block_ids, BlockState.USED), lambda: self.pool.forget(block_ids)):
+            for n in block_ids:
+                self.model.blocks[n].key = None
+
     @rule(count=st.integers(1, 4), keys=st.permutations(KEYS))
     def leave_in_the_cache(self, count: int, keys: list[bytes]) -> None:
         """What a short sequence does, so that cached blocks are common."""

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool, BlockState
+from engine.plan import BROKEN_ROW, NO_TOKEN, STALLED_ROW, SlotResult, StepResult
 from engine.prefix_cache import PrefixCache
 from proto.block_key import block_keys, seed_key
+from tests.engine_pure.checked_node import SIZES, CheckedNode, make_spec, rows_of
 
 SEED = seed_key(b"prefix cache tests")
 BLOCK_SIZE = 2
@@ -101,3 +103,33 @@ def test_a_match_stops_where_it_would_break_a_promise() -> None:
     promised = pool.allocate(2, promised=True)
     states = pool.snapshot()["states"]
     assert states == (BlockState.USED,) * 4 and not set(promised) & set(matched)
+
+
+def finish_of_next_step(node: CheckedNode, answered: int) -> str | None:
+    """What becomes of the only sequence, if its row answers this."""
+    plan = node.scheduler.plan()
+    assert plan is not None
+    (row,) = rows_of(plan)
+    answer = SlotResult(row.slot, row.generation, answered)
+    (progress,) = node.scheduler.complete(StepResult.of(plan.step_id, (answer,)))
+    return progress.finish
+
+
+@pytest.mark.covers("P02")
+@pytest.mark.parametrize(("answered", "finish"), [(BROKEN_ROW, "broken"), (STALLED_ROW, "stalled")])
+def test_nobody_finds_the_blocks_behind_a_row_without_numbers(answered: int, finish: str) -> None:
+    """Neither those that it matched nor those of its own earlier chunks: whoever found them would break as well, for ever."""
+    node = CheckedNode(SIZES)
+    prompt = [1, 2, 3, 4, 5] * 5
+    keys = make_spec("s", prompt, 3, SIZES).block_keys
+    node.submit(make_spec("before", prompt[:9], 1, SIZES))
+    node.run_to_the_end()
+    node.pool.key_log.switch(True)
+    node.submit(make_spec("s", prompt, 3, SIZES))
+    assert finish_of_next_step(node, NO_TOKEN) is None
+    assert len(node.cache.match(keys, 6)) == 6
+    assert finish_of_next_step(node, answered) == finish
+    changes = [is_held for _, is_held in node.pool.key_log.since(0, 99) or ()]
+    num_left = 0 if finish == "broken" else 6
+    assert len(node.cache.match(keys, 6)) == num_left == node.pool.counts().cached
+    assert changes == [True] * 4 + [False] * (6 - num_left) and node.is_idle(), "routers hear of it"

@@ -43,8 +43,8 @@ class Engine:
     def __init__(self, model: Model, num_slots: int = 4, max_batched_tokens: int = 64) -> None:
         self.pool = BlockPool(64, BLOCK_SIZE)
         scheduler = Scheduler(SchedulerConfig(num_slots, max_batched_tokens, 256), self.pool, KEY_SEED)
-        memory = KvMemory(model.config, BLOCK_SIZE, 64, model.dtype)
-        self._runner = TorchRunner(model, memory, num_slots, 256)
+        self.memory = KvMemory(model.config, BLOCK_SIZE, 64, model.dtype)
+        self._runner = TorchRunner(model, self.memory, num_slots, 256)
         self._engine = LocalEngine(scheduler, self)
         self.num_computed = 0  # token positions
 
@@ -243,3 +243,19 @@ def test_rows_that_are_not_numbers_raise_and_ties_go_to_the_lowest_id() -> None:
     assert len(token_logprobs(torch.zeros(1, 3), [0], 20)[0].top) == 3
     with pytest.raises(LogitsError):
         token_logprobs(torch.full((1, 4), torch.nan), [0], 0)
+
+
+@pytest.mark.covers("P02")
+def test_a_cached_block_without_numbers_breaks_one_sequence_and_not_each_that_begins_like_it(model: Model) -> None:
+    """A bit that flips in an exponent: each that found the block would break, and keep it from being evicted."""
+    engine = Engine(model)
+    spec = spec_of("s", SamplingParams(0.0, 0))
+    (right,) = engine.answer(spec)
+    block_id = engine.pool.find(spec.block_keys[1])
+    assert block_id is not None
+    engine.memory.tensor[block_id, 0, 1, 3] = torch.nan
+    assert [progress.finish for progress in engine.progress(spec)] == ["broken"]
+    before = engine.num_computed
+    assert engine.answer(spec) == [right]
+    assert engine.num_computed - before >= len(PROMPT), "nothing of what broke is found"
+    assert engine.pool.counts().used == 0

@@ -119,6 +119,14 @@ MUTANTS: Final = (
         _SCHEDULER,
     ),
     Mutant(
+        "broken-blocks-stay-found",
+        "What is behind a row without numbers is still found, by each prompt that begins like it.",
+        "engine/reading.py",
+        "            if token_id == BROKEN_ROW:\n                self._room.forget(sequence)\n",
+        "",
+        ("tests/engine_pure/test_prefix_cache.py",),
+    ),
+    Mutant(
         "results-checked-while-they-are-read",
         "A step whose results are refused has let go of the blocks that it copies.",
         "engine/scheduler.py",
