@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -34,6 +35,8 @@ from runtime.process import die_with_parent
 MAX_GROWTH_BYTES: Final = 1 << 30  # of a grammar's process, beyond what is there when it begins
 _MAX_CONTROL_BYTES: Final = 1 << 16
 _PAGE: Final = resource.getpagesize()
+# What the node's end of a socket says when it has gone; the latter, also to who reads, where it had not read all of what came.
+_GONE: Final = (BrokenPipeError, ConnectionResetError)
 
 
 def main() -> NoReturn:
@@ -50,14 +53,12 @@ def main() -> NoReturn:
             grammars.open()
     except GrammarError as error:
         problem = str(error)
-    try:
+    with suppress(*_GONE):
         control.send(json.dumps(problem).encode())
-    except BrokenPipeError:
-        os._exit(0)
-    if not problem:
-        gc.collect()
-        gc.freeze()  # the pages of what is there stay shared
-        _fork_and_kill(control, grammars)
+        if not problem:
+            gc.collect()
+            gc.freeze()  # the pages of what is there stay shared
+            _fork_and_kill(control, grammars)
     os._exit(0)  # there is nothing to undo, and torch takes a second for it
 
 
@@ -131,7 +132,8 @@ class GrammarProcess:
         """Until the node has closed its ends, or the grammar cannot be followed."""
         threading.Thread(target=self._check, daemon=True).start()
         self._has_compiled.wait()
-        self._follow()
+        with suppress(*_GONE):
+            self._follow()
 
     def _check(self) -> None:
         code = 1
@@ -141,7 +143,7 @@ class GrammarProcess:
                 for line in lines:
                     self._answer(json.loads(line))
             code = 0
-        except (BrokenPipeError, ConnectionResetError):
+        except _GONE:
             code = 0
         finally:
             if code:
@@ -186,10 +188,7 @@ class GrammarProcess:
             num_tokens += len(token_ids)
             if asks & Asks.WANTS_MASK:
                 allowed, ended_s = rows[row].allowed_bits(), time.thread_time()
-                try:
-                    self._rows.send(told(row, allowed, ended_s - began_s, num_tokens))
-                except (BrokenPipeError, ConnectionResetError):
-                    return
+                self._rows.send(told(row, allowed, ended_s - began_s, num_tokens))
                 began_s, num_tokens = ended_s, 0
 
 

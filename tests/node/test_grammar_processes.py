@@ -178,6 +178,26 @@ def test_the_process_that_forks_is_started_anew_and_all_end_with_the_node(proces
     assert processes.pid != forker
 
 
+def test_a_process_whose_node_has_gone_with_answers_unread_ends_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    own = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+    own.open()
+    own.check(JSON)
+    assert own.pid is not None
+    (pid,) = pids_of(own.pid)
+    row = own.constraint(JSON)
+    assert isinstance(row, grammar_asked.Row)
+    end = row._process._rows
+    assert select.select([end], [], [], 60)[0], "it has answered"
+    descriptor = os.pidfd_open(pid)
+    end.close()
+    assert select.select([descriptor], [], [], 60)[0], "it is still there"
+    os.close(descriptor)
+    own.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_grammar_that_cannot_be_compiled_is_told_in_one_sentence_each_time(processes: GrammarProcesses) -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match="Unclosed"):
