@@ -111,6 +111,10 @@ class FileStore:
                 if not self._has_room():
                     continue
                 self._put(path, header, block)
+            except FileNotFoundError as error:
+                with contextlib.suppress(OSError):
+                    Path(self._root, _TMP).mkdir(0o770)  # somebody has emptied the directory: for the next write
+                raise _failed(error) from None
             except OSError as error:
                 raise _failed(error) from None
             num_stored += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,6 +213,23 @@ def test_a_directory_that_goes_away_fails_and_serves_again_once_it_is_back(tmp_p
     (tmp_path / "away").rename(root)
     assert store.write(pairs(keys, blocks)) == 1
     assert store.num_leading(keys) == 2
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_a_directory_that_somebody_empties_is_written_again_after_one_failure(tmp_path: Path, num_blocks: int) -> None:
+    root = tmp_path / "pool"
+    limits = KvStoreLimits(max_bytes=64 * RECORDS.record_bytes)  # the second block is behind a look at what lies there
+    store = FileStore(root, RECORDS, limits)
+    keys, blocks = keys_of(num_blocks), blocks_of(num_blocks, SMALL)
+    assert store.write(pairs(keys, blocks)) == num_blocks
+    for each in root.iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    assert store.num_leading(keys) == 0
+    with pytest.raises(KvStoreError):
+        store.write(pairs(keys, blocks))
+    assert store.write(pairs(keys, blocks)) == num_blocks
+    assert store.num_leading(keys) == num_blocks
 
 
 @pytest.mark.covers("W08", "W10")
