@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
 
 from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request
-from router.wrong_values import NO_CHARACTER, shown
+from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 256 << 10  # of all definitions together, as JSON
@@ -177,11 +177,13 @@ def check_tools(functions: list[Function], field: str) -> None:
         seen.add(function.name)
         if depth_of(function.parameters) > MAX_TOOL_DEPTH:
             raise bad_request(f"{where}.parameters", f"must be nested at most {MAX_TOOL_DEPTH} deep")
-    told = json.dumps([[each.name, each.description, each.parameters] for each in functions], ensure_ascii=False)
+    definitions = [[each.name, each.description, each.parameters] for each in functions]
     try:
-        size = len(told.encode())
+        size = len(json.dumps(definitions, ensure_ascii=False, allow_nan=False).encode())
     except UnicodeEncodeError as error:
         raise bad_request("tools", NO_CHARACTER) from error
+    except ValueError as error:
+        raise bad_request("tools", NOT_FINITE) from error
     if size > MAX_TOOL_BYTES:
         raise bad_request("tools", f"must have at most {MAX_TOOL_BYTES} bytes together, not {size}")
 

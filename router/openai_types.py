@@ -147,6 +147,14 @@ class StreamOptions(Nested):
 
     include_usage: Annotated[bool, Field(strict=True)] = False
     continuous_usage_stats: Annotated[bool, Field(strict=True)] = False  # vLLM's, which guidellm asks for
+    include_obfuscation: Annotated[bool, Field(strict=True)] = False  # chunks padded to one length: there is no such
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.include_obfuscation:
+            message = "not supported by this version (got true)"
+            raise bad_request("stream_options.include_obfuscation", message, "unsupported_parameter")
+        return self
 
 
 Flag = Annotated[bool, Field(strict=True)]

@@ -20,7 +20,7 @@ from pydantic import Field, StrictStr
 from router.events import Grammar
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats
-from router.wrong_values import NO_CHARACTER, shown
+from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
 MAX_DEPTH: Final = 32  # of schemas within schemas
@@ -118,10 +118,12 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
     `is_compact`: no white space but one blank behind each comma and colon.
     """
     try:
-        text = json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (UnicodeError, RecursionError) as error:
         raise bad_request(field, "holds half a surrogate pair, or is nested too deeply") from error
+    except ValueError as error:
+        raise bad_request(field, NOT_FINITE) from error
     _check_size(text, field)
     counts = sum(_check_schema(schema, field))
     if counts > MAX_REPEATS:
@@ -130,6 +132,8 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
 
 
 def _of_format(asked: ResponseFormat) -> Grammar | None:
+    if asked.json_schema is not None and asked.type != "json_schema":
+        raise bad_request("response_format.json_schema", f"goes with the type json_schema, not {shown(asked.type)}")
     match asked.type:
         case "json_schema":
             if asked.json_schema is None:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 SHOWN_LENGTH: Final = 60  # characters of a wrong value that its error repeats
 NO_CHARACTER: Final = "holds half a surrogate pair, which is no character"
+NOT_FINITE: Final = "holds a number that is not finite"  # 1e400 is JSON to read; what we would write of it is none
 
 # What a value must be -> how it is called; those of one place are branches of a union.
 _KINDS: Final[Mapping[str, str]] = {

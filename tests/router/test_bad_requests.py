@@ -37,6 +37,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 2**63}, "seed", "less than or equal to 9223372036854775807"),
     ({"stream": "yes"}, "stream", "must be true or false"),
     ({"stream_options": {"usage": True}}, "stream_options.usage", "unknown parameter"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not supported"),
+    ({"stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation", "must be true or false"),
     ({"prompt": None}, "prompt", "is required"),
     ({"prompt": ""}, "prompt", "must not be empty"),
     ({"prompt": []}, "prompt", "must not be empty"),
@@ -259,6 +261,41 @@ def test_a_message_of_the_server_can_be_sent_back_with_its_empty_fields(model: P
         assert_is_error(refused, 400, "messages.1.provider_specific_fields", "unknown parameter")
         silent = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "content": None}]}
         assert (await router.client.post(path, json=silent)).status_code == 200
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11", "A14")
+def test_a_number_that_is_not_finite_is_refused_wherever_its_object_is_handed_on(model: Path) -> None:
+    """1e400 is JSON; who repeats it as Infinity, to a client or to a node, writes none."""
+    schema = '{"type": "object", "default": 1e400}'
+    named = f'"name": "f", "parameters": {schema}'
+    chat, input_ = json.dumps(CHAT)[:-1], f'{{"model": "{MODEL_NAME}", "input": "hi"'
+    cases = [
+        ("/v1/chat/completions", f'{chat}, "tools": [{{"type": "function", "function": {{{named}}}}}]}}', "tools"),
+        ("/v1/responses", f'{input_}, "tools": [{{"type": "function", {named}}}], "tool_choice": "none"}}', "tools"),
+        ("/v1/chat/completions", f'{chat}, "structured_outputs": {{"json": {schema}}}}}', "structured_outputs.json"),
+        (
+            "/v1/responses",
+            f'{input_}, "text": {{"format": {{"type": "json_schema", "name": "a", "schema": {schema}}}}}}}',
+            "text.format.schema",
+        ),
+    ]
+
+    async def scenario(router: LiveRouter) -> None:
+        for path, content, field in cases:
+            assert_is_error(await router.client.post(path, content=content), 400, field, "a number that is not finite")
+        assert not router.pair.prefill.dispatches
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A11")
+def test_stream_options_of_openais_that_ask_for_nothing_are_taken(model: Path) -> None:
+    async def scenario(router: LiveRouter) -> None:
+        options = {"include_usage": True, "include_obfuscation": False}
+        answer = await router.post(stream=True, stream_options=options)
+        assert answer.status_code == 200 and '"usage":{"prompt_tokens"' in answer.text
 
     play(model, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -181,11 +182,15 @@ def test_a_schema_that_would_not_be_followed_is_refused_by_name(schema: Any, wor
 BAD: list[tuple[Any, Any, str]] = [
     ({"type": "json_schema"}, None, "response_format.json_schema: is required"),
     ({"type": "json_schema", "json_schema": {"name": "a b"}}, None, "response_format.json_schema.name: "),
+    ({"type": "json_object", "json_schema": {"name": "a"}}, None, "response_format.json_schema: goes with the type"),
+    ({"type": "text", "json_schema": {"name": "a", "schema": {}}}, None, "response_format.json_schema: goes with"),
     ({"type": "json_object"}, {"regex": "a"}, "structured_outputs: contradicts response_format"),
     (None, {}, "must have one of json, json_object, regex, choice and grammar, not 0"),
     (None, {"regex": "a", "choice": ["b"]}, "not 2"),
     (None, {"choice": []}, "structured_outputs.choice: must not be empty"),
     (None, {"json": "{"}, "structured_outputs.json: is no JSON"),
+    (None, {"json": '{"enum": [NaN]}'}, "structured_outputs.json: holds a number that is not finite"),
+    (None, {"json": {"type": "integer", "default": math.inf}}, "structured_outputs.json: holds a number that is not"),
     (None, {"regex": ""}, "structured_outputs.regex: must not be empty"),
     (None, {"regex": "[\ud83c-\udbff]"}, "structured_outputs.regex: holds half a surrogate pair"),
     (None, {"grammar": 'root ::= "\ud800"'}, "structured_outputs.grammar: holds half a surrogate pair"),
