@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI, HTTPException, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.dashboard_state import whole
@@ -110,6 +111,8 @@ class Dashboard:
             return refusal(ApiError(502, str(error), code="launcher_gone"), id_header(request))
         except ApiError as error:
             return refusal(error, id_header(request))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         return json_answer({"killed": node})
 
     async def _own(self, page: str) -> Mapping[int, str]:
@@ -127,7 +130,7 @@ async def _node_to_kill(request: Request) -> str:
             raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.", code="body_too_large")
     try:
         body: Any = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise bad_request(None, "The body is no JSON.") from None
     node = body.get("node") if isinstance(body, dict) else None
     if not isinstance(node, str):

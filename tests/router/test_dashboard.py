@@ -88,7 +88,9 @@ def test_the_state_has_nodes_requests_and_counts_and_a_request_its_picture(model
 
 
 @pytest.mark.covers("X02")
-def test_without_a_launcher_there_is_no_button_and_with_one_only_the_page_presses_it(model: Path) -> None:
+def test_without_a_launcher_there_is_no_button_and_with_one_only_the_page_presses_it(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     killed: list[str] = []
 
     async def kill(name: str) -> str | None:
@@ -115,6 +117,15 @@ def test_without_a_launcher_there_is_no_button_and_with_one_only_the_page_presse
             assert (await post(headers, json={"node": 1})).status_code == 400
             assert (await post(headers, json=["decode"])).status_code == 400
             assert (await post(headers, json={"node": "x" * 2000})).status_code == 413
+            as_json = headers | {"Content-Type": "application/json"}
+            _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            head = "".join(f"{name}: {value}\r\n" for name, value in as_json.items())
+            writer.write(f"POST /dashboard/kill HTTP/1.1\r\nHost: 127.0.0.1:{router.port}\r\n{head}".encode())
+            writer.write(b"Content-Length: 100\r\n\r\n{")
+            await writer.drain()
+            writer.close()  # before it has said all: nobody's bug
+            deep = await post(as_json, content=b"[" * 1024)
+            assert deep.status_code == 400, "deeper than Python follows"
             assert not killed
             assert (await post(headers, json={"node": "decode"})).json() == {"killed": "decode"}
             refused = await post(headers, json={"node": "other"})
@@ -123,6 +134,7 @@ def test_without_a_launcher_there_is_no_button_and_with_one_only_the_page_presse
             await control.close()
             assert (await post(headers, json={"node": "decode"})).status_code == 502
         assert killed == ["decode", "other"]
+        assert "request_failed" not in caplog.text
 
     asyncio.run(run())
 
