@@ -21,7 +21,8 @@ from router.json_scan import CallScan
 from router.tool_syntax import ToolSyntax
 
 _NAME_BEFORE: Final = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(\[CALL_ID\][A-Za-z0-9]{1,64})?(\[ARGS\])?\s*(?=\{)")
-_MAY_BE_NAME: Final = re.compile(r"\s*[A-Za-z0-9_.:/-]{0,128}(\[[A-Za-z0-9_\[\]]{0,90})?\s*")
+# Possessive, since blanks in front and behind can be shared out in as many ways as there are blanks, and each would be tried.
+_MAY_BE_NAME: Final = re.compile(r"\s*+[A-Za-z0-9_.:/-]{0,128}+(\[[A-Za-z0-9_\[\]]{0,90}+)?+\s*+")
 
 
 @dataclass(frozen=True, slots=True)

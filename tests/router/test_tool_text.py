@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -201,6 +202,14 @@ def test_what_no_call_has_is_not_collected() -> None:
             if not scan.is_broken:
                 scan.push(character)
         assert scan.is_broken
+
+
+def test_blanks_behind_a_mark_cost_what_any_text_costs() -> None:
+    """A model that repeats itself writes thousands; all streams wait for the one whose text is looked at."""
+    reader, began_at = ToolReader(MISTRAL, OFFERED), time.thread_time()
+    told = [*reader.push("[TOOL_CALLS]"), *reader.push(" " * 30_000), *reader.push(") {"), *reader.finish()]
+    assert told == [Said("[TOOL_CALLS]" + " " * 30_000 + ") {")]
+    assert time.thread_time() - began_at < 0.5
 
 
 def test_ids_are_the_same_for_the_same_choice_and_no_other() -> None:
