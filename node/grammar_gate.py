@@ -61,6 +61,8 @@ class GrammarGate:
         """
         compiling = self._keep(self._threads.flaw(to_grammar(grammar)))
         done, _ = await asyncio.wait({compiling}, timeout=RESERVE_WAITS_S)
+        if compiling.cancelled():  # by `close`; not answered, the call would keep its sender until its time is over
+            return Flaw(pb.BUSY, "the node takes another role, or is to end")
         return compiling.result() if done else Flaw(pb.BUSY, "its grammar is being compiled")
 
     async def close(self) -> None:

@@ -191,6 +191,23 @@ def test_a_completion_that_has_begun_goes_on_elsewhere_where_its_grammar_compile
     play(lambda: Bed(slow, compile_s=0.5), scenario)
 
 
+@pytest.mark.covers("A14")
+def test_a_lease_that_waits_for_its_grammar_at_a_gate_that_closes_is_refused(directory: Path) -> None:
+    """Of a call that nobody answers its sender hears when its time is over."""
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        asked = dispatch("r", GOOD).message.dispatch.sampling.grammar
+        waiting = asyncio.create_task(bed.gate.flaw(asked))
+        await asyncio.sleep(0)
+        await bed.gate.close()
+        flaw = await waiting
+        assert flaw is not None and flaw.code == pb.BUSY
+        slow.go.set()
+
+    play(lambda: Bed(slow), scenario)
+
+
 def test_a_cancel_behind_a_dispatch_that_cannot_be_let_in_is_heard(directory: Path) -> None:
     """It may be of a newer attempt, which has no Dispatch here."""
 
