@@ -54,7 +54,7 @@ from engine.plan import (
 from engine.sampler import MASK_64, Draw, is_decided_by_logits, sample
 from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
-from engine.under_way import UnderWay
+from engine.under_way import Drawn, UnderWay
 from kernels.interface import DecodeRows, SlotNumbers
 from kernels.upload import upload
 
@@ -147,10 +147,10 @@ class TorchRunner:
             answers = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
             left = list(map(self._leave, plan.marks))
             return UnderWay(plan.step_id, answers, [*rows.sampling], left, copies, written, self._kv)
-        if written:  # before the result says that a sender may read them
-            self._kv.to_host(written, self._kv.gather(written).cpu())
+        gathered = self._kv.gather(written).cpu() if written else None
         self._meet(led)
-        return Done(self._read(plan, rows, logits))
+        result = self._read(plan, rows, logits)
+        return Done(result) if gathered is None else Drawn(result, written, gathered, self._kv)
 
     def _decode(self, plan: Plan) -> StepResult:
         """A step that is laid out, computed and drawn in one call; its draws come here where that cannot decide them."""

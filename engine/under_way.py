@@ -1,8 +1,14 @@
-"""A step that was launched on a device which computes by itself, until it is read."""
+"""A step that was launched on a device with memory of its own, until it is read.
+
+The blocks that its chunks wrote are put where senders read when it is read, and so in the order of the steps: two steps may write
+into one block, and the second may be launched, and drawn, before the first is read.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from torch import Tensor
 
 from engine.device import HostCopies
 from engine.kv_memory import KvSides
@@ -32,3 +38,21 @@ class UnderWay(NamedTuple):
         token_ids = dict(zip(self.drawn_slots, drawn.tolist(), strict=True))
         answers = [SlotResult(slot, generation, token_ids.get(slot, NO_TOKEN)) for slot, generation in self.rows]
         return StepResult.of(self.step_id, (*answers, *self.marked))
+
+
+class Drawn(NamedTuple):
+    """A step whose tokens were drawn on the host; see Launched."""
+
+    result: StepResult
+    written: list[int]  # see UnderWay
+    gathered: Tensor  # what they hold
+    kv: KvSides
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self) -> StepResult:
+        """Waits for nothing."""
+        self.kv.to_host(self.written, self.gathered)
+        return self.result

@@ -100,6 +100,28 @@ def test_a_result_is_told_when_the_chunks_blocks_are_in_host_memory_wherever_the
     assert memory.bytes[[5, 2, 7, 0]].any(-1).all()
 
 
+@pytest.mark.covers("H01", "Q09")
+@pytest.mark.parametrize("chunks", [(6, 7), (6, 8, 10, 15), (5, 6, 7, 16)])
+@pytest.mark.parametrize("is_drawn_there", [True, False])
+def test_a_step_that_is_read_late_does_not_take_a_block_back_to_what_it_was_when_only_half_of_it_was_written(
+    model: Model, chunks: tuple[int, ...], is_drawn_there: bool
+) -> None:
+    """The second chunk is launched before the first one is read, as on a device; a sender would send what the first one left."""
+    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=True)
+    runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN, is_asynchronous=True)
+    start = SlotStart(0, 1, SamplingParams(0.8, 7, top_p=1.0 if is_drawn_there else 0.9), 0, 0)
+    launched = []
+    for number, (first, end) in enumerate(zip((0, *chunks), chunks, strict=False)):
+        new_block_ids = (5, 2, 7, 0) if not number else ()
+        chunk = PrefillChunk(0, 1, first, tuple(range(first, end)), new_block_ids, samples=end == chunks[-1])
+        launched.append(runner.launch(Plan(number, () if number else (start,), chunks=(chunk,))))
+        if number:
+            launched[number - 1].read()
+    launched[-1].read()
+    on_device = memory.tensor.view(torch.uint8).reshape(memory.bytes.shape).numpy()
+    assert np.array_equal(memory.bytes, on_device) and memory.bytes[[5, 2]].any(-1).all()
+
+
 def test_only_the_named_blocks_are_copied(model: Model) -> None:
     memory = KvMemory(model.config, BLOCK_SIZE, 6, model.dtype, mirror=True)
     assert memory.is_mirrored

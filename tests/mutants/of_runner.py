@@ -12,6 +12,16 @@ _IN_ONE_CALL: Final = ("tests/kernels/test_decode_steps.py", "tests/engine_torch
 
 MUTANTS: Final = (
     Mutant(
+        "host-has-a-block-as-an-earlier-step-left-it",
+        "A step that is launched, but read late, puts a block back that a later one has written to its end.",
+        "engine/runner.py",
+        "        return Done(result) if gathered is None else Drawn(result, written, gathered, self._kv)\n",
+        "        if gathered is not None:\n"
+        "            self._kv.to_host(written, gathered)\n"
+        "        return Done(result)\n",
+        ("tests/engine_torch/test_mirrored_memory.py",),
+    ),
+    Mutant(
         "lent-prefix-left-on-the-device",
         "What decode rows wrote, and a prompt that is handed over found in the prefix cache, is sent as host memory has it.",
         "engine/planning.py",
