@@ -33,7 +33,10 @@ def forced_grammar(body: ChatBody, end_token_ids: Sequence[int]) -> Grammar:
         raise bad_request("tool_choice", "needs the model's end of text, which ignore_eos takes out")
     functions = [tool.function for tool in body.tools]
     for position, function in enumerate(functions):
-        schema_grammar(function.parameters or _NO_ARGUMENTS, f"tools.{position}.function.parameters")
+        field, parameters = f"tools.{position}.function.parameters", function.parameters or _NO_ARGUMENTS
+        schema_grammar(parameters, field)
+        if not _is_of_objects(parameters):
+            raise bad_request(field, "must be a schema of objects and nothing else, since arguments are one")
     called = [each for each in functions if body.called_by_name in (None, each.name)]
     is_one = body.called_by_name is not None or not body.parallel_tool_calls
     grammar = schema_grammar(calls_schema(called, is_one=is_one), "tools", is_compact=True)
@@ -54,6 +57,28 @@ def calls_schema(functions: Sequence[Function], *, is_one: bool) -> dict[str, An
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
     bounds = {"minItems": 1} | ({"maxItems": 1} if is_one else {})
     return {"type": "array", "items": {"anyOf": calls}, **bounds, "$defs": definitions}
+
+
+def _is_of_objects(schema: dict[str, Any]) -> bool:
+    """Whether all that fits a schema, which has been checked, is an object; no recursion: references may be a long chain."""
+    waiting: list[Any] = [schema]
+    followed: set[str] = set()
+    while waiting:
+        match waiting.pop():
+            case {"$ref": str(where)}:
+                if where not in followed:
+                    section, _, name = where.removeprefix("#/").partition("/")
+                    waiting += [schema] if where == "#" else [schema.get(section, {}).get(name, _NO_ARGUMENTS)]
+                    followed.add(where)  # what is missing a compiler misses
+            case {"anyOf": list(schemas)} | {"allOf": list(schemas)}:
+                waiting += schemas
+            case {"enum": list(values)} if all(isinstance(each, dict) for each in values):
+                pass
+            case {"const": dict()} | {"type": "object" | ["object"]}:
+                pass
+            case _:
+                return False
+    return True
 
 
 def _moved(schema: Any, number: int) -> Any:

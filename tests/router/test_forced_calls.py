@@ -70,3 +70,39 @@ def test_a_choice_by_name_leaves_the_others_out_and_what_cannot_end_is_refused()
     for fields, ends, words in (({"ignore_eos": True}, (7,), "ignore_eos"), ({}, (), "no end of text")):
         with pytest.raises(ApiError, match=words):
             forced_grammar(body("required", **fields), ends)
+
+
+LINKS: Final[dict[str, Any]] = {
+    f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}, {"$ref": f"#/$defs/a{n + 1}"}]} for n in range(500)
+}
+NO_OBJECTS: Final[tuple[dict[str, Any], ...]] = (
+    {"type": "string"},
+    {"type": ["object", "null"]},
+    {"title": "anything"},
+    {"enum": [{"city": "Oslo"}, "Oslo"]},
+    {"const": 1},
+    {"anyOf": [CITY, {"type": "null"}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": True}}},
+    {"allOf": [{"$ref": "#/definitions/a"}], "definitions": {"a": {"type": "number"}}, "$defs": {"a": CITY}},
+    {"$ref": "#/$defs/a0", "$defs": LINKS | {"a500": {"type": "string"}}},
+)
+OBJECTS: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"type": "object"},
+    {"type": ["object"]},
+    {"$ref": "#/$defs/a0", "$defs": LINKS | {"a500": {"type": "object"}}},
+    {"enum": [{"city": "Oslo"}, {}]},
+    {"anyOf": [{"type": "object"}, {"$ref": "#"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"const": {"b": 1}}}},
+)
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize("parameters", [*NO_OBJECTS, *OBJECTS])
+def test_a_call_that_must_come_has_an_object_for_its_arguments(parameters: dict[str, Any]) -> None:
+    """What a grammar lets a model write is to be read as a call: arguments that are a text are none, so nothing would be called."""
+    asked = body("required", tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    if parameters in OBJECTS:
+        assert forced_grammar(asked, (7,)).text
+        return
+    with pytest.raises(ApiError, match=r"^tools\.0\.function\.parameters: must be a schema of objects"):
+        forced_grammar(asked, (7,))
