@@ -20,6 +20,7 @@ import secrets
 import selectors
 import socket
 import time
+from itertools import islice
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -49,7 +50,7 @@ class _Link(AcceptedLink):
         super().__init__(number, channel, peer)
         self.agent = agent
         self.is_moving = False
-        self.must_stop_by: float | None = None  # monotonic seconds
+        self.must_stop_by: dict[int, float] = {}  # by lease that is over, earliest first: monotonic seconds
 
 
 class NixlReceiver(AcceptingReceiver[_Link]):
@@ -75,7 +76,7 @@ class NixlReceiver(AcceptingReceiver[_Link]):
     def _seconds_to_work(self) -> float | None:
         if any(link.is_moving for link in self._links.values()):
             return 0.0
-        instants = [link.must_stop_by for link in self._links.values() if link.must_stop_by is not None]
+        instants = [at for link in self._links.values() for at in islice(link.must_stop_by.values(), 1)]
         return max(0.0, min(instants) - time.monotonic()) if instants else None
 
     def _may_knock(self, connection: socket.socket) -> bool:
@@ -116,11 +117,7 @@ class NixlReceiver(AcceptingReceiver[_Link]):
                 self._take(link, frame)
         if link.is_moving:
             self._drive(link)
-        if not self._writers.awaits_stop(link.number):
-            link.must_stop_by = None
-        elif link.must_stop_by is None:
-            link.must_stop_by = time.monotonic() + _STOP_S
-        elif time.monotonic() >= link.must_stop_by:
+        if any(time.monotonic() >= at for at in islice(link.must_stop_by.values(), 1)):
             raise ChannelBroken("its sender did not stop writing into a lease that is over")
 
     def _drive(self, link: _Link) -> None:
@@ -143,7 +140,9 @@ class NixlReceiver(AcceptingReceiver[_Link]):
                 case FrameKind.NOTICE:
                     self._take_notice(link, frame.body)
                 case FrameKind.STOPPED:
-                    self._writers.stopped(link.number, pb.LeaseOver.FromString(frame.body).lease_id)
+                    lease_id = pb.LeaseOver.FromString(frame.body).lease_id
+                    link.must_stop_by.pop(lease_id, None)
+                    self._writers.stopped(link.number, lease_id)
                 case FrameKind.MOVING:
                     pass
                 case _:
@@ -171,7 +170,7 @@ class NixlReceiver(AcceptingReceiver[_Link]):
         for number in told:
             link = self._links.get(number) if isinstance(number, int) else None
             if link is not None:
-                link.must_stop_by = time.monotonic() + _STOP_S
+                link.must_stop_by[lease_id] = time.monotonic() + _STOP_S
                 self._say(link, FrameKind.OVER, body)
 
     def _let_go(self, link: _Link) -> None:

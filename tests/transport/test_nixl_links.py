@@ -73,6 +73,26 @@ def test_a_sender_that_hangs_keeps_an_ended_lease_in_quarantine_until_its_link_i
 
 
 @pytest.mark.covers("H08")
+def test_leases_that_end_one_after_the_other_do_not_put_off_the_end_of_a_sender_that_hangs(
+    nixl_net: NixlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_receiver, "_STOP_S", 1.0)
+    with peer("nixl") as sender:
+        receiver = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
+        for lease_id in range(1, 5):
+            receiver.transport.admit(lease_id, SECRET, [lease_id - 1])
+        sender.begin(receiver.transport.endpoint())
+        nixl_net.until(lambda: all(receiver.said.landed(lease_id) == [0] for lease_id in range(1, 5)))
+        stop(sender.process.pid)
+        for lease_id in range(1, 4):
+            receiver.transport.revoke(lease_id)
+            time.sleep(0.9)  # never as long as a sender is given
+        assert RevokeDone(1) in receiver.said.of(RevokeDone), "no answer about others is awaited for it"
+        receiver.transport.revoke(4)
+        nixl_net.until(lambda: len(receiver.said.of(RevokeDone)) == 4)
+
+
+@pytest.mark.covers("H08")
 def test_a_sender_that_lives_says_that_it_has_stopped_and_keeps_its_link(nixl_net: NixlNet) -> None:
     sender = nixl_net.node("sender", NUM_BLOCKS, BLOCK_BYTES)
     receiver = nixl_net.node("receiver", NUM_BLOCKS, BLOCK_BYTES)
