@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.block_pool import BlockPool, BlockState
 from engine.fake_runner import FakeRunner, expected_tokens
-from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams
+from engine.plan import DecodeRow, Plan, PrefillChunk, SamplingParams, SlotResult, StepResult
 from engine.prefix_cache import PrefixCache
 from engine.reserve import ReserveConfig, ReservePolicy
 from engine.saving import Save, SaveRules
@@ -186,12 +186,18 @@ class CheckedNode:
         self.check()
         return plan
 
-    def complete(self) -> list[Progress]:
-        """Run and read the oldest unread step, checked."""
+    def complete(self, spoilt: tuple[int, int] | None = None) -> list[Progress]:
+        """Run and read the oldest unread step, checked. `spoilt`: the index of a row, and what it answers for a token."""
         plan = self.unread.popleft()
         slots = self.scheduler.snapshot()["slots"]
         assert isinstance(slots, tuple)
-        progress = self.scheduler.complete(self.runner.run(plan))
+        result = self.runner.run(plan)
+        if spoilt is not None:
+            answers = [*result]
+            row = answers[spoilt[0]]
+            answers[spoilt[0]] = SlotResult(row.slot, row.generation, spoilt[1])
+            result = StepResult.of(plan.step_id, answers)
+        progress = self.scheduler.complete(result)
         self.on_host |= {*plan.leaving_block_ids}
         for item in progress:
             self._check_progress(item)
@@ -317,6 +323,9 @@ class CheckedNode:
     def _check_progress(self, item: Progress) -> None:
         sequence_id = item.sequence_id
         assert sequence_id not in self.finished and sequence_id not in self.aborted
+        if item.finish in ("broken", "stalled"):
+            self.aborted.add(sequence_id)
+            return
         if item.token_id is not None:
             self.token_ids[sequence_id].append(item.token_id)
         is_kept = item.finish == "paused" or (item.finish == "preempted" and self.scheduler.knows(sequence_id))
