@@ -11,7 +11,7 @@ bounded; when it is full new work is refused (BUSY) rather than an old floor for
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from proto.attempt_key import AttemptKey, BranchKey
@@ -80,6 +80,9 @@ class FenceFloor:
         if until < self._looked_at.get(branch, float("inf")):
             self._looked_at[branch] = until
             heappush(self._expiry, (until, branch))
+            if len(self._expiry) > 2 * len(self._looked_at) + 64:  # most are of ended attempts, and far away
+                self._expiry = [(at, each) for each, at in self._looked_at.items()]
+                heapify(self._expiry)
 
     def tick(self, now: float) -> None:
         """Forget the floors whose time has passed."""
@@ -100,3 +103,8 @@ class FenceFloor:
 
     def __len__(self) -> int:
         return len(self._floors)
+
+    @property
+    def num_entries(self) -> int:
+        """Instants in memory, those that count no more included."""
+        return len(self._expiry)

@@ -81,6 +81,23 @@ def test_an_ended_attempt_gives_its_place_back_long_before_a_distant_deadline() 
     assert fence.has_room(BRANCHES[1])
 
 
+@pytest.mark.parametrize("ms_left", [60_000, 86_400_000])
+def test_what_has_ended_is_remembered_no_longer_than_its_floor_however_distant_its_deadline(ms_left: int) -> None:
+    fence = FenceFloor(max_branches=1024)
+    most = 0
+    for index in range(20_000):
+        now = index / 10
+        fence.tick(now)
+        key = AttemptKey(f"r{index}", 0, 0)
+        assert fence.begin(key, now + ms_left / 1000)
+        assert fence.end(key, now + ms_left / 1000, now)
+        most = max(most, len(fence))
+        assert fence.num_entries <= 2 * len(fence) + 64
+    assert most == 10 * MAX_REST_S
+    fence.tick(now + MAX_REST_S)
+    assert len(fence) == 0 and fence.admits(key)
+
+
 def test_an_attempt_that_ends_at_its_deadline_is_still_fenced() -> None:
     fence = FenceFloor(max_branches=1)
     fence.begin(AttemptKey(*BRANCHES[0], 0), deadline=5.0)

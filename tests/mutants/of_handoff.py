@@ -149,6 +149,14 @@ MUTANTS: Final = (
         _FENCE,
     ),
     Mutant(
+        "fence-keeps-what-counts-no-more",
+        "Of each attempt something stays in memory until its deadline, a day perhaps, however long ago it ended.",
+        "connector/fence.py",
+        "if len(self._expiry) > 2 * len(self._looked_at) + 64:",
+        "if self._max_branches < 0:",
+        _FENCE,
+    ),
+    Mutant(
         "secret-not-checked",
         "A write lands in a lease whose secret its sender does not know.",
         "connector/admissions.py",
