@@ -251,7 +251,7 @@ class Receiving:
         self._scheduler.unreserve_slots(len(lease.keys) - len(starting))
         deadline = min(lease.deadline, now + commit.ms_left / 1000)
         batches = TokenBatches(from_receiver=True)
-        num_published = 0  # leading blocks: the first branch offers those that all have
+        num_published = lease.blocks.num_held  # leading blocks: found, or offered by the first branch, which all have
         for position, (started, spec) in starting.items():
             key = lease.keys[position]
             self.leases.close(lease, key)

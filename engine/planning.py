@@ -194,6 +194,7 @@ class Planner:
         block_ids, num_promised = granted
         del population.waiting[waiting.spec.sequence_id]
         sequence = population.occupy(waiting, block_ids, num_promised, len(block_ids) * self._room.block_size)
+        sequence.num_matched = len(block_ids)
         population.prefilling = sequence
         if waiting.spec.lends:
             self._matched += block_ids

@@ -121,7 +121,7 @@ class Room:
         """Offer the blocks that became full and final to the prefix cache; a twin published earlier stays the one found.
 
         Those with completion tokens only of who decodes (`decodes`): what a prompt's chunks compute of them once more is of use to
-        this sequence alone. Of matched and adopted blocks some have their keys already: offering them again changes nothing.
+        this sequence alone. Of adopted blocks some have their keys already: offering them again changes nothing.
         """
         self._publish(((sequence, num_computed),), decodes)
 
@@ -136,7 +136,8 @@ class Room:
             for index in range(len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
                 key = given[index] if index < len(given) else sequence.next_key(self.block_size)
                 keys.append(key)
-                full[block_ids[index]] = key
+                if index >= sequence.num_matched:  # else it was found, and whoever has forgotten it since knew why
+                    full[block_ids[index]] = key
         if full:
             self._pool.publish(full)
 

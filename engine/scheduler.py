@@ -119,8 +119,8 @@ class Scheduler:
 
         `block_ids` hold the KV of token_ids[:-1]; the first step feeds token_ids[-1]. The caller's references on them and its
         `num_promised` promises pass to the sequence; under the policy "full" they are enough for its limit, else there are
-        none. Full blocks are published now, but for the leading `num_published`, which were offered with a sequence that
-        shares them. ValueError, and nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
+        none. Full blocks are published now, but for the leading `num_published`, which were offered before, be it with a
+        sequence that shares them. ValueError, and nothing passes: no slot was reserved, too few blocks, or what submit() refuses.
         """
         self._check(spec)
         num_computed = len(spec.token_ids) - 1

@@ -103,6 +103,7 @@ class Sequence:
     key_seed: bytes  # what the key of the first block is made from
     arrival: int = 0  # who came later is younger; a preempted sequence keeps its own
     keys: list[bytes] = field(default_factory=list)  # of the leading full blocks, offered to the prefix cache
+    num_matched: int = 0  # leading blocks that the prefix cache had when it was admitted: not for it to offer
     num_blocks_planned: int = 0  # leading blocks of the table that the runner was told of
     # While it moves: a link reads its blocks, so that they stay, whatever becomes of it, until release().
     is_read: bool = False

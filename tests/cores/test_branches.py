@@ -9,6 +9,7 @@ import pytest
 
 from connector.transport import BlocksLanded, NotifyArrived, RevokeDone
 from engine.fake_runner import BYTES_PER_TOKEN, FakeRunner, expected_tokens
+from engine.plan import BROKEN_ROW, SlotResult, StepResult
 from node import events as ev
 from node.sampling import to_sampling_params
 from proto import baton_pb2 as pb
@@ -276,3 +277,27 @@ def test_completions_of_branches_are_found_by_their_own_keys_afterwards() -> Non
         tokens = prompt + right_tokens(prompt, SAMPLING, choice)[:-1]
         keys = block_keys(SEED, tokens, BLOCK_SIZE)
         assert len(keys) == 4 and pair.decode.pool.find(keys[-1]) is not None
+
+
+def start(decode: Decode, key: AttemptKey, lease: pb.Lease, written: tuple[int, ...]) -> list[ev.RunStep]:
+    """What a sender does from its last write to the answer to its Commit; the steps that are launched then."""
+    decode.core.receive(BlocksLanded(lease.lease_id, written, 64, "prefill-0"), 0.0)
+    decode.core.receive(NotifyArrived("link", commit(key, lease, PROMPT, 9, 4)), 0.0)
+    actions = decode.core.receive(RevokeDone(lease.lease_id), 0.0)
+    return [action for action in actions if isinstance(action, ev.RunStep)]
+
+
+@pytest.mark.covers("P02", "H11")
+def test_blocks_that_a_lease_holds_are_not_offered_again_when_a_row_behind_them_had_no_numbers_meanwhile() -> None:
+    """Or each lease that overlaps with one that breaks would hand them on to the next."""
+    decode, late = Decode(), KEY._replace(request_id="late")
+    (of_block,) = block_keys(SEED, PROMPT, BLOCK_SIZE)
+    run, *_ = start(decode, KEY, decode.reserve(KEY, PROMPT, 4).lease, (0, 1))
+    lease = decode.reserve(late, PROMPT, 4).lease
+    assert lease.num_blocks_held == 1 and decode.pool.find(of_block) is not None
+    row = run.plan.decodes[0]
+    answer = SlotResult(row.slot, row.generation, BROKEN_ROW)
+    decode.core.receive(ev.StepDone(StepResult.of(run.plan.step_id, (answer,))), 0.0)
+    assert decode.pool.find(of_block) is None
+    start(decode, late, lease, (1,))
+    assert decode.scheduler.knows(late) and decode.pool.find(of_block) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -113,6 +114,27 @@ def finish_of_next_step(node: CheckedNode, answered: int) -> str | None:
     answer = SlotResult(row.slot, row.generation, answered)
     (progress,) = node.scheduler.complete(StepResult.of(plan.step_id, (answer,)))
     return progress.finish
+
+
+@pytest.mark.covers("P02")
+def test_what_was_forgotten_is_not_offered_again_by_who_had_found_it_before() -> None:
+    """Where prompts that begin alike overlap, there would always be one that finds it, and breaks."""
+    sizes = replace(SIZES, max_batched_tokens=8)
+    node = CheckedNode(sizes)
+    prompt = [1, 2, 3, 4, 5] * 4
+    node.submit(make_spec("before", prompt, 1, sizes))
+    node.run_to_the_end()
+    longer = make_spec("b", [*prompt, *[5] * 14], 1, sizes)
+    node.submit(make_spec("a", [*prompt, *[6] * 4], 1, sizes))
+    node.submit(longer)
+    plan = node.plan()
+    assert plan is not None and [chunk.samples for chunk in plan.chunks] == [True, False]
+    node.complete((0, BROKEN_ROW))
+    assert node.aborted == {"a"} and not node.cache.match(longer.block_keys, 9)
+    node.run_to_the_end()
+    assert node.finished["b"] == "length"
+    found = [node.pool.find(key) is not None for key in longer.block_keys]
+    assert found == [False] * 5 + [True] * 3, "what it computed itself is found, by who has the beginning"
 
 
 @pytest.mark.covers("P02")

@@ -127,6 +127,22 @@ MUTANTS: Final = (
         ("tests/engine_pure/test_prefix_cache.py",),
     ),
     Mutant(
+        "forgotten-blocks-offered-again",
+        "Who found a block before it was forgotten lets others find it again.",
+        "engine/planning.py",
+        "        sequence.num_matched = len(block_ids)\n",
+        "",
+        ("tests/engine_pure/test_prefix_cache.py",),
+    ),
+    Mutant(
+        "forgotten-blocks-offered-by-a-lease",
+        "A lease that holds a block which was forgotten meanwhile lets others find it again.",
+        "decode_node/receiving.py",
+        "num_published = lease.blocks.num_held  #",
+        "num_published = 0  #",
+        ("tests/cores/test_branches.py",),
+    ),
+    Mutant(
         "results-checked-while-they-are-read",
         "A step whose results are refused has let go of the blocks that it copies.",
         "engine/scheduler.py",
