@@ -30,8 +30,9 @@ from http import HTTPStatus
 from typing import Any, Final, Literal, get_args
 
 import httptools
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -139,6 +140,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: _Refusal | None = None
         self._is_lost = False
+        self._running: RequestResponseCycle | None = (
+            None  # the last whose answer was begun: what `cycle` is, or ahead of it
+        )
         self.on_lost: Callable[[], None] | None = None  # of the answer under way
 
     # ---------------------------------------------------------------- the connection
@@ -156,11 +160,17 @@ class BoundedHttp(HttpToolsProtocol):
         self._arm_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing of it is left."""
+        """Nothing of it is left. uvicorn tells the newest request alone, which waits if it was sent ahead of an answer."""
         self._stop_timer()
         super().connection_lost(exc)
         self._is_lost = True
+        self._let_go_of_running()
         self.tell_lost()
+
+    def _let_go_of_running(self) -> None:
+        if self._running is not None:
+            self._running.disconnected = not self._running.response_complete
+            self._running.message_event.set()
 
     def tell_lost(self) -> None:
         """Tell the answer under way that its client has gone, if that is so."""
@@ -226,10 +236,13 @@ class BoundedHttp(HttpToolsProtocol):
         is_spared = self.url.partition(b"?")[0].decode("latin-1") in self._bounds.spared_paths
         is_full = len(self.connections) > self._bounds.max_connections and not is_spared
         self.app = self._answer_full if is_full else self._own_app
+        was_reading = not self.flow.read_paused
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             extensions: Any = {DIRECT: DirectWay(self, self.cycle)}
             self.scope["extensions"] = extensions
+        if was_reading and sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # paused if it is ahead of an answer: who does not read hears nobody leave
 
     def on_chunk_header(self) -> None:
         """The body goes on; behind the last one come trailers, during which nothing is told."""
@@ -256,6 +269,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._stop_timer()
             self._timer = self.loop.call_later(self._bounds.head_timeout_s, self.transport.close)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]  # as uvicorn's
+        """Its turn has come."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
     # ---------------------------------------------------------------- refusing
 
     def send_400_response(self, msg: str) -> None:
@@ -271,8 +289,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._refusal = refusal
         self._stop_timer()
         self._on_refused(refusal.reason)
-        if self.cycle is None or self.cycle.response_complete:  # else it would stand in the middle of an answer
+        running = self._running
+        is_its_own = running is self.cycle and running is not None and not running.response_started
+        if (
+            running is None or running.response_complete or is_its_own
+        ):  # else it would stand in another answer, or for it
             self.transport.write(refusal.encoded())
+            self._let_go_of_running()
         self.transport.close()
 
     def _head_too_large(self) -> _Refusal:

@@ -144,6 +144,14 @@ MUTANTS: Final = (
         _HTTP,
     ),
     Mutant(
+        "leavers-behind-a-pipeline",
+        "A client that leaves with a request sent ahead of its answer is noticed when the answer is out.",
+        "runtime/http_protocol.py",
+        "self._is_lost = True\n        self._let_go_of_running()",
+        "self._is_lost = True",
+        ("tests/security/test_http_leaving.py",),
+    ),
+    Mutant(
         "batches-without-a-bound",
         "Every branch of a batch is answered with a Cancel, however many millions there are.",
         "router/core.py",
