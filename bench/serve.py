@@ -40,6 +40,7 @@ from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
 from runtime.command_words import as_flags
 from runtime.config import load
 from runtime.process import allow_descriptors, fatal
+from runtime.unanswered import why_no_authority, why_no_http
 
 PROG: Final = "baton bench"
 _LOWEST_RATE: Final = 0.01  # requests per second, of a sweep
@@ -192,6 +193,8 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 def _unreachable(config: BenchConfig, error: Exception) -> ServerProblem:
+    if (why := why_no_http(str(error), config.url, "--ca FILE")) is not None:
+        return ServerProblem(f"--url {config.url}: {why}")
     told = error or type(error).__name__
     return ServerProblem(f"--url {config.url}: cannot be reached: {told}; `make up` starts a cluster")
 
@@ -199,7 +202,10 @@ def _unreachable(config: BenchConfig, error: Exception) -> ServerProblem:
 def _tls(config: BenchConfig) -> ssl.SSLContext | None:
     if not Server.parse(config.url).is_tls:
         return None
-    return ssl.create_default_context(cafile=None if config.ca is None else str(config.ca))
+    try:
+        return ssl.create_default_context(cafile=None if config.ca is None else str(config.ca))
+    except OSError as error:
+        raise ServerProblem(f"--ca {config.ca}: {why_no_authority(error)}") from None
 
 
 def _pace(config: BenchConfig, rate: float | None) -> str:

@@ -14,6 +14,7 @@ import httpx
 
 from deploy.chat_talk import Message
 from deploy.router_pages import without_number
+from runtime.unanswered import why_no_authority, why_no_http
 
 _CONNECT_S: Final = 10.0
 _PATH: Final = "/v1/chat/completions"
@@ -44,7 +45,7 @@ class ChatServer:
             try:
                 verify = ssl.create_default_context(cafile=str(ca))
             except OSError as error:
-                raise ChatProblem(f"--ca {ca}: {error.strerror or error}") from None
+                raise ChatProblem(f"--ca {ca}: {why_no_authority(error)}") from None
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(headers=headers, timeout=timeout, verify=verify, limits=limits, trust_env=False)
@@ -111,14 +112,13 @@ class ChatServer:
         try:
             yield
         except httpx.ConnectError as error:
-            raise ChatProblem(
-                f"{self.url}: nobody answers there ({without_number(error)}); "
-                "`make up` starts a cluster, --url names another server"
-            ) from None
+            nobody = f"nobody answers there ({without_number(error)}); `make up` starts a cluster, --url names another server"
+            raise ChatProblem(f"{self.url}: {why_no_http(str(error), self.url, '--ca FILE') or nobody}") from None
         except httpx.TimeoutException:
             raise ChatProblem(f"{self.url}: is silent") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ChatProblem(f"{self.url}: {error or type(error).__name__}") from None
+            told = str(error) or type(error).__name__
+            raise ChatProblem(f"{self.url}: {why_no_http(told, self.url, '--ca FILE') or told}") from None
 
 
 def _sentence(body: str) -> str:

@@ -20,7 +20,7 @@ from deploy.finding import CALL_TIMEOUT_S, FailedError, FindingConfig, find_node
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.command_words import as_flags
-from runtime.config import knob, load, set_grpc_environment
+from runtime.config import knob, load
 from runtime.credentials import Credentials
 from runtime.process import fatal
 
@@ -54,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Drain a node; 0 once it has ended, 1 if it did otherwise, 2 for what the operator can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(DrainConfig, "baton drain", DESCRIPTION, as_flags(words, ("--node",)))
-    set_grpc_environment()
     try:
         asyncio.run(_drain(config))
     except ValueError as error:

@@ -23,6 +23,7 @@ from runtime.grpc_reply import parsed
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.registry_client import RegistryUnreachable
 from runtime.registry_server import TTL_S
+from runtime.unanswered import why_no_grpc
 
 CALL_TIMEOUT_S: Final = 5.0  # also of a node's silence: it speaks every second
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})")
@@ -132,5 +133,5 @@ async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequen
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """What a call failed of, in some words."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return "nobody answers there"
+        return why_no_grpc(error.details() or "")
     return f"{error.code().name} {error.details()}"

@@ -13,6 +13,9 @@ from types import TracebackType
 def main() -> None:
     """Become the module that the first argument names."""
     sys.excepthook = _tell
+    from runtime.config import set_grpc_environment  # behind the hook: who stops this, too, is shown no traceback
+
+    set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 

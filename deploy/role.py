@@ -17,7 +17,7 @@ from deploy.finding import FailedError, FindingConfig, find_node, list_nodes
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from runtime.command_words import as_flags
-from runtime.config import knob, load, set_grpc_environment
+from runtime.config import knob, load
 from runtime.credentials import Credentials
 from runtime.process import fatal
 
@@ -76,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Change a node's role; 0 once it serves in it, 1 if it came to something else, 2 for what the operator can mend."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(RoleConfig, "baton role", DESCRIPTION, as_flags(words, ("--node", "--role"), ("--force",)))
-    set_grpc_environment()
     try:
         asyncio.run(_change(config))
     except ValueError as error:

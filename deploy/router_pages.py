@@ -15,9 +15,11 @@ from typing import Any, Final, Self
 import httpx
 
 from runtime.command_words import as_flags
+from runtime.unanswered import why_no_authority, why_no_http
 
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
+_AUTHORITY: Final = "--tls-dir DIR"  # names who has signed the router's certificate
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _ROUTERS_OWN: Final = frozenset(("missing", "degraded", "nodes"))  # keys of its /state
 _NODES_OWN: Final = frozenset(("node_id", "bit_exact", "transport", "versions"))
@@ -45,7 +47,7 @@ class Pages:
             try:
                 verify = ssl.create_default_context(cafile=str(tls_dir / "ca.crt"))
             except OSError as error:
-                raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt cannot be read: {error.strerror}") from None
+                raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt {why_no_authority(error)}") from None
         self._scheme = "http" if tls_dir is None else "https"
         self._client = httpx.Client(timeout=ASK_TIMEOUT_S, trust_env=False, verify=verify)
 
@@ -89,13 +91,13 @@ class Pages:
         except httpx.TimeoutException:
             raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            raise NoAnswer(
-                f"{url}: nobody answers there ({without_number(error)}); `make up` starts a cluster"
-            ) from None
+            nobody = f"nobody answers there ({without_number(error)}); `make up` starts a cluster"
+            raise NoAnswer(f"{url}: {why_no_http(str(error), url, _AUTHORITY) or nobody}") from None
         except httpx.UnsupportedProtocol:
             raise NoAnswer(f"{self.url}: must be http(s)://HOST[:PORT]") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
+            told = str(error) or type(error).__name__
+            raise NoAnswer(f"{url}: {why_no_http(told, url, _AUTHORITY) or told}") from None
 
 
 def without_number(error: httpx.ConnectError) -> str:

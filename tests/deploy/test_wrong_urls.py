@@ -1,24 +1,31 @@
-"""`baton doctor` and `baton status` where somebody else answers: a node, a proxy, any web server."""
+"""Commands that are given a URL where somebody else answers: a node, a proxy, any web server; or with TLS, or without."""
 
 from __future__ import annotations
 
 import json
+import socket
+import ssl
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from deploy import doctor, status
+from bench import serve
+from deploy import certs, chat, doctor, status
 
 NODE = {"node_id": "decode-0", "bit_exact": True, "transport": {}, "versions": {}}
 ROUTER: dict[str, object] = {"missing": [], "degraded": [], "nodes": [], "versions": {}}
+BATON = str(Path(sys.executable).with_name("baton"))
 PAGE = "<html>502 Bad Gateway</html>"
 
 
 @contextmanager
-def answering(answers: Mapping[str, str]) -> Iterator[str]:
+def answering(answers: Mapping[str, str], tls: Path | None = None) -> Iterator[str]:
     """The URL of a web server that has these pages, by path; the first is what any other path gets."""
 
     class Answering(BaseHTTPRequestHandler):
@@ -31,10 +38,15 @@ def answering(answers: Mapping[str, str]) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # who hangs up in a handshake is no error here
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(tls / "tls.crt", tls / "tls.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
@@ -77,3 +89,88 @@ def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsy
         with answering({"/state": json.dumps(router), "/ready?deep=1": '{"pairs": []}'}) as url:
             (sentence,) = troubles(capsys, url)
             assert sentence == f"its HTTP port cannot be asked from here: {elsewhere}/state: is no node's"
+
+
+Ask = Callable[[str], int]
+ASKING: Mapping[str, tuple[Ask, str]] = {
+    "status": (lambda url: status.main([url, "--once"]), "--tls-dir DIR"),
+    "chat": (lambda url: chat.main([url, "hi"]), "--ca FILE"),
+    "bench": (lambda url: serve.main([url]), "--ca FILE"),
+}
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority that no browser knows, and the certificate of this host."""
+    folder = tmp_path_factory.mktemp("certs")
+    assert certs.main([str(folder)]) == 0
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], ask: Ask, url: str) -> str:
+    """The one line of a command that gets no answer."""
+    capsys.readouterr()
+    try:
+        code: object = ask(url)
+    except SystemExit as end:
+        code = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code in (1, 2)
+    return line
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", ASKING)
+def test_with_tls_where_there_is_none_and_without_where_there_is_the_sentence_says_which(
+    capsys: pytest.CaptureFixture[str], authority: Path, command: str
+) -> None:
+    ask, flag = ASKING[command]
+    with answering({"/": "{}"}) as url:
+        assert told(capsys, ask, url.replace("http", "https")).endswith(": speaks no TLS there; is it http://?")
+    with answering({"/": "{}"}, tls=authority / "localhost") as url:
+        unknown = told(capsys, ask, url)
+        assert ": its certificate is refused here: " in unknown
+        assert unknown.endswith(f"; {flag} names the authority that signed it")
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", ASKING)
+def test_a_server_with_tls_that_is_asked_without_hangs_up_and_the_sentence_asks_for_https(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """As uvicorn does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hanging_up = threading.Thread(target=_hang_up, args=(server,))
+        hanging_up.start()
+        line = told(capsys, ASKING[command][0], f"http://127.0.0.1:{server.getsockname()[1]}")
+        hanging_up.join()
+    assert line.endswith(": hangs up without an answer; is it https://?")
+
+
+def _hang_up(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    connection.recv(65536)
+    connection.close()
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("ask", [chat.main, serve.main], ids=["chat", "bench"])
+def test_an_authority_that_holds_no_certificate_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, ask: Callable[[Sequence[str]], int]
+) -> None:
+    (tmp_path / "ca.crt").write_text("nothing of the kind")
+    line = told(capsys, lambda url: ask(["--url", url, "--ca", str(tmp_path / "ca.crt")]), "https://127.0.0.1:1")
+    assert line.endswith(f"--ca {tmp_path / 'ca.crt'}: holds no certificate, as PEM")
+
+
+@pytest.mark.covers("D08")
+@pytest.mark.parametrize("words", [("drain", "decode-0"), ("role", "decode-0", "decode")], ids=["drain", "role"])
+def test_a_registry_without_tls_that_is_asked_with_it_is_one_line_and_none_of_grpcs(
+    authority: Path, words: Sequence[str]
+) -> None:
+    with answering({"/": "{}"}) as url:
+        address = url.removeprefix("http://")
+        flags = ("--router", address, "--tls-dir", str(authority / "localhost"))
+        ended = subprocess.run([BATON, *words, *flags], capture_output=True, text=True, timeout=120, check=False)
+    why = "speaks no TLS there; of processes without certificates ask without --tls-dir"
+    assert (ended.returncode, ended.stderr) == (2, f"baton {words[0]}: --router {address}: {why}\n")
