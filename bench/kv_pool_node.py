@@ -15,11 +15,11 @@ from engine.runner import TorchRunner
 from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
-from node.events import BlocksStaged, Event
+from node.events import BlocksStaged, Event, SaveBlocks
 from node.kv_pool import KvPoolBounds, KvPoolThreads
 from node.measures import Measures
 from node.runner_thread import RunnerThread
-from node.steps import plan_ahead, saves_of
+from node.steps import plan_ahead
 
 _MAX_BATCHED_TOKENS: Final = 512
 
@@ -72,11 +72,11 @@ class PooledNode:
         while True:
             for step in plan_ahead(self._scheduler):
                 self._runner.submit(step.plan)
-            for save in saves_of(self._scheduler):
+            for save in self._scheduler.take_saves():
                 if self._pool is None:
                     raise AssertionError("no pool was opened")
                 self.num_saved += len(save.blocks)
-                self._pool.save(save)
+                self._pool.save(SaveBlocks(save.save_id, save.blocks))
             match await self._told.get():
                 case BlocksStaged(save_id):
                     self._scheduler.saved(save_id)

@@ -131,6 +131,9 @@ class SlowStore:
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
         return RunRead(0, is_corrupt=False)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As KvStore.remove."""
+
     def close(self) -> None:
         self._is_closed.set()
 

@@ -135,6 +135,13 @@ class FileStore:
                 return RunRead(index, is_corrupt=is_right is False)
         return RunRead(len(keys), is_corrupt=False)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As KvStore.remove."""
+        try:
+            self._count("broken", sum(map(_remove, map(self._path, keys))))
+        except OSError as error:
+            raise _failed(error) from None
+
     def close(self) -> None:
         """As KvStore.close."""
 
@@ -226,7 +233,7 @@ class FileStore:
         now_ns = self._clock_ns()
         num_leftovers = 0
         for part in _entries(f"{self._root}/{_TMP}", _PART):
-            if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part):
+            if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part.path):
                 num_leftovers += 1
         folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
         files = sorted(file for folder in folders for file in _entries(folder, _FILE))
@@ -237,7 +244,7 @@ class FileStore:
             if num_bytes <= kept_bytes and now_ns - file.mtime_ns <= self._limits.ttl_s * 1e9:
                 break
             num_bytes -= file.num_bytes
-            num_evicted += _remove(file)
+            num_evicted += _remove(file.path)
         self._count("leftover", num_leftovers)
         self._count("evicted", num_evicted)
 
@@ -297,10 +304,10 @@ def _entries(folder: str, pattern: re.Pattern[str]) -> Iterator[_File]:
                     yield _File(found.st_mtime_ns, found.st_size, entry.path)
 
 
-def _remove(file: _File) -> bool:
-    """False: somebody else has."""
+def _remove(path: str) -> bool:
+    """False: it is not there, or not any more."""
     try:
-        Path(file.path).unlink()
+        Path(path).unlink()
     except FileNotFoundError:
         return False
     return True

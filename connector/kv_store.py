@@ -20,6 +20,7 @@ Count = Callable[[str, int], None]  # raises one of STORE_COUNTERS by an amount;
 STORE_COUNTERS: Final[Mapping[str, str]] = {
     "evicted": "a block that this process dropped because the store was full, or for its age",
     "leftover": "a file of a writer that died, removed",
+    "broken": "a block that was right by its checksum, and behind a row without numbers",
 }
 
 
@@ -73,6 +74,9 @@ class KvStore(Protocol):
 
         What lies in `into` behind those blocks is undefined. Raises ValueError for another length.
         """
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Drop those that are there: they are not what they should be, whatever their checksums say. Others may write them anew."""
 
     def close(self) -> None:
         """Give back what is held; what is stored stays. No other call is under way, and none follows."""

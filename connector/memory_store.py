@@ -84,6 +84,12 @@ class MemoryStore:
                 return RunRead(index, is_corrupt=True)
         return RunRead(len(keys), is_corrupt=False)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As KvStore.remove."""
+        with self._shelf.lock:
+            removed = [self._shelf.records.pop(self._form.name(key), None) for key in keys]
+        self._count("broken", sum(record is not None for record in removed))
+
     def close(self) -> None:
         """As KvStore.close; what lies on the shelf goes with its last user."""
 

@@ -155,6 +155,11 @@ class RedisKvStore:
                 return RunRead(num_read, found.is_corrupt)
         return RunRead(num_read, is_corrupt=False)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As KvStore.remove."""
+        if keys:
+            self._count("broken", self._answer_of(partial(self._drop, self._names(keys))))
+
     def close(self) -> None:
         """As KvStore.close."""
         self._client.close()
@@ -192,6 +197,13 @@ class RedisKvStore:
         num_evicted, *_ = pipe.execute()
         self._count("evicted", int(num_evicted))
         return len(batch)
+
+    def _drop(self, names: Sequence[bytes]) -> int:
+        pipe = self._client.pipeline(transaction=False)
+        pipe.unlink(*names)
+        pipe.zrem(self._used, *names)
+        num_removed, _ = pipe.execute()
+        return int(num_removed)
 
     def _renew(self, names: Sequence[bytes]) -> None:
         self._client.eval(_TOUCH, 1 + len(names), self._used, *names, self._ttl_ms)

@@ -149,6 +149,7 @@ class Reader:
             sequence.is_broken = True
             if token_id == BROKEN_ROW:
                 self._room.forget(sequence)
+                self._saves.broken(sequence)
             self._all.finish(sequence)
             return Progress(sequence_id, num_computed, None, ENDS_OF_ROWS[token_id])
         self._room.publish(sequence, num_computed, decodes=isinstance(row, DecodeRow))

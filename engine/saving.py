@@ -8,6 +8,7 @@
 One reference on each block is the save's own, whoever else has the block, and whoever gets it in the meantime: it is full, so
 nobody writes into it. What is kept counts as coming (Scheduler): others wait for it, and nobody gives way for the same need.
 Named means in Plan.leaving_block_ids: on a device with memory of its own a block must be on the host's side before it is copied.
+Whose rows have no numbers leaves keys instead, which are handed out by take_broken(): what is stored under them is not to be found.
 Not here: which keys a sequence's blocks have (engine/room.py), the copying and the pool (node/kv_pool.py).
 """
 
@@ -26,6 +27,7 @@ class SaveRules:
 
     of_preempted: bool = False  # who gave way, and is not taken by another node as it is
     of_finished: bool = False  # who said its last token
+    takes_out_broken: bool = False  # whether what is behind a row without numbers is to be taken out of the KV pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Saves:
         self._unnamed: list[Save] = []
         self._named: list[tuple[int, Save]] = []  # by the step of the plan that names it
         self._ready: list[Save] = []
+        self._broken: dict[bytes, None] = {}
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -78,6 +81,14 @@ class Saves:
         if self._rules.of_finished and sequence.keys:
             self._unnamed.append(self._keep(sequence))
 
+    def broken(self, sequence: Sequence) -> None:
+        """A row of it had no numbers, so that some block behind it has none, and the KV pool may have that, too."""
+        if self._rules.takes_out_broken:
+            matched = sequence.spec.block_keys[
+                : sequence.num_matched
+            ]  # it breaks in its first chunk, before it has keys
+            self._broken |= dict.fromkeys((*matched, *sequence.keys[len(matched) :]))
+
     def _keep(self, sequence: Sequence) -> Save:
         save = Save(self._next_id, tuple(zip(sequence.keys, sequence.block_ids, strict=False)))
         self._next_id += 1
@@ -101,6 +112,12 @@ class Saves:
         """What may be copied and was not handed out yet; each is answered by staged()."""
         ready, self._ready = self._ready, []
         return ready
+
+    def take_broken(self) -> tuple[bytes, ...]:
+        """Keys of blocks that the KV pool should not have, handed out once."""
+        keys = tuple(self._broken)
+        self._broken.clear()
+        return keys
 
     def staged(self, save_id: int) -> None:
         """Nobody copies its blocks any more. KeyError: there is no such save, or it was answered before."""

@@ -86,13 +86,8 @@ class Scheduler:
         self._saves = Saves(pool, config.saves)
         budgets = (config.max_batched_tokens, config.max_prompt_tokens_beside_decodes)
         self._planner = Planner(self._all, self._room, self._saves, *budgets)
-        self._reader = Reader(
-            self._all,
-            self._room,
-            self._saves,
-            resumes_preempted=config.resumes_preempted,
-            keeps_preempted=config.keeps_preempted,
-        )
+        resumes, keeps = config.resumes_preempted, config.keeps_preempted
+        self._reader = Reader(self._all, self._room, self._saves, resumes_preempted=resumes, keeps_preempted=keeps)
         self._unread: deque[Plan] = deque()
         self.num_prompt_tokens = 0  # prompt positions that the steps read so far have computed
 
@@ -262,6 +257,10 @@ class Scheduler:
     def take_saves(self) -> list[Save]:
         """What is to be stored and was not handed out yet; its blocks are kept until saved()."""
         return self._saves.take()
+
+    def take_broken(self) -> tuple[bytes, ...]:
+        """Keys of blocks that are to be taken out of the KV pool, where it has them; handed out once."""
+        return self._saves.take_broken()
 
     def saved(self, save_id: int) -> None:
         """Nobody copies this save's blocks any more. KeyError: there is no such save, or it was answered before."""

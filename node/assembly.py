@@ -204,7 +204,7 @@ def _scheduler_config(
             clip_max_new_tokens=config.clip_max_new_tokens,
         ),
         cache_generated=config.cache_generated == "on",
-        saves=SaveRules(of_preempted=config.saves_preempted, of_finished=config.saves_finished),
+        saves=SaveRules(config.saves_preempted, config.saves_finished, takes_out_broken=config.kv_pool is not None),
         resumes_preempted=resumes_preempted,
         keeps_preempted=config.preempt_move_ms > 0,
     )

@@ -280,6 +280,13 @@ class SaveBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeOutBlocks:
+    """Take blocks out of the KV pool, should it have them: one of them has no numbers. Nothing follows."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LookInPool:
     """Find out how many leading blocks of a prompt the KV pool has; PoolLooked follows within a bounded time."""
 
@@ -332,6 +339,7 @@ Action = (
     | RevokeLease
     | AnswerCommit
     | SaveBlocks
+    | TakeOutBlocks
     | LookInPool
     | FetchBlocks
     | Count

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from connector.kv_breaker import BreakerTiming
 from connector.kv_store import KvStore
-from node.events import Event, FetchBlocks, LookInPool, SaveBlocks
+from node.events import Event, FetchBlocks, LookInPool, SaveBlocks, TakeOutBlocks
 from node.kv_pool_circuit import PoolCircuit
 from node.kv_pool_reader import PoolReader
 from node.kv_pool_writer import PoolWriter
@@ -68,6 +68,10 @@ class KvPoolThreads:
     def save(self, action: SaveBlocks) -> None:
         """See loop.KvPool."""
         self._writer.save(action)
+
+    def take_out(self, action: TakeOutBlocks) -> None:
+        """See loop.KvPool."""
+        self._writer.take_out(action)
 
     def look(self, action: LookInPool) -> None:
         """See loop.KvPool."""

@@ -2,6 +2,7 @@
 
     loop ──save──► stager: KV memory ──memcpy──► staging buffer ──► writer: store.write     as slow as it likes
            ◄── BlocksStaged ──┘ the blocks may be freed
+    loop ──take_out──► writer: store.remove, behind the batch that it is at
 
 The stager waits for nobody: what finds no free slot is not stored, and counted. Copies are np.copyto, which releases the GIL. The
 buffer is allocated once. Not here: which slot holds what (kv_staging.py), what is stored when (the cores).
@@ -9,7 +10,9 @@ buffer is allocated once. Not here: which slot holds what (kv_staging.py), what 
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -20,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.kv_store import KvStore, KvStoreError
-from node.events import BlocksStaged, Event, SaveBlocks
+from node.events import BlocksStaged, Event, SaveBlocks, TakeOutBlocks
 from node.kv_pool_circuit import PoolCircuit
 from node.kv_recent import RecentKeys
 from node.kv_staging import Staging
@@ -29,6 +32,9 @@ from node.pool_word import PoolWord
 from runtime.threads import started_thread
 
 _BATCH_BYTES: Final = 8 << 20  # that the writer gives to the store at once
+_MAX_TO_TAKE_OUT: Final = (
+    64  # times that blocks are to go and the store has not let go of an earlier call; the oldest are given up
+)
 
 
 class PoolWriter:
@@ -57,6 +63,7 @@ class PoolWriter:
         self._staging = Staging(self.num_slots)  # under _changed's lock, as the two flags
         self._recent = recent  # under the same lock
         self._changed = Condition()
+        self._to_take_out: deque[tuple[bytes, ...]] = deque(maxlen=_MAX_TO_TAKE_OUT)  # under the same lock
         self._is_ending = False  # nothing is staged any more
         self._is_hurried = False  # nor written
         self._saves: SimpleQueue[tuple[SaveBlocks, float] | None] = (
@@ -79,6 +86,15 @@ class PoolWriter:
         else:
             self._measures.add("kv_pool_saves", "refused", len(action.blocks))
             self._post(BlocksStaged(action.save_id, 0))
+
+    def take_out(self, action: TakeOutBlocks) -> None:
+        """Remove the blocks from the pool, once, whatever its circuit says: a full pool lets go of them as well.
+
+        What a store that is down keeps, or another node brings again, goes when it breaks the next one.
+        """
+        with self._changed:
+            self._to_take_out.append(action.keys)
+            self._changed.notify()
 
     def end(self) -> None:
         """End both threads once all that was given is written."""
@@ -127,23 +143,41 @@ class PoolWriter:
     # ------------------------------------------------------------ the writer
 
     def _write_all(self) -> None:
-        while batch := self._next_batch():
-            outcome, num_written = self._write(batch)
-            with self._changed:
-                if outcome == "present":
-                    self._recent.note((key for key, _ in batch), time.monotonic())
-                for _, slot in batch:
-                    self._staging.left(slot)
-            self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
-            self._measures.add("kv_pool_saves", "written", num_written)
-            if outcome == "present":
-                self._word.say(stored=tuple(key for key, _ in batch))
+        while any(work := self._next_work()):
+            batch, broken = work
+            if batch:
+                self._write_batch(batch)
+            if broken:  # behind the batch, which may have some of them
+                self._remove(broken)
 
-    def _next_batch(self) -> list[tuple[bytes, int]]:
-        """Blocks to write; none: there will be no more."""
+    def _next_work(self) -> tuple[list[tuple[bytes, int]], tuple[bytes, ...]]:
+        """Blocks to write, and keys of blocks to remove; neither: there will be no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._staging.num_waiting or self._is_ending or self._is_hurried)
-            return [] if self._is_hurried else self._staging.take(self._per_batch)
+            self._changed.wait_for(
+                lambda: self._staging.num_waiting or self._to_take_out or self._is_ending or self._is_hurried
+            )
+            if self._is_hurried:
+                return [], ()
+            return self._staging.take(self._per_batch), self._to_take_out.popleft() if self._to_take_out else ()
+
+    def _write_batch(self, batch: list[tuple[bytes, int]]) -> None:
+        outcome, num_written = self._write(batch)
+        with self._changed:
+            if outcome == "present":
+                self._recent.note((key for key, _ in batch), time.monotonic())
+            for _, slot in batch:
+                self._staging.left(slot)
+        self._measures.add("kv_pool_saves", outcome, len(batch) - num_written)
+        self._measures.add("kv_pool_saves", "written", num_written)
+        if outcome == "present":
+            self._word.say(stored=tuple(key for key, _ in batch))
+
+    def _remove(self, keys: tuple[bytes, ...]) -> None:
+        with self._changed:
+            self._recent.drop(keys)  # so that they can be stored anew
+        with contextlib.suppress(KvStoreError):  # what it is like to write to, writing says
+            self._store.remove(keys)
+            self._word.say(lacking=keys)
 
     def _write(self, batch: list[tuple[bytes, int]]) -> tuple[str, int]:
         """What became of those blocks that were not written, and how many were."""

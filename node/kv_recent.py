@@ -29,6 +29,11 @@ class RecentKeys:
         while len(self._noted_at) > self._most:
             self._noted_at.popitem(last=False)
 
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """The pool is not to have them."""
+        for key in keys:
+            self._noted_at.pop(key, None)
+
     def has(self, key: bytes, now: float) -> bool:
         """Whether the pool had it less than the given time ago."""
         noted_at = self._noted_at.get(key)

@@ -64,10 +64,13 @@ class Calls(Protocol):
 
 
 class KvPool(Protocol):
-    """Stores blocks in the cluster's KV pool and reads them there (node/kv_pool.py); each call is answered by one event."""
+    """Stores blocks in the cluster's KV pool and reads them there (node/kv_pool.py); calls are answered by one event each."""
 
     def save(self, action: ev.SaveBlocks) -> None:
         """BlocksStaged answers."""
+
+    def take_out(self, action: ev.TakeOutBlocks) -> None:
+        """Nothing answers."""
 
     def look(self, action: ev.LookInPool) -> None:
         """PoolLooked answers."""
@@ -88,6 +91,9 @@ class NoKvPool:
     def save(self, action: ev.SaveBlocks) -> None:
         """See KvPool."""
         self._post(ev.BlocksStaged(action.save_id, 0))
+
+    def take_out(self, action: ev.TakeOutBlocks) -> None:
+        """See KvPool."""
 
     def look(self, action: ev.LookInPool) -> None:
         """See KvPool."""
@@ -195,6 +201,8 @@ class NodeLoop:
                     out.transport.answer(action.reply_to, action.message.SerializeToString())
                 case ev.SaveBlocks():
                     out.kv_pool.save(action)
+                case ev.TakeOutBlocks():
+                    out.kv_pool.take_out(action)
                 case ev.LookInPool():
                     out.kv_pool.look(action)
                 case ev.FetchBlocks():

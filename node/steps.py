@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine.scheduler import Scheduler
-from node.events import RunStep, SaveBlocks
+from node.events import RunStep, SaveBlocks, TakeOutBlocks
 
 STEPS_AHEAD: Final = (
     2  # plans given to the runner and not read yet: one runs, the next waits, so that the runner never does
@@ -20,9 +20,11 @@ def plan_ahead(scheduler: Scheduler, most: int = STEPS_AHEAD) -> list[RunStep]:
     return steps
 
 
-def saves_of(scheduler: Scheduler) -> list[SaveBlocks]:
-    """What is to be stored by now: at the end of every turn, or a core that has nothing else to do would never ask for it."""
-    return [SaveBlocks(save.save_id, save.blocks) for save in scheduler.take_saves()]
+def saves_of(scheduler: Scheduler) -> list[SaveBlocks | TakeOutBlocks]:
+    """What is to be stored by now, or taken out: at the end of every turn, or a core with nothing else to do would never ask."""
+    saves: list[SaveBlocks | TakeOutBlocks] = [SaveBlocks(save.save_id, save.blocks) for save in scheduler.take_saves()]
+    broken = scheduler.take_broken()
+    return [*saves, TakeOutBlocks(broken)] if broken else saves
 
 
 class StepsAhead:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.plan import BROKEN_ROW, NO_TOKEN, SamplingParams, SlotResult, StepResult
 from engine.saving import SaveRules
+from engine.sequence import SequenceSpec
 from node import events as ev
+from node.steps import saves_of
 from proto.attempt_key import AttemptKey
 from proto.block_key import block_keys
 from tests.cores.copied_blocks import CopiedBlocks
@@ -112,6 +115,45 @@ def saved_by_a_prefill_node() -> tuple[ev.SaveBlocks, Prefill]:
     while plans := [action.plan for action in actions if isinstance(action, ev.RunStep)]:
         actions = list(prefill.core.receive(ev.StepDone(runner.run(plans[0])), 0.0))
     return only(actions, ev.SaveBlocks), prefill
+
+
+@pytest.mark.covers("W08", "P02")
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_what_a_row_without_numbers_read_is_taken_out_of_the_pool_or_each_prompt_that_begins_like_it_fetches_it_again(
+    num_chunks: int,
+) -> None:
+    prefill = Prefill(reads_kv_pool=True, saves=SaveRules(takes_out_broken=True))
+    prompt = [3] * (2 * BLOCK_SIZE + 8 * num_chunks)
+    keys = block_keys(SEED, prompt, BLOCK_SIZE)
+    look = only(prefill.dispatch(AttemptKey("r", 0, 0), prompt, max_tokens=2), ev.LookInPool)
+    fetch = only(list(prefill.core.receive(ev.PoolLooked(look.look_id, 2), 0.0)), ev.FetchBlocks)
+    actions = list(prefill.core.receive(ev.BlocksFetched(fetch.fetch_id, 2, 0.1), 0.1))
+    plans = [action.plan for action in actions if isinstance(action, ev.RunStep)]
+    for number, plan in enumerate(plans, 1):
+        assert not any(isinstance(action, ev.TakeOutBlocks) for action in actions)
+        (row,) = plan.chunks
+        answer = SlotResult(row.slot, row.generation, BROKEN_ROW if number == num_chunks else NO_TOKEN)
+        actions = list(prefill.core.receive(ev.StepDone(StepResult.of(plan.step_id, (answer,))), 0.2))
+    assert only(actions, ev.TakeOutBlocks).keys == tuple(keys[: 2 * num_chunks])
+    assert not any(isinstance(action, ev.TakeOutBlocks) for action in prefill.core.tick(0.3)), "once"
+
+
+@pytest.mark.covers("W08", "W04", "P02")
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_a_decode_node_takes_out_what_it_broke_on_with_what_was_said_there(has_pool: bool) -> None:
+    (node,) = decode_nodes(1, policy="none", saves=SaveRules(takes_out_broken=has_pool))
+    prompt = [2] * (2 * BLOCK_SIZE)
+    spec = SequenceSpec("s", tuple(prompt), 0, SamplingParams(0.0, 0), 9, frozenset(), ())
+    assert node.scheduler.reserve_slots(1)
+    node.scheduler.adopt(spec, node.pool.allocate(2), 0)
+    said = [5, 6]
+    for answered in (*said, BROKEN_ROW):
+        plan = node.scheduler.plan()
+        assert plan is not None
+        (row,) = plan.decodes
+        node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(row.slot, row.generation, answered),)))
+    keys = tuple(block_keys(SEED, [*prompt, *said], BLOCK_SIZE))
+    assert saves_of(node.scheduler) == ([ev.TakeOutBlocks(keys)] if has_pool else [])
 
 
 @pytest.mark.covers("W01", "H15")

@@ -48,6 +48,10 @@ class FaultyStore:
             self.in_read()
         return run
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._asked("remove", self.may_write, self.fails_to_write)
+        self._store.remove(keys)
+
     def close(self) -> None:
         self.asked.append("close")
 

@@ -25,6 +25,9 @@ def test_it_knows_the_last_few_for_a_while(seed: int) -> None:
         for key in drawn:
             noted = [each for each in noted if each[0] != key] + [(key, now)]
         noted = noted[-MOST:]
+        dropped = [bytes([random.randrange(8)]) for _ in range(random.randint(0, 1))]
+        keys.drop(dropped)
+        noted = [each for each in noted if each[0] not in dropped]
         known = {key for key, at in noted if now - at < LIFE_S}
         assert {key for key in map(bytes, zip(range(8))) if keys.has(key, now)} == known
         assert len(keys) == len(noted)

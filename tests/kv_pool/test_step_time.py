@@ -25,11 +25,11 @@ from engine.runner import TorchRunner
 from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
-from node.events import BlocksStaged, Event, PoolSaid
+from node.events import BlocksStaged, Event, PoolSaid, SaveBlocks
 from node.kv_pool import KvPoolBounds, KvPoolThreads
 from node.loop import KvPool, NoKvPool
 from node.measures import Measures
-from node.steps import plan_ahead, saves_of
+from node.steps import plan_ahead
 from tests.kernels_choice import KERNELS
 
 BLOCK_SIZE = 16
@@ -64,6 +64,9 @@ class SlowStore:
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> RunRead:
         return RunRead(0, is_corrupt=False)
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -96,8 +99,8 @@ class Node:
             steps = plan_ahead(self.scheduler, 1)
             for step in steps:
                 self.scheduler.complete(self.runner.run(step.plan))
-            for action in saves_of(self.scheduler):
-                kv_pool.save(action)
+            for save in self.scheduler.take_saves():
+                kv_pool.save(SaveBlocks(save.save_id, save.blocks))
             seconds += [time.perf_counter() - began_at] * len(steps)
             if not steps:
                 await asyncio.sleep(0)  # everybody waits for what is being copied

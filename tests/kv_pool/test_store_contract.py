@@ -161,6 +161,24 @@ def test_a_record_of_another_length_is_never_returned_and_may_be_written_anew(pl
 
 
 @pytest.mark.covers("W08", "W10")
+@pytest.mark.parametrize("records", [RECORDS, SECRET], ids=["checksum", "keyed"])
+def test_what_is_removed_is_not_found_and_may_be_written_anew(place: Place, records: KvRecords) -> None:
+    counted: Counter[str] = Counter()
+    store, other = place.open(records, count=lambda name, amount: counted.update({name: amount})), place.open(records)
+    keys, blocks = keys_of(6), blocks_of(6, SMALL)
+    store.write(pairs(keys[:4], blocks[:4]))
+    store.remove([*keys[1:3], keys[5]])
+    store.remove([])
+    assert other.missing(keys) == [False, True, True, False, True, True] and +counted == {"broken": 2}
+    assert other.write(pairs(keys[:4], blocks[2:])) == 2
+    into = np.zeros((4, SMALL), np.uint8)
+    assert store.read(keys[:4], views(into)) == RunRead(4, is_corrupt=False)
+    assert np.array_equal(into, blocks[[0, 3, 4, 3]])
+    store.close()
+    other.close()
+
+
+@pytest.mark.covers("W08", "W10")
 def test_a_pool_that_lies_about_what_belongs_to_a_key_is_found_out(place: Place) -> None:
     store = place.open(RECORDS)
     keys, blocks = keys_of(2), blocks_of(2, SMALL)

@@ -122,7 +122,7 @@ MUTANTS: Final = (
         "broken-blocks-stay-found",
         "What is behind a row without numbers is still found, by each prompt that begins like it.",
         "engine/reading.py",
-        "            if token_id == BROKEN_ROW:\n                self._room.forget(sequence)\n",
+        "                self._room.forget(sequence)\n",
         "",
         ("tests/engine_pure/test_prefix_cache.py",),
     ),

@@ -49,6 +49,9 @@ class Recorder:
     def save(self, action: ev.SaveBlocks) -> None:
         self._note(action)
 
+    def take_out(self, action: ev.TakeOutBlocks) -> None:
+        self._note(action)
+
     def look(self, action: ev.LookInPool) -> None:
         self._note(action)
 
@@ -164,6 +167,7 @@ def test_an_event_in_the_same_turn_finds_expired_what_the_one_before_it_made_due
 def test_what_is_for_the_kv_pool_reaches_it_and_without_one_each_is_answered_with_nothing() -> None:
     asked: list[ev.Action] = [
         ev.SaveBlocks(1, ((b"k", 0),)),
+        ev.TakeOutBlocks((b"k",)),
         ev.LookInPool(2, (b"k",)),
         ev.FetchBlocks(3, ((b"k", 1),)),
     ]
@@ -171,12 +175,13 @@ def test_what_is_for_the_kv_pool_reaches_it_and_without_one_each_is_answered_wit
 
     async def test(shell: Shell) -> None:
         shell.inbox.post(ev.RouterLost(ROUTER))
-        assert await shell.recorder.wait_for(3) == asked
+        assert await shell.recorder.wait_for(4) == asked
 
     drive(core, test)
     answers: list[ev.Event] = []
     pool = NoKvPool(answers.append)
     pool.save(ev.SaveBlocks(1, ((b"k", 0),)))
+    pool.take_out(ev.TakeOutBlocks((b"k",)))
     pool.look(ev.LookInPool(2, (b"k",)))
     pool.fetch(ev.FetchBlocks(3, ((b"k", 1),)))
     assert answers == [ev.BlocksStaged(1, 0), ev.PoolLooked(2, 0), ev.BlocksFetched(3, 0, 0.0)]

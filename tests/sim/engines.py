@@ -107,7 +107,7 @@ _Engine = tuple[BlockPool, Scheduler, npt.NDArray[np.uint8], FakeRunner]
 
 
 def _build_engine(role: pb.Role.ValueType, knobs: Knobs) -> _Engine:
-    pool = BlockPool(knobs.num_blocks, BLOCK_SIZE)
+    pool, has_pool = BlockPool(knobs.num_blocks, BLOCK_SIZE), knobs.kv_pool_flaws is not None
     pool.key_log = KeyLog(knobs.key_log)
     config = SchedulerConfig(
         knobs.num_slots,
@@ -115,7 +115,7 @@ def _build_engine(role: pb.Role.ValueType, knobs: Knobs) -> _Engine:
         knobs.max_model_len,
         _beside_decodes(role, knobs),
         reserve=ReserveConfig(knobs.reserve_policy),
-        saves=SaveRules(knobs.kv_pool_flaws is not None, knobs.kv_pool_flaws is not None and knobs.saves_finished),
+        saves=SaveRules(has_pool, has_pool and knobs.saves_finished, takes_out_broken=has_pool),
         resumes_preempted=role == pb.ROLE_MIXED,
         keeps_preempted=knobs.preempt_move_s > 0,
     )

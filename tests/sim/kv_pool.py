@@ -45,11 +45,13 @@ class SimKvPool:
         self._rng: random.Random = kernel.rng("kv pool")
         self._stored: OrderedDict[bytes, bytes] = OrderedDict()  # the least recently used first
 
-    def ask(self, node: SimNode, action: ev.SaveBlocks | ev.LookInPool | ev.FetchBlocks) -> None:
+    def ask(self, node: SimNode, action: ev.SaveBlocks | ev.TakeOutBlocks | ev.LookInPool | ev.FetchBlocks) -> None:
         """A node's core asks; the answer comes in its own time, if the node lives to hear it."""
         match action:
             case ev.SaveBlocks():
                 self._kernel.after(self._rng.uniform(0, _COPIES_WITHIN_S), lambda: self._copy(node, action), node)
+            case ev.TakeOutBlocks():
+                self._kernel.after(self._delay_s(), lambda: self._take_out(node, action), node)
             case ev.LookInPool():
                 self._kernel.count("kv looks")
                 self._kernel.after(self._delay_s(), lambda: self._look(node, action), node)
@@ -99,6 +101,11 @@ class SimKvPool:
         while len(self._stored) > (_FEW_BLOCKS if "full" in self._flaws else _MANY_BLOCKS):
             self._stored.popitem(last=False)
             self._kernel.count("kv pool full")
+
+    def _take_out(self, node: SimNode, action: ev.TakeOutBlocks) -> None:
+        for key in action.keys:
+            self._kernel.count("kv blocks taken out", self._stored.pop(key, None) is not None)
+        node.post(ev.PoolSaid(_IDENTITY, lacking=action.keys))
 
     # ---------------------------------------------------------------- out
 

@@ -257,7 +257,7 @@ class SimNode(Process):
             case ev.AnswerCommit(reply_to, message):
                 self.transport.answer(reply_to, message.SerializeToString())
                 self._around.moment("activate", self.host)
-            case ev.SaveBlocks() | ev.LookInPool() | ev.FetchBlocks():
+            case ev.SaveBlocks() | ev.TakeOutBlocks() | ev.LookInPool() | ev.FetchBlocks():
                 self._around.kv_pool.ask(self, action)
 
     # ---------------------------------------------------------------- the runner

@@ -121,6 +121,8 @@ def describe_action(action: ev.Action) -> tuple[str, str] | None:
         case ev.SaveBlocks(number, blocks) | ev.FetchBlocks(number, blocks):
             named = [block_id for _, block_id in blocks]
             return "asks", f"{type(action).__name__} {number} of the KV pool: blocks {named}"
+        case ev.TakeOutBlocks(keys):
+            return "asks", f"TakeOutBlocks of the KV pool: {len(keys)} blocks"
         case ev.LookInPool(number, keys):
             return "asks", f"LookInPool {number} of the KV pool: {len(keys)} blocks"
         case ev.Drained():
