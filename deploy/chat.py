@@ -256,8 +256,11 @@ def _line_history(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    path.touch(0o600)
-    readline.read_history_file(path)
+    try:
+        path.touch(0o600)
+        readline.read_history_file(path)
+    except OSError as error:
+        fatal(f"{PROG}: --history {path}: cannot be kept: {error.strerror}")
     try:
         yield
     finally:

@@ -351,7 +351,12 @@ def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        fatal(f"baton up: --run-dir {run_dir}: {error.strerror}")
+        why = (
+            "is no directory"
+            if isinstance(error, (FileExistsError, NotADirectoryError))
+            else f"cannot be made: {error.strerror}"
+        )
+        fatal(f"baton up: --run-dir {run_dir}: {why}")
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with TemporaryFile(dir=run_dir):  # before anything is started

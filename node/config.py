@@ -16,6 +16,7 @@ from engine.reserve import ReservePolicy
 from runtime.advertise import advertise_problem
 from runtime.config import knob
 from runtime.kv_pool_address import read_kv_pool_address
+from runtime.process import is_everywhere
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.tracing import endpoint_problem
 
@@ -243,7 +244,11 @@ class NodeConfig:
                 raise ValueError(f"--router {address}: must be HOST:PORT, the port between 1 and 65535")
         if not self.host:
             raise ValueError("--host: must be an address of this machine, or 0.0.0.0 or :: for all of them")
-        if self.advertise is not None and (problem := advertise_problem(self.advertise)):
+        if self.advertise is not None:
+            problem = advertise_problem(self.advertise)
+        else:
+            problem = None if is_everywhere(self.host) else advertise_problem(self.host, "--host")
+        if problem is not None:
             raise ValueError(problem)
         if self.node_id is not None and not _NODE_ID.fullmatch(self.node_id):
             raise ValueError(f"--node-id {self.node_id}: must be 1 to 64 letters, digits, '.', '_' or '-'")

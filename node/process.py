@@ -71,7 +71,7 @@ from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import check_writable, fatal, first_signal, listening_socket, warn_if_exposed
+from runtime.process import check_writable, fatal, first_signal, listening_socket, warn_if_exposed, why_not_listening
 from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -395,4 +395,4 @@ def _listen(flag: str, host: str, port: int) -> socket.socket:
     try:
         return listening_socket(host, port, _BACKLOG)
     except OSError as error:
-        raise _CannotServe(f"{flag} {port}: cannot listen on {host}: {error.strerror}") from None
+        raise _CannotServe(why_not_listening(error, flag, host, port)) from None

@@ -63,6 +63,7 @@ from runtime.process import (
     listening_socket,
     reached_here,
     warn_if_exposed,
+    why_not_listening,
     write_atomically,
 )
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
@@ -304,8 +305,7 @@ def listen(config: RouterConfig, flag: str, port: int) -> socket.socket:
     try:
         return listening_socket(config.host, port, BACKLOG)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's own text says the address again
-        raise CannotListen(f"{flag} {port}: cannot listen on {config.host}: {why}; give another one") from error
+        raise CannotListen(why_not_listening(error, flag, config.host, port)) from error
 
 
 def _bind_registry(grpc: GrpcServer, config: RouterConfig) -> int:

@@ -34,16 +34,16 @@ class NoAddress(ValueError):
     """Which host others should dial cannot be told, and waiting will not help; the message is one sentence."""
 
 
-def advertise_problem(host: str) -> str | None:
-    """What is wrong with `--advertise HOST`, in one sentence; None if nothing is."""
+def advertise_problem(host: str, flag: str = "--advertise") -> str | None:
+    """What is wrong with `--advertise HOST`, or with another flag's host that others dial, in one sentence; None if nothing is."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         address = None
     if address is None and (not _NAME.fullmatch(host) or re.fullmatch(r"[0-9.]+", host)):
-        return f"--advertise {host}: must be a host name or an address, without a port and without brackets"
+        return f"{flag} {host}: must be a host name or an address, without a port and without brackets"
     if address is not None and (address.is_unspecified or address.is_multicast or "%" in host):
-        return f"--advertise {host}: must be one host's address, that others can dial"
+        return f"{flag} {host}: must be one host's address, that others can dial"
     return None
 
 

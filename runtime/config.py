@@ -26,6 +26,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ T = TypeVar("T", bound="DataclassInstance")
 REQUIRED: Final = dataclasses.MISSING
 ENVIRONMENT_PREFIX: Final = "BATON_"
 ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
+_NO_VALUE: Final = re.compile("argument (--.*): expected one argument")  # argparse's own words
 _NO_KNOBS: Final = ("config", "given")  # --config is every room's
 GRPC_POLLS_ITSELF: Final = "-event_engine_client,-event_engine_listener"  # known to the gRPC that constraints.txt names
 SPIN_COUNT: Final = (
@@ -224,6 +226,8 @@ class Knob:
             return text == "on"
         if self.kind is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
+        if self.kind is Path and not text:  # it would be the current directory
+            raise self._wrong(where.rstrip())
         return Path(text) if self.kind is Path else text
 
     def from_toml(self, value: object, where: str) -> Any:
@@ -313,7 +317,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but an error is an exception rather than a usage dump."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        flag = _NO_VALUE.fullmatch(message)
+        raise ConfigError(message if flag is None else f"{flag[1]}: its value is missing")
 
 
 def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Sequence[str] | None) -> dict[str, str]:

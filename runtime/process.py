@@ -157,7 +157,21 @@ def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens there; at `::` for IPv4, too, as gRPC and zmq do it. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = family == socket.AF_INET6 and is_everywhere(host) and socket.has_dualstack_ipv6()
+    try:
+        host.encode("idna")
+    except UnicodeError:  # which create_server would not raise as an OSError
+        raise socket.gaierror(socket.EAI_NONAME, "is no host name") from None
     return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
+
+
+def why_not_listening(error: OSError, flag: str, host: str, port: int) -> str:
+    """What `listening_socket` found, as a sentence that names the flag which is to blame; `flag` is the port's."""
+    if (error.errno or 0) < 0:  # getaddrinfo's, which create_server hands on as any other
+        return f"--host {host}: is no address and no name that this machine knows"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {host}: is no address of this machine"
+    why = os.strerror(error.errno) if error.errno else error.strerror  # create_server's own text says the address again
+    return f"{flag} {port}: cannot listen on {host}: {why}; give another one"
 
 
 def warn_if_exposed(host: str, what: str, missing: Mapping[str, str]) -> None:

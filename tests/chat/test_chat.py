@@ -289,6 +289,15 @@ def test_ctrl_c_stops_the_answer_hangs_up_and_leaves_the_chat(tmp_path: Path) ->
     assert '"content": "one\\ntwo"' in saved.read_text()
 
 
+def test_a_history_that_cannot_be_kept_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    async def use(terminal: Terminal) -> None:
+        await terminal.until(f"baton chat: --history {tmp_path}: cannot be kept: ")
+        assert await terminal.end() == 2
+        assert "Traceback" not in terminal.seen
+
+    on_a_terminal(answering(HELLO, bodies=[]), use, "--history", str(tmp_path))
+
+
 def test_an_error_is_a_line_of_the_chat_and_the_end_of_input_its_end(tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
     history = tmp_path / "lines"

@@ -119,7 +119,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_pat
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "taken").write_text("")
     result = run([BATON, "up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "taken")])
-    assert (result.returncode, result.stderr) == (2, f"baton up: --run-dir {tmp_path}/taken: {os.strerror(17)}\n")
+    assert (result.returncode, result.stderr) == (2, f"baton up: --run-dir {tmp_path}/taken: is no directory\n")
 
 
 def test_who_stops_a_command_while_it_still_imports_is_shown_nothing_and_other_errors_are_told(tmp_path: Path) -> None:

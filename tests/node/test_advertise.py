@@ -132,6 +132,7 @@ def test_the_kernel_tells_the_way() -> None:
         (("--host", "0.0.0.0"), "--host 0.0.0.0: the way to 127.0.0.1:9 is loopback"),
         (("--host", "0.0.0.0", "--advertise", "a:1"), "--advertise a:1: must be a host name or an address"),
         (("--host", ""), "--host: must be an address of this machine"),
+        (("--host", "300.1.1.1"), "--host 300.1.1.1: must be a host name or an address"),
     ],
 )
 def test_a_node_that_cannot_be_dialled_does_not_start(flags: tuple[str, ...], sentence: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from router.config import RouterConfig
+from runtime.process import listening_socket, why_not_listening
 from tests.router.tiny_model import write_model_text
 from tests.security.strangers import make_certificates
 
@@ -101,6 +102,21 @@ def test_a_taken_port_is_one_line_that_names_it_and_exit_code_2(model: Path, fla
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"baton router: {flag} {port}: cannot listen on 127.0.0.1: ")
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("300.1.1.1", "is no address and no name that this machine knows"),
+        ("a..b", "is no address and no name that this machine knows"),
+        ("ü" * 64, "is no address and no name that this machine knows"),
+        ("192.0.2.1", "is no address of this machine"),
+    ],
+)
+def test_a_host_to_listen_on_that_is_not_here_is_said_of_host_and_not_of_the_port(host: str, why: str) -> None:
+    with pytest.raises(OSError, match=r".") as caught:
+        listening_socket(host, 0, 1)
+    assert why_not_listening(caught.value, "--port", host, 0) == f"--host {host}: {why}"
 
 
 def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
