@@ -2,7 +2,7 @@
 
     ROOT/ab/ab12…ef.kv     one record (kv_record.py), named by its name, whole or not there
     ROOT/tmp/…             records that are being written
-    ROOT/id                drawn by whoever made the pool: its identity
+    ROOT/id                drawn by whoever made the pool: its identity; laid there again should somebody empty the directory
 
 **No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is
 whole, whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits
@@ -72,13 +72,13 @@ class FileStore:
                 Path(folder).mkdir(0o770, exist_ok=True)
             if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
                 raise KvStoreError(f"{self._root}: cannot be written to")
-            self._identity = records.identity(self._drawn())
+            self._drawn = self._id_or(secrets.token_bytes(HEADER_BYTES))
         except OSError as error:
             raise _failed(error) from None
 
     def identity(self) -> bytes:
         """As KvStore.identity."""
-        return self._identity
+        return self._records.identity(self._drawn)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
@@ -114,6 +114,7 @@ class FileStore:
             except FileNotFoundError as error:
                 with contextlib.suppress(OSError):
                     Path(self._root, _TMP).mkdir(0o770)  # somebody has emptied the directory: for the next write
+                    self._id_or(self._drawn)  # and for who comes later: the pool is the one that it was
                 raise _failed(error) from None
             except OSError as error:
                 raise _failed(error) from None
@@ -145,12 +146,12 @@ class FileStore:
     def close(self) -> None:
         """As KvStore.close."""
 
-    def _drawn(self) -> bytes:
-        """What stands in ROOT/id: whole from the beginning, and never changed. Raises OSError."""
+    def _id_or(self, drawn: bytes) -> bytes:
+        """What stands in ROOT/id, whole from the beginning and never changed; where nothing does, this. Raises OSError."""
         path = Path(self._root, _ID)
         if not path.exists():
             part = self._part_path()
-            _write_file(part, secrets.token_bytes(HEADER_BYTES), memoryview(b""))
+            _write_file(part, drawn, memoryview(b""))
             try:
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     os.link(part, path)
@@ -159,7 +160,7 @@ class FileStore:
             finally:
                 Path(part).unlink(missing_ok=True)
         with path.open("rb") as file:
-            return file.read(HEADER_BYTES)
+            return file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")  # a loss of power may have cut it short
 
     # ------------------------------------------------------------ one record
 

@@ -1,7 +1,7 @@
 """The KV pool in Redis: each record a value, all round trips pipelined, each bounded in time.
 
     baton:{kv}:block:NAME        one record (kv_record.py); expires ttl_s after it was last written or read
-    baton:{kv}:id                drawn by whoever came first: the pool's identity
+    baton:{kv}:id                drawn by whoever came first: the pool's identity; every batch of writes sets it where it is gone
     baton:{kv}:used:BYTES        names of the records of this length, by when they were last used: the bound, kept by the scripts
 
 A batch of writes is one round trip: room is made for it (the least recently used records go), then the values are set. What
@@ -101,7 +101,7 @@ class RedisKvStore:
         self._max_records = limits.max_bytes // records.record_bytes
         self._per_batch = max(1, min(_BATCH_BYTES // records.record_bytes, self._max_records))
         self._used = _USED % records.record_bytes
-        self._identity: bytes | None = None
+        self._drawn: bytes | None = None  # what stands under _ID; None: nobody has asked yet
         # Untyped: the client's own types allow for every version of every answer. Safe for threads: each call has a connection.
         self._client: Any = Redis.from_url(
             url,
@@ -114,9 +114,9 @@ class RedisKvStore:
 
     def identity(self) -> bytes:
         """As KvStore.identity."""
-        if self._identity is None:
-            self._identity = self._records.identity(self._answer_of(self._ask_id))
-        return self._identity
+        if self._drawn is None:
+            self._drawn = self._answer_of(self._ask_id)
+        return self._records.identity(self._drawn)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
         """As KvStore.missing."""
@@ -194,6 +194,8 @@ class RedisKvStore:
         pipe.eval(_MAKE_ROOM, 1 + len(names), self._used, *names, self._max_records, self._ttl_ms)
         for name, (key, block) in zip(names, batch, strict=True):
             pipe.set(name, b"".join((self._records.header(key, block), block)), px=self._ttl_ms)
+        if self._drawn is not None:
+            pipe.set(_ID, self._drawn, nx=True)
         num_evicted, *_ = pipe.execute()
         self._count("evicted", int(num_evicted))
         return len(batch)

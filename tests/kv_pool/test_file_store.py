@@ -249,3 +249,17 @@ def test_a_full_disk_fails_and_leaves_nothing_half_behind(tmp_path: Path) -> Non
     assert FilePlace(tmp_path / "pool").names() == set()
     assert list((tmp_path / "pool" / "tmp").iterdir()) == []
     assert store.write(pairs(keys_of(1), blocks_of(1, 30_000))) == 1
+
+
+@pytest.mark.covers("R02", "W10")
+def test_who_comes_when_the_directory_was_emptied_finds_the_identity_of_those_who_write(tmp_path: Path) -> None:
+    """Or routers would see two pools where there is one."""
+    root = tmp_path / "kv"
+    store = FileStore(root, RECORDS, KvStoreLimits())
+    before = store.identity()
+    for entry in root.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with pytest.raises(KvStoreError):
+        store.write(pairs(keys_of(1), blocks_of(1, SMALL)))
+    assert store.write(pairs(keys_of(1), blocks_of(1, SMALL))) == 1
+    assert FileStore(root, RECORDS, KvStoreLimits()).identity() == before == store.identity()

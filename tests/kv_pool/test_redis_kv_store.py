@@ -53,6 +53,23 @@ def test_records_expire_unless_they_are_read(redis_server: RedisServer) -> None:
     store.close()
 
 
+@pytest.mark.covers("R02", "W10")
+def test_who_comes_when_the_server_has_dropped_the_identity_finds_that_of_those_who_write(
+    redis_server: RedisServer,
+) -> None:
+    """FLUSHALL does, and so may its own eviction: nobody has read it since the nodes began. Routers would see two pools."""
+    redis_server.client.flushall()
+    place = RedisPlace(redis_server)
+    store = place.open(RECORDS)
+    before = store.identity()
+    redis_server.client.flushall()
+    assert store.write(pairs(keys_of(2), blocks_of(2, SMALL))) == 2
+    late = place.open(RECORDS)
+    assert late.identity() == before == store.identity()
+    store.close()
+    late.close()
+
+
 @pytest.mark.covers("W10")
 def test_names_without_values_count_until_they_are_the_oldest_and_then_no_more(redis_server: RedisServer) -> None:
     redis_server.client.flushall()

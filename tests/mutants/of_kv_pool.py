@@ -171,6 +171,22 @@ MUTANTS: Final = (
         _THREADS,
     ),
     Mutant(
+        "kv-id-stays-lost-in-redis",
+        "Who comes after Redis has dropped the identity draws another, and routers see two pools.",
+        "connector/redis_kv_store.py",
+        "            pipe.set(_ID, self._drawn, nx=True)\n",
+        "            pass\n",
+        ("tests/kv_pool/test_redis_kv_store.py",),
+    ),
+    Mutant(
+        "kv-id-stays-lost-in-a-directory",
+        "Who comes after somebody has emptied the directory draws another identity, and routers see two pools.",
+        "connector/file_store.py",
+        "                    self._id_or(self._drawn)  #",
+        "                    pass  #",
+        ("tests/kv_pool/test_file_store.py",),
+    ),
+    Mutant(
         "kv-saved-without-a-copy",
         "Blocks are reported as staged before they are copied.",
         "node/kv_pool_writer.py",
