@@ -88,7 +88,7 @@ class BatchBuffers:
     def lay_out(self, tables: SlotTables, decodes: FedRows, chunks: Sequence[Chunk]) -> Batch:
         """The step as tensors, good until the STEPS_KEPT-th call after this one.
 
-        Raises ValueError where a block table is too short for its positions.
+        Raises ValueError where a block table is too short for its positions, and for a chunk without any.
         """
         memory = self._steps[0]
         self._steps.append(self._steps.pop(0))
@@ -175,6 +175,8 @@ class _StepBuffers:
         span, first_row, first_logit = at
         count = len(chunk.token_ids)
         end, end_row, num_blocks = chunk.first_position + count, first_row + count, int(tables.num_blocks[chunk.slot])
+        if not count:
+            raise ValueError(f"slot {chunk.slot}: a chunk of no positions")
         if end > num_blocks * block_size:
             raise ValueError(f"position {end - 1} is past the {num_blocks} blocks of its sequence")
         self.spans.array(span + 1, 3)[span] = first_row, count, chunk.first_position

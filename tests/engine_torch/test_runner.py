@@ -202,6 +202,15 @@ def test_rows_past_their_blocks_or_outside_the_pool_are_refused(runner: Runner) 
         run_one(runner, row=PrefillChunk(0, 1, 0, PROMPT, tuple(range(17)), True))
 
 
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_chunk_of_no_positions_is_refused_before_it_reaches_kernels_that_take_it_for_one(
+    runner: Runner, samples: bool
+) -> None:
+    start = SlotStart(0, 1, GREEDY, 0, 0)
+    with pytest.raises(ValueError, match="slot 0: a chunk of no positions"):
+        run_one(runner, starts=(start,), row=PrefillChunk(0, 1, 0, (), (0,), samples))
+
+
 def test_a_plan_without_rows_answers_without_rows(runner: Runner) -> None:
     result = runner.run(Plan(9))
     assert (result.step_id, *result) == (9,)
