@@ -26,6 +26,8 @@ MAX_NEAR_ROWS: Final = 12  # of a step; more compute as long as they read
 MARGIN: Final = 1e-9
 _REST: Final = 64  # steps with the head in full, behind one that near logits could not tell
 _ROWS_AT_ONCE: Final = 4096  # of what is widened meanwhile
+_SQUARED_AWAY: Final = 2.0**-74  # numbers up to here have no squares in fp32: so much of each a length may lack
+_LARGEST: Final = 1e13  # radius: times what a length may lack it is little beside what the library adds to each bound
 
 
 class Contest:
@@ -120,5 +122,5 @@ def _radii(weight: Tensor, rounded: Int8Weight) -> Tensor:
         rows = slice(begin, begin + _ROWS_AT_ONCE)
         wide = weight[rows].float()
         lost = (wide - rounded.numbers[rows].float() * rounded.scales[rows, None]).norm(dim=1) * 1.001
-        radii[rows] = lost + of_sums * (wide.norm(dim=1) + lost)
-    return radii
+        radii[rows] = lost + _SQUARED_AWAY * weight.shape[1] + of_sums * (wide.norm(dim=1) + lost)
+    return radii.masked_fill_(radii > _LARGEST, torch.inf)  # nothing can be told

@@ -149,6 +149,21 @@ def test_the_same_tokens_are_drawn_as_from_all_logits(
     assert ends.step(ends.near, draws).token_ids == expected
 
 
+@pytest.mark.covers("M04", "D07")
+@pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "spread"), [(5e-23, 1e17), (1e17, 5e-24)])
+def test_what_8_bits_lose_counts_where_its_square_or_that_of_a_row_is_no_number_of_fp32(
+    kernels: CpuKernels, dtype: torch.dtype, size: float, spread: float
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight, embedding = torch.randn(1000, 576, generator=generator), torch.randn(1000, 576, generator=generator)
+    weight[:, 0], embedding[:, 0] = 130, 0  # whole numbers of 8 bits are coarse beside it, and no logit knows of it
+    ends = Ends(kernels, (size * weight).to(dtype), embedding.to(dtype), spread)
+    draws = [Draw(SamplingParams(0.0, 1), 0)] * MAX_NEAR_ROWS
+    assert ends.step(ends.near, draws).token_ids == sample(ends.logits(MAX_NEAR_ROWS), draws)
+
+
 def usual(kernels: CpuKernels, vocab_size: int = 8_000) -> Ends:
     generator = torch.Generator().manual_seed(1)
     weight, embedding = (torch.randn(vocab_size, 64, generator=generator).bfloat16() for _ in range(2))
