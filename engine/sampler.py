@@ -40,7 +40,7 @@ MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2: Final = np.uint64(0x94D049BB133111EB)
 # A uniform of 52 bits in (0, 1) bounds the noise to (-3.6, 36.8): no logit this far below the greatest can win.
 _NOISE_SPAN: Final = 41.0
-_COLDEST: Final = 1e-30
+_COLDEST: Final = 1e-30  # nearer to 0 fp32, and so a back end, may not tell by how much a logit loses
 _LIMITS: Final = np.array(
     [-np.inf, np.inf], np.float32
 )  # of the logit of a token that is banned, and of one that is not
@@ -148,8 +148,7 @@ def _contenders(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None) 
 
 def _warmth(draws: Sequence[Draw]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
     """Of each row its temperature, 0 where it is not drawn plainly, and where its noise begins."""
-    # Closer to 0 than this nothing but the greatest has a chance, and fp32 has no number.
-    temperatures = [max(draw.sampling.temperature, _COLDEST) if is_drawn_plainly(draw) else 0.0 for draw in draws]
+    temperatures = [draw.sampling.temperature if is_drawn_plainly(draw) else 0.0 for draw in draws]
     seeds = [(draw.sampling.seed, draw.token_index) for draw in draws]
     streams = [noise_stream(*seed) if warm else 0 for seed, warm in zip(seeds, temperatures, strict=True)]
     return np.array(temperatures, np.float32), np.array(streams, np.uint64)
@@ -191,9 +190,9 @@ def noise_stream(seed: int, token_index: int) -> np.uint64:
 
 
 def is_drawn_plainly(draw: Draw) -> bool:
-    """Whether any token may be drawn, by its own logit."""
+    """Whether any token may be drawn, by its own logit, at a temperature that back ends can divide by."""
     sampling = draw.sampling
-    return sampling.temperature > 0 and not (
+    return sampling.temperature >= _COLDEST and not (
         sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or changes_logits(draw)
     )
 

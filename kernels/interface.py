@@ -127,7 +127,7 @@ class SlotNumbers(NamedTuple):
     token_ids: NDArray[np.int64]  # [num_slots]: what its next decode row feeds
     next_indices: NDArray[np.int64]  # [num_slots]: of the token drawn next, in its completion
     seeds: NDArray[np.uint64]  # [num_slots]
-    temperatures: NDArray[np.float64]  # [num_slots]; 0: greedy
+    temperatures: NDArray[np.float64]  # [num_slots]; 0: greedy, else 1e-30 at least
 
     @classmethod
     def of(cls, num_slots: int, max_blocks: int) -> SlotNumbers:

@@ -56,3 +56,13 @@ def test_a_row_that_is_broken_anywhere_is_seen_to_be(kernels: CpuKernels, broken
         token_ids = sample(logits, draws, kernels)
         assert token_ids[1] == BROKEN_ROW
         assert token_ids == sample(logits, draws)
+
+
+@pytest.mark.covers("M04", "D07")
+@pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-35, 1e-30, 1e-20])
+def test_next_to_zero_the_greatest_wins_however_small_all_logits_are(kernels: CpuKernels, temperature: float) -> None:
+    """Those beside it are nearer than any temperature that fp32 can divide by."""
+    logits = 1e-42 * torch.randn(20, 500, generator=torch.Generator().manual_seed(1))
+    draws = [Draw(SamplingParams(temperature, seed), 0) for seed in range(20)]
+    assert sample(logits, draws, kernels) == sample(logits, draws)
