@@ -27,6 +27,7 @@ _AUTHORITY_LASTS: Final = 10  # times as long as what it signs
 _NAME: Final = re.compile(
     r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*"
 )
+_DIGITS: Final = re.compile(r"[0-9.]+")  # an address that is none, such as 10.0.0.500
 DESCRIPTION: Final = """\
 Make a private certificate authority and, for each host, the directory that its processes are given as --tls-dir.
 
@@ -65,7 +66,7 @@ def names_of_host(host: str) -> tuple[str, ...]:
     """The names of one entry of --hosts, loopback's behind them. Raises ValueError, one sentence."""
     names = [name.strip() for name in host.split("/")]
     for name in names:
-        if not _is_address(name) and (len(name) > 253 or not _NAME.fullmatch(name)):
+        if not _is_address(name) and (len(name) > 253 or not _NAME.fullmatch(name) or _DIGITS.fullmatch(name)):
             raise ValueError(f"--hosts {host}: {name or 'nothing'} is no host name and no address")
     if names[0].startswith("*"):
         raise ValueError(f"--hosts {host}: the first name is its directory's, and cannot begin with *")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.own_machine import OK, WARNING, WRONG, Finding, look_at_this_machine
-from deploy.router_pages import NoAnswer, Pages, with_url
+from deploy.router_pages import NoAnswer, Pages, check_asked, with_url
 from runtime.config import knob, load
 
 CANARY_TIMEOUT_S: Final = 45.0  # the router's own bound is 30
@@ -50,6 +50,10 @@ class DoctorConfig:
     tls_dir: Path | None = knob(None, "directory with the ca.crt that has signed the certificates", metavar="DIR")
     port: int = knob(8000, "port that a router here is to have: is it free?", low=1, high=65535)
     json: bool = knob(False, "one JSON object instead of lines")
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            check_asked(self.url, self.tls_dir)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

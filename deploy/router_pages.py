@@ -35,6 +35,14 @@ def with_url(words: Sequence[str]) -> list[str]:
     return as_flags(words, ("--url",), BARE_FLAGS)
 
 
+def check_asked(url: str, tls_dir: Path | None) -> None:
+    """Raises ValueError, one sentence, where no router can be asked with these."""
+    if not re.fullmatch(r"https?://[^/:\s]\S*", url):
+        raise ValueError(f"--url {url}: must be http(s)://HOST[:PORT]")
+    if tls_dir is not None and not (tls_dir / "ca.crt").is_file():
+        raise ValueError(f"--tls-dir {tls_dir}: there is no ca.crt in it")
+
+
 class Pages:
     """One router's, and its nodes', over connections that are kept."""
 

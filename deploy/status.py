@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.router_pages import NoAnswer, Pages, with_url
+from deploy.router_pages import NoAnswer, Pages, check_asked, with_url
 from runtime.config import knob, load
 
 DESCRIPTION = """\
@@ -64,6 +64,9 @@ class StatusConfig:
     json: bool = knob(False, "once, as one JSON object")
     interval_s: float = knob(1.0, "seconds between two looks", low=0.1, high=3600)
     requests: int = knob(10, "newest requests to show", low=0, high=1000)
+
+    def __post_init__(self) -> None:
+        check_asked(self.url, self.tls_dir)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -93,8 +93,11 @@ def main(argv: list[str]) -> int:
     size = SIZES[arguments.like]
     try:
         make_model(size, arguments.dtype or size.stored_dtype, arguments.seed, arguments.out, _say)
-    except (ModelError, OSError) as error:
+    except ModelError as error:
         _say(str(error))
+        return 2
+    except OSError as error:
+        _say(f"--out {arguments.out}: cannot be written: {error.strerror or error}")
         return 2
     return 0
 

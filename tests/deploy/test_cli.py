@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli import HELP
+from engine.model_sizes import SIZES
+
 BATON = str(Path(sys.executable).with_name("baton"))
 
 
@@ -112,6 +115,10 @@ def test_folders_named_like_our_rooms_where_the_user_stands_are_not_imported(tmp
     result = run([BATON, "router"], cwd=tmp_path)
     assert result.returncode == 2
     assert "--model is missing" in result.stderr
+
+
+def test_help_names_every_size_of_model_that_can_be_made() -> None:
+    assert not [size for size in SIZES if size not in HELP]
 
 
 def test_a_run_directory_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -91,6 +91,25 @@ def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsy
             assert sentence == f"its HTTP port cannot be asked from here: {elsewhere}/state: is no node's"
 
 
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", [doctor.main, status.main], ids=["doctor", "status"])
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
+        (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT]"),
+        (["https://h", "--tls-dir", "/nowhere"], "--tls-dir /nowhere: there is no ca.crt in it"),
+    ],
+)
+def test_what_no_router_can_be_asked_with_is_a_wrong_value_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], command: Callable[[Sequence[str]], int], words: Sequence[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f": {sentence}\n")
+
+
 Ask = Callable[[str], int]
 ASKING: Mapping[str, tuple[Ask, str]] = {
     "status": (lambda url: status.main([url, "--once"]), "--tls-dir DIR"),

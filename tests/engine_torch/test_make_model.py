@@ -81,6 +81,15 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path, capsys: 
     assert "is not an empty directory" in error and error.count("\n") == 1
 
 
+def test_a_directory_that_cannot_be_made_is_one_line_that_names_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("")
+    out = tmp_path / "taken" / "model"
+    assert main(["--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"baton model make: --out {out}: cannot be written: Not a directory\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["--out", "x", "--dtype", "fp8"], ["--out", "x", "--like", "gpt"], ["--out", "x", "--seed", "-1"]]
 )

@@ -100,6 +100,7 @@ def test_a_host_is_added_by_the_same_authority_and_nothing_is_overwritten(
     ("flags", "told"),
     [
         (["--hosts", "a b"], "a b is no host name and no address"),
+        (["--hosts", "a/10.0.0.500"], "10.0.0.500 is no host name and no address"),
         (["--hosts", "a//b"], "nothing is no host name"),
         (["--hosts", "../etc"], ".. is no host name"),
         (["--hosts", "*.example.org"], "cannot begin with *"),
