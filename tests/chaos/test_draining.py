@@ -90,8 +90,8 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         fleet = town.fleet
         bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
         for body in bodies:  # seconds of work, and room for all of it on either node
-            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 2000, "n": 1}
-        with fleet.slow_steps(0.005):
+            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 1200, "n": 1}
+        with fleet.slow_steps(0.01):
             asked = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-0"), "there is nothing to move"
@@ -103,7 +103,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
         town.told(asked)
-        with fleet.slow_steps(0.005):
+        with fleet.slow_steps(0.01):
             more = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-1"), "there is nothing to wait for"
