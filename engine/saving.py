@@ -84,9 +84,8 @@ class Saves:
     def broken(self, sequence: Sequence) -> None:
         """A row of it had no numbers, so that some block behind it has none, and the KV pool may have that, too."""
         if self._rules.takes_out_broken:
-            matched = sequence.spec.block_keys[
-                : sequence.num_matched
-            ]  # it breaks in its first chunk, before it has keys
+            # It may break in its first chunk, before it has keys.
+            matched = sequence.spec.block_keys[: sequence.num_matched]
             self._broken |= dict.fromkeys((*matched, *sequence.keys[len(matched) :]))
 
     def _keep(self, sequence: Sequence) -> Save:

@@ -32,9 +32,8 @@ from node.pool_word import PoolWord
 from runtime.threads import started_thread
 
 _BATCH_BYTES: Final = 8 << 20  # that the writer gives to the store at once
-_MAX_TO_TAKE_OUT: Final = (
-    64  # times that blocks are to go and the store has not let go of an earlier call; the oldest are given up
-)
+# Times that blocks are to go and the store has not let go of an earlier call; the oldest are given up.
+_MAX_TO_TAKE_OUT: Final = 64
 
 
 class PoolWriter:

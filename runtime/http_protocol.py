@@ -140,9 +140,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: _Refusal | None = None
         self._is_lost = False
-        self._running: RequestResponseCycle | None = (
-            None  # the last whose answer was begun: what `cycle` is, or ahead of it
-        )
+        # The last whose answer was begun: what `cycle` is, or ahead of it.
+        self._running: RequestResponseCycle | None = None
         self.on_lost: Callable[[], None] | None = None  # of the answer under way
 
     # ---------------------------------------------------------------- the connection
@@ -291,9 +290,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._on_refused(refusal.reason)
         running = self._running
         is_its_own = running is self.cycle and running is not None and not running.response_started
-        if (
-            running is None or running.response_complete or is_its_own
-        ):  # else it would stand in another answer, or for it
+        # Else it would stand in the middle of another answer, or for it.
+        if running is None or running.response_complete or is_its_own:
             self.transport.write(refusal.encoded())
             self._let_go_of_running()
         self.transport.close()
