@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 import httpx
 
 from bench.cluster import BATON, ClusterProblem, environment_of_a_cluster
+from bench.free_port import free_port
 from bench.namespaces import Network
 
 START_BOUND_S: Final = 100.0  # ten times what the design allows
@@ -256,8 +257,12 @@ class Fleet:
             words += ["--node-id", name, "--threads", "1"]
             addresses = {"--http-port": old and old["http"], "--grpc-port": old and old["grpc"]}
         for flag, address in addresses.items():
-            words += [flag, address.rpartition(":")[2] if address else "0"]
+            words += [flag, address.rpartition(":")[2] if address else self._first_port()]
         return words
+
+    def _first_port(self) -> str:
+        """One that nobody else is given while its process is dead; in a namespace there is nobody else."""
+        return "0" if self._network else str(free_port())
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
