@@ -14,7 +14,7 @@ Not here: which keys a sequence's blocks have (engine/room.py), the copying and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -37,6 +37,10 @@ class Save:
     save_id: int
     blocks: tuple[tuple[bytes, int], ...]  # (key, block id), in the sequence's order
 
+    def without(self, keys: Collection[bytes]) -> Save:
+        """The blocks that have none of these keys."""
+        return Save(self.save_id, tuple(block for block in self.blocks if block[0] not in keys))
+
 
 class Saves:
     """What one scheduler keeps for the KV pool."""
@@ -44,7 +48,7 @@ class Saves:
     def __init__(self, pool: BlockPool, rules: SaveRules) -> None:
         self._pool = pool
         self._rules = rules
-        self._kept: dict[int, Save] = {}
+        self._kept: dict[int, Save] = {}  # whole; what the lists below have of it may be less
         self._unnamed: list[Save] = []
         self._named: list[tuple[int, Save]] = []  # by the step of the plan that names it
         self._ready: list[Save] = []
@@ -86,7 +90,15 @@ class Saves:
         if self._rules.takes_out_broken:
             # It may break in its first chunk, before it has keys.
             matched = sequence.spec.block_keys[: sequence.num_matched]
-            self._broken |= dict.fromkeys((*matched, *sequence.keys[len(matched) :]))
+            keys = dict.fromkeys((*matched, *sequence.keys[len(matched) :]))
+            self._broken |= keys
+            self._leave_out(keys)
+
+    def _leave_out(self, keys: Collection[bytes]) -> None:
+        """Those of them that were not handed out yet never are, or they would be stored behind their removal."""
+        self._unnamed = [save.without(keys) for save in self._unnamed]
+        self._named = [(step_id, save.without(keys)) for step_id, save in self._named]
+        self._ready = [save.without(keys) for save in self._ready]
 
     def _keep(self, sequence: Sequence) -> Save:
         save = Save(self._next_id, tuple(zip(sequence.keys, sequence.block_ids, strict=False)))

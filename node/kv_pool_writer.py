@@ -2,7 +2,9 @@
 
     loop ──save──► stager: KV memory ──memcpy──► staging buffer ──► writer: store.write     as slow as it likes
            ◄── BlocksStaged ──┘ the blocks may be freed
-    loop ──take_out──► writer: store.remove, behind the batch that it is at
+    loop ──take_out──► stager: what waits is dropped ──► writer: store.remove
+
+One goes the same way as the other, so that no block that was given to be saved is stored behind its removal.
 
 The stager waits for nobody: what finds no free slot is not stored, and counted. Copies are np.copyto, which releases the GIL. The
 buffer is allocated once. Not here: which slot holds what (kv_staging.py), what is stored when (the cores).
@@ -65,9 +67,8 @@ class PoolWriter:
         self._to_take_out: deque[tuple[bytes, ...]] = deque(maxlen=_MAX_TO_TAKE_OUT)  # under the same lock
         self._is_ending = False  # nothing is staged any more
         self._is_hurried = False  # nor written
-        self._saves: SimpleQueue[tuple[SaveBlocks, float] | None] = (
-            SimpleQueue()
-        )  # the core bounds what it has under way
+        # The core bounds what it has under way.
+        self._asked: SimpleQueue[tuple[SaveBlocks, float] | TakeOutBlocks | None] = SimpleQueue()
         self.ended: tuple[Future[None], ...] = (
             started_thread("kv-pool-stager", self._stage_all),
             started_thread("kv-pool-writer", self._write_all),
@@ -81,7 +82,7 @@ class PoolWriter:
     def save(self, action: SaveBlocks) -> None:
         """Copy the blocks, and write them later; BlocksStaged answers."""
         if self._circuit.would_let_through():
-            self._saves.put((action, time.monotonic()))
+            self._asked.put((action, time.monotonic()))
         else:
             self._measures.add("kv_pool_saves", "refused", len(action.blocks))
             self._post(BlocksStaged(action.save_id, 0))
@@ -91,13 +92,11 @@ class PoolWriter:
 
         What a store that is down keeps, or another node brings again, goes when it breaks the next one.
         """
-        with self._changed:
-            self._to_take_out.append(action.keys)
-            self._changed.notify()
+        self._asked.put(action)
 
     def end(self) -> None:
         """End both threads once all that was given is written."""
-        self._saves.put(None)
+        self._asked.put(None)
 
     def hurry(self) -> None:
         """End them as soon as the call under way returns."""
@@ -108,8 +107,11 @@ class PoolWriter:
     # ------------------------------------------------------------ the stager
 
     def _stage_all(self) -> None:
-        while (save := self._saves.get()) is not None:
-            action, asked_at = save
+        while (asked := self._asked.get()) is not None:
+            if isinstance(asked, TakeOutBlocks):
+                self._ask_to_remove(asked.keys)
+                continue
+            action, asked_at = asked
             num_staged = self._stage(action)
             if num_staged < len(action.blocks):
                 self._measures.add("kv_pool_saves", "full", len(action.blocks) - num_staged)
@@ -117,6 +119,12 @@ class PoolWriter:
             self._post(BlocksStaged(action.save_id, num_staged))
         with self._changed:
             self._is_ending = True
+            self._changed.notify()
+
+    def _ask_to_remove(self, keys: tuple[bytes, ...]) -> None:
+        with self._changed:
+            self._staging.drop(keys)
+            self._to_take_out.append(keys)
             self._changed.notify()
 
     def _stage(self, action: SaveBlocks) -> int:
@@ -144,10 +152,10 @@ class PoolWriter:
     def _write_all(self) -> None:
         while any(work := self._next_work()):
             batch, broken = work
+            if broken:  # before the batch: what is in it of them was computed anew since
+                self._remove(broken)
             if batch:
                 self._write_batch(batch)
-            if broken:  # behind the batch, which may have some of them
-                self._remove(broken)
 
     def _next_work(self) -> tuple[list[tuple[bytes, int]], tuple[bytes, ...]]:
         """Blocks to write, and keys of blocks to remove; neither: there will be no more."""

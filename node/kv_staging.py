@@ -1,6 +1,7 @@
 """Which slots of the staging buffer hold what, between a node's KV memory and the KV pool. Pure.
 
     free --begin--> filling --filled--> waiting --take--> leaving --left--> free
+                                           '---drop---> free
 
 Bounded by the buffer: a block for which there is no free slot is not stored. Of a key there is one slot at most. Not here:
 the bytes, threads (node/kv_pool.py).
@@ -9,6 +10,7 @@ the bytes, threads (node/kv_pool.py).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 
 class Staging:
@@ -56,6 +58,13 @@ class Staging:
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         self._leaving.update((slot, key) for key, slot in taken)
         return taken
+
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Waiting blocks of these keys are not to be taken."""
+        dropped = [(key, slot) for key, slot in self._waiting if key in keys]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] not in keys)
+        self._keys.difference_update(key for key, _ in dropped)
+        self._free += [slot for _, slot in dropped]
 
     def left(self, slot: int) -> None:
         """The slot is read no more. Raises KeyError for one that was not taken."""

@@ -202,6 +202,32 @@ def test_nothing_is_saved_of_who_ended_because_its_numbers_are_none() -> None:
     assert not node.scheduler.take_saves() and node.is_idle()
 
 
+@pytest.mark.covers("W08", "W01")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_finished_is_not_saved_any_more_when_its_blocks_break_another_before_they_are_handed_out(
+    is_named: bool,
+) -> None:
+    node = CheckedNode(replace(SIZES, saves=SaveRules(of_finished=True, takes_out_broken=True)))
+    node.submit(make_spec("first", [1] * 9, 1, SIZES))
+    node.plan()
+    node.complete()
+    assert node.finished and node.scheduler.num_saves == 1
+    if is_named:
+        naming = node.scheduler.plan()
+        assert naming is not None and len(naming.leaving_block_ids) == 2
+        node.scheduler.complete(node.runner.run(naming))
+    second = make_spec("second", [*[1] * 8, *[2] * 4], 2, SIZES)
+    node.scheduler.submit(second)
+    plan = node.scheduler.plan()
+    assert plan is not None and plan.chunks[0].start == 8, "the first one's blocks are found"
+    answers = [row._replace(token_id=BROKEN_ROW) for row in node.runner.run(plan)]
+    assert [item.finish for item in node.scheduler.complete(StepResult.of(plan.step_id, answers))] == ["broken"]
+    (save,) = node.scheduler.take_saves()
+    assert not save.blocks and node.scheduler.take_broken() == tuple(second.block_keys[:2])
+    node.scheduler.saved(save.save_id)
+    assert node.is_idle()
+
+
 @pytest.mark.covers("Q07", "W01")
 def test_without_cache_generated_only_the_prompts_blocks_are_saved() -> None:
     node, _ = given_way(replace(TIGHT, cache_generated=False))

@@ -166,6 +166,23 @@ def test_what_is_taken_out_is_not_found_any_more_and_may_be_stored_anew_though_i
 
 
 @pytest.mark.covers("W08")
+def test_what_was_given_to_be_saved_before_it_broke_is_not_stored_behind_its_removal() -> None:
+    async def test() -> None:
+        async with pool_bed(block_bytes=1 << 20, num_blocks=32, bounds=PATIENT) as bed:
+            bed.store.may_write.clear()
+            bed.pool.save(save(1, 0, 24))  # in three batches, of which the writer hangs in one; some are not copied yet
+            bed.pool.take_out(ev.TakeOutBlocks(tuple(KEYS[:23])))
+            bed.pool.save(save(2, 20, 2))  # computed anew
+            await bed.until(lambda: len(bed.events) == 2)
+            bed.store.may_write.set()
+            await bed.until(lambda: bed.pool.snapshot()["staging_blocks_used"] == 0)
+            await bed.until(lambda: bool(bed.said) and any(KEYS[0] in said.lacking for said in bed.said))
+            await bed.until(lambda: bed.store.missing(KEYS[:24]) == [*[True] * 20, False, False, True, False])
+
+    run(test())
+
+
+@pytest.mark.covers("W08")
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
 def test_what_cannot_be_taken_out_holds_up_nobody_who_saves_and_is_not_piled_up(fault: str) -> None:
     async def test() -> None:

@@ -52,6 +52,11 @@ class Slots(RuleBasedStateMachine):
         self.leaving += taken
         del self.waiting[:most]
 
+    @rule(keys=st.sets(st.sampled_from(KEYS)))
+    def drop(self, keys: set[bytes]) -> None:
+        self.staging.drop(keys)
+        self.waiting = [(key, slot) for key, slot in self.waiting if key not in keys]
+
     @precondition(lambda self: self.leaving)
     @rule(number=st.integers(0, NUM_SLOTS))
     def leave(self, number: int) -> None:

@@ -44,6 +44,22 @@ MUTANTS: Final = (
         _CORES,
     ),
     Mutant(
+        "broken-blocks-are-saved-a-step-later",
+        "What finished with blocks that broke another is stored behind their removal.",
+        "engine/saving.py",
+        "            self._leave_out(keys)\n",
+        "",
+        _SAVING,
+    ),
+    Mutant(
+        "broken-blocks-that-wait-are-written",
+        "A block that waits to be written is stored behind its removal.",
+        "node/kv_pool_writer.py",
+        "            self._staging.drop(keys)\n",
+        "",
+        ("tests/kv_pool/test_kv_pool_threads.py",),
+    ),
+    Mutant(
         "taken-out-but-thought-to-be-there",
         "Blocks that are computed anew are not stored for a minute.",
         "node/kv_pool_writer.py",
