@@ -1,6 +1,7 @@
 """A model's chat template, which comes with the model: a conversation, and the tools that may be called, as one text.
 
-Templates run in jinja2's sandbox (they are strangers') and can ask for today's date there, as in `transformers` and so in vLLM.
+Templates run in jinja2's sandbox (they are strangers') and find there what `transformers` gives them, and so vLLM: today's date,
+`tools` and `documents` that are null where there are none, and the tag `generation`, which is for training.
 The clock is read once for a conversation, and a conversation is written once: what is retried has the prompt that it had.
 A model may have several, of which `default` is for conversations and `tool_use` for those with tools.
 """
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -30,12 +33,25 @@ class TemplateRefusal(ValueError):
     """The model's chat template cannot take these messages."""
 
 
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` around what an assistant said, by which trainers find its tokens: it is as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 has it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The tag's body; what it sets does not reach what stands behind it."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class ChatTemplate:
     """What writes a conversation the way its model was taught."""
 
     def __init__(self, source: str, tool_source: str) -> None:
         """`tool_source`: what writes it where there are tools; raises jinja2.TemplateError."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         self._plain = environment.from_string(source)
@@ -49,8 +65,7 @@ class ChatTemplate:
         Nor of what a developer says: that is told by the system where the template has no word for the role.
         """
         template = self._with_tools if tools else self._plain
-        told: dict[str, Any] = {"tools": tools} if tools else {}  # templates ask whether there are any, in many ways
-        told |= more
+        told: dict[str, Any] = {"tools": tools or None, "documents": None, **more}
         told["strftime_now"] = datetime.now().strftime  # one instant: what is written twice here is to be the same text
         messages, text = _with_developers(template, messages, told)
         for name, others in (

@@ -10,6 +10,7 @@ _TEXT: Final = ("tests/router/test_tool_text.py",)
 _CALLS: Final = ("tests/router/test_tool_calls.py",)
 _FORCED: Final = ("tests/router/test_forced_calls.py",)
 _RESPONSES: Final = ("tests/router/test_responses.py",)
+_TEMPLATE: Final = ("tests/router/test_chat_template.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -107,5 +108,21 @@ MUTANTS: Final = (
         '_COMPLETE: Final = ("stop", "tool_calls")',
         '_COMPLETE: Final = ("stop", "tool_calls", "length")',
         _RESPONSES,
+    ),
+    Mutant(
+        "tools-that-are-not-there-are-not-null",
+        "A template that asks whether tools are none, as it may with transformers, writes of tools where there are none.",
+        "router/chat_template.py",
+        '{"tools": tools or None, "documents": None, **more}',
+        '{**({"tools": tools} if tools else {}), **more}',
+        _TEMPLATE,
+    ),
+    Mutant(
+        "trainers-tag-is-unknown",
+        "A model whose chat template marks what an assistant said for its training is not served.",
+        "router/chat_template.py",
+        "extensions=[_Generation, loopcontrols]",
+        "extensions=[loopcontrols]",
+        _TEMPLATE,
     ),
 )

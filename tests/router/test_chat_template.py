@@ -133,3 +133,19 @@ def test_a_template_writes_json_with_the_options_that_transformers_has(options: 
     template = f"{{{{ messages[0].content | tojson({options}) }}}}"
     message = {"role": "user", "content": {"b": "Łódź & <x>", "a": 1}}
     assert ChatTemplate(template, template).render([message], []) == written
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{% if tools is not none %}TOOLS {% endif %}" + ALL_ROLES, "user: When is it?\n"),
+        ("{% if tools is defined %}no {{ tools }} {% endif %}" + ALL_ROLES, "no None user: When is it?\n"),
+        ("{% if documents is not none %}BOOKS {% endif %}" + ALL_ROLES, "user: When is it?\n"),
+        (EACH + "{% generation %}\n{{ message.content }}\n{% endgeneration %}\n!{% endfor %}", "When is it?\n!"),
+        (EACH + "a {%- generation -%} {{ message.content }} {%- endgeneration %} b{% endfor %}", "aWhen is it? b"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+    ],
+)
+def test_a_template_finds_what_transformers_gives_it(template: str, written: str) -> None:
+    assert ChatTemplate(template, template).render([ASKED], []) == written
