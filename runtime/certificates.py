@@ -83,10 +83,12 @@ def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> N
     found, own_key = chain[0], _load_key(key, "tls.key")
     if _public(found.public_key()) != _public(own_key.public_key()):
         raise CertificateError("tls.key is not the key of tls.crt")
-    if not any(_has_signed(each, chain[-1]) for each in authorities):
+    signers = [each for each in authorities if _has_signed(each, chain[-1])]
+    if not signers:
         raise CertificateError("tls.crt is not signed by ca.crt")
     now = datetime.datetime.now(datetime.UTC)
-    for what, each in (("tls.crt", found), ("ca.crt", authorities[0])):
+    in_time = [each for each in signers if each.not_valid_before_utc <= now <= each.not_valid_after_utc]
+    for what, each in (("tls.crt", found), ("ca.crt", (in_time or signers)[0])):
         if now > each.not_valid_after_utc:
             raise CertificateError(f"{what} has ended at {each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
         if now < each.not_valid_before_utc:

@@ -10,9 +10,9 @@ With it every gRPC channel is TLS at both ends (a server asks for a certificate 
 that it has dialled) and HTTP is HTTPS. Without it nothing is encrypted and nobody is asked. KV over zmq takes its keys from
 Reserve's reply, which comes over such a channel (connector/zmq_curve.py).
 
-Files that have changed are taken up by the next handshake; what is then wrong with them leaves the old ones in use and logs one
-line. Only TLS 1.2 and up. What gRPC's library refuses in a handshake it tells nobody: grpc_server.py
-finds out. HTTPS counts it here.
+Files that have changed are taken up by the next handshake; what is then wrong with them logs one line and leaves the old ones in
+use until the new ones are good, which a certificate that begins in a minute becomes by itself. Only TLS 1.2 and up. What gRPC's
+library refuses in a handshake it tells nobody: grpc_server.py finds out. HTTPS counts it here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0  # between two looks at the files
+
+# Nobody but members is dialled, wherever this host's variables (http_proxy) send what goes out into the world.
+_DIRECT: Final = (("grpc.enable_http_proxy", 0),)
 
 ChannelOptions = Sequence[tuple[str, Any]]
 _Mark = tuple[tuple[int, int, int], ...]
@@ -63,6 +66,7 @@ class Credentials:
         self._host = host
         self._looked_at = 0.0
         self._mark: _Mark = ()
+        self._fault = ""  # of the files with this mark, which are looked at again and again as long as there is one
         self._http: list[ssl.SSLContext] = []
         self._files: TlsFiles | None = None
         if directory is not None:
@@ -81,7 +85,7 @@ class Credentials:
 
     def channel(self, address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
         """A channel to another process of the cluster."""
-        files = self._current()
+        files, options = self._current(), (*_DIRECT, *options)
         if files is None:
             return grpc.aio.insecure_channel(address, options=options)
         shown = grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
@@ -145,16 +149,18 @@ class Credentials:
             return self._files
         self._looked_at = now
         mark = _mark(self._directory)
-        if mark == self._mark:
+        if mark == self._mark and not self._fault:
             return self._files
-        self._mark = mark
         try:
             files = _read(self._directory, self._host)
             for context in self._http:
                 context.load_cert_chain(self._directory / "tls.crt", self._directory / "tls.key")
         except (CredentialsError, OSError) as error:
-            log_event(_LOG, logging.ERROR, "certificates_kept", directory=self._directory, reason=error)
+            if (mark, str(error)) != (self._mark, self._fault):
+                log_event(_LOG, logging.ERROR, "certificates_kept", directory=self._directory, reason=error)
+            self._mark, self._fault = mark, str(error)
             return self._files
+        self._mark, self._fault = mark, ""
         log_event(_LOG, logging.INFO, "certificates_read", directory=self._directory)
         self._files = files
         return files

@@ -11,6 +11,7 @@ _LIMITS: Final = ("tests/router/test_rate_limit.py",)
 _GATE: Final = ("tests/router/test_gate.py",)
 _CURVE: Final = ("tests/transport/test_curve.py",)
 _CREDENTIALS: Final = ("tests/security/test_credentials.py",)
+_RENEWED: Final = ("tests/security/test_renewed_credentials.py",)
 _UNHEARD: Final = ("tests/security/test_unheard.py",)
 _HTTP: Final = ("tests/security/test_http_bounds.py",)
 
@@ -110,6 +111,30 @@ MUTANTS: Final = (
         "require_client_authentication=True",
         "require_client_authentication=False",
         _CREDENTIALS,
+    ),
+    Mutant(
+        "members-through-the-proxy",
+        "A host's http_proxy gets what members say to each other, which it knows nothing of: a cluster there never becomes ready.",
+        "runtime/credentials.py",
+        '(("grpc.enable_http_proxy", 0),)',
+        '(("grpc.enable_http_proxy", 1),)',
+        _RENEWED,
+    ),
+    Mutant(
+        "too-early-is-never",
+        "A renewed certificate that this host's clock finds too early is not looked at again: the old one ends.",
+        "runtime/credentials.py",
+        "if mark == self._mark and not self._fault:",
+        "if mark == self._mark:",
+        _RENEWED,
+    ),
+    Mutant(
+        "the-first-authority-counts",
+        "Of two authorities in ca.crt the first must be in its time, whoever has signed.",
+        "runtime/certificates.py",
+        '("ca.crt", (in_time or signers)[0])',
+        '("ca.crt", authorities[0])',
+        _RENEWED,
     ),
     Mutant(
         "ended-certificates-pass",

@@ -33,12 +33,17 @@ def make_certificates(folder: Path, *hosts: str) -> Path:
 
 def expire(directory: Path, authority: Path) -> None:
     """Sign the certificate that is there anew, to have ended yesterday."""
+    sign_anew(directory, authority, -datetime.timedelta(2), -datetime.timedelta(1))
+
+
+def sign_anew(directory: Path, authority: Path, begins_in: datetime.timedelta, ends_in: datetime.timedelta) -> None:
+    """Sign the certificate that is there once more, for this time from now."""
     found = x509.load_pem_x509_certificate((directory / "tls.crt").read_bytes())
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     key = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(issuer.subject, found.subject, found.public_key(), found.serial_number)
-    builder = builder.not_valid_before(now - datetime.timedelta(2)).not_valid_after(now - datetime.timedelta(1))
+    builder = builder.not_valid_before(now + begins_in).not_valid_after(now + ends_in)
     for extension in found.extensions:
         builder = builder.add_extension(extension.value, extension.critical)
     again = builder.sign(key, hashes.SHA256())  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import shutil
 import socket
@@ -11,8 +10,7 @@ import ssl
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -23,16 +21,14 @@ from fastapi import FastAPI
 
 from bench.free_port import free_port
 from deploy import certs
-from proto import baton_pb2 as pb
-from proto.baton_pb2_grpc import RegistryServicer, RegistryStub, add_RegistryServicer_to_server
 from runtime.certificates import names_of
 from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
 from runtime.http_server import HttpServer
 from runtime.redis_address import registry_problem
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryUnreachable
+from tests.security.member_server import code_of, grpc_server
 from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
-from tests.without_root import without_root
 
 
 @pytest.fixture(scope="module")
@@ -198,45 +194,6 @@ def test_a_registry_in_redis_is_reached_over_its_own_tls_by_members_only(ours: P
 # ---------------------------------------------------------------- gRPC
 
 
-class Asked(RegistryServicer):
-    """Answers, and counts."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    async def Register(self, request: pb.NodeEntry, context: object) -> pb.RegisterReply:
-        raise AssertionError("nobody registers")
-
-    async def Deregister(self, request: pb.PeerId, context: object) -> pb.DeregisterReply:
-        raise AssertionError("nobody deregisters")
-
-    async def List(self, request: pb.ListRequest, context: object) -> pb.ListReply:
-        self.times += 1
-        return pb.ListReply()
-
-
-@asynccontextmanager
-async def grpc_server(credentials: Credentials, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Asked]]:
-    server, asked = grpc.aio.server(), Asked()
-    add_RegistryServicer_to_server(asked, server)
-    address = f"127.0.0.1:{credentials.bind(server, f'{host}:0')}"
-    await server.start()
-    try:
-        yield address, asked
-    finally:
-        await server.stop(0)
-
-
-async def code_of(channel: grpc.aio.Channel, timeout: float = 60) -> grpc.StatusCode:
-    """How one call ends."""
-    async with channel:
-        try:
-            await RegistryStub(channel).List(pb.ListRequest(), timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
-
-
 @pytest.mark.covers("X03")
 def test_grpc_answers_members_and_nobody_else(ours: Path, others: Path) -> None:
     async def run() -> None:
@@ -273,71 +230,6 @@ def test_a_member_does_not_talk_to_strangers_nor_to_a_member_under_another_name(
             assert await code_of(me.channel(address)) is grpc.StatusCode.OK
 
     asyncio.run(run())
-
-
-@pytest.mark.covers("X03")
-def test_certificates_that_are_renewed_count_without_a_restart(
-    ours: Path, others: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a server and of a client; a bad file in between changes nothing."""
-    caplog.set_level(logging.INFO)
-    directory = copied(ours, tmp_path / "mine")
-
-    async def becomes(is_met: Callable[[], object], channel: Callable[[], grpc.aio.Channel]) -> None:
-        async with asyncio.timeout(100):
-            while await code_of(channel(), 1) is not grpc.StatusCode.OK or not is_met():  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.05)
-
-    async def run() -> None:
-        mine, old, new = Credentials(directory), Credentials(ours), Credentials(others)
-        context = mine.http_context(lambda: None)
-        assert context is not None
-        async with grpc_server(mine) as (address, _):
-            assert await code_of(old.channel(address)) is grpc.StatusCode.OK
-            (directory / "tls.key").write_text("half a k")
-            await becomes(lambda: "certificates_kept" in caplog.text, lambda: old.channel(address))
-            for name in ("ca.crt", "tls.crt", "tls.key"):
-                (directory / name).write_bytes((others / name).read_bytes())
-            await becomes(lambda: "certificates_read" in caplog.text, lambda: new.channel(address))
-            assert await code_of(old.channel(address)) is not grpc.StatusCode.OK
-        async with grpc_server(new) as (address, _):
-            assert await code_of(mine.channel(address)) is grpc.StatusCode.OK
-
-    asyncio.run(run())
-    assert "tls.key holds no private key" in caplog.text
-
-
-@pytest.mark.covers("X03")
-def test_a_renewed_key_that_nobody_may_read_counts_once_its_mode_is_mended(
-    ours: Path, others: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Root copies, and only then gives it away: neither what is in it nor when it was written changes any more."""
-    caplog.set_level(logging.INFO)
-    directory = copied(ours, tmp_path / "mine")
-    copied(others, directory / "new")
-
-    def renew() -> None:
-        for new in Path("new").iterdir():
-            new.replace(new.name)
-
-    async def run() -> None:
-        mine = Credentials(Path())
-
-        async def becomes(told: str) -> None:
-            async with asyncio.timeout(100):
-                while told not in caplog.text:
-                    await mine.channel("127.0.0.1:9").close()
-                    await asyncio.sleep(0.05)
-
-        renew()
-        set_mode(0)
-        await becomes("tls.key cannot be read: Permission denied")
-        set_mode(0o600)
-        await becomes("certificates_read")
-
-    set_mode = Path("tls.key").chmod
-    with without_root(directory):
-        asyncio.run(run())
 
 
 # ---------------------------------------------------------------- HTTPS
