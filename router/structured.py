@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictStr
 
+from router.chat_types import depth_of
 from router.events import Grammar
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats
@@ -24,6 +25,9 @@ from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
 MAX_DEPTH: Final = 32  # of schemas within schemas
+MAX_JSON_DEPTH: Final = (
+    128  # of all that is in one, notes as well: what answers repeat, JSON's writer must be able to write
+)
 MAX_REPEATS: Final = 20_000  # of all counts in a grammar (maxLength, {1,9}) together
 MAX_CHOICES: Final = 1_000
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
@@ -117,11 +121,13 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
 
     `is_compact`: no white space but one blank behind each comma and colon.
     """
+    if depth_of(schema) > MAX_JSON_DEPTH:
+        raise bad_request(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except (UnicodeError, RecursionError) as error:
-        raise bad_request(field, "holds half a surrogate pair, or is nested too deeply") from error
+    except UnicodeError as error:
+        raise bad_request(field, NO_CHARACTER) from error
     except ValueError as error:
         raise bad_request(field, NOT_FINITE) from error
     _check_size(text, field)

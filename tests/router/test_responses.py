@@ -229,6 +229,7 @@ def test_a_failure_is_a_status_before_the_first_event_and_an_event_behind_it(mod
 @pytest.mark.covers("A11")
 def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
     message = {"type": "message", "role": "user", "content": "hi"}
+    deep = json.loads("[" * 900 + "]" * 900)
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"store": True}, "store", "not supported by this version (got true)"),
@@ -258,6 +259,12 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
         ),
         ({"text": {"format": {"type": "json_schema", "name": "a b"}}}, "text.format.name", "a b"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+        # As deep as can be read; the answer repeats it some levels deeper, and broke.
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object", "default": deep}}}},
+            "text.format.schema",
+            "must be nested at most 128 deep",
+        ),
         (
             {"tools": [TOOLS[0] | {"parameters": {"not": {}}}], "tool_choice": "required"},
             "tools.0.parameters",

@@ -166,6 +166,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": ["x" * 70_000]}, "bytes are more than the 65536"),
     (json.loads('{"type":"array","items":' * 40 + "{}" + "}" * 40), "is nested more than 32 deep"),
     ({"enum": ["\ud800"]}, "half a surrogate pair"),
+    ({"type": "object", "default": json.loads("[" * 200 + "]" * 200)}, "must be nested at most 128 deep"),
 ]
 
 
