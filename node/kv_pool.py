@@ -53,7 +53,8 @@ class KvPoolThreads:
         """kv_bytes: [num_blocks, block_bytes] u8, contiguous. `post` is called from any thread, and from inside the calls."""
         self._store = store
         self._circuits = {side: PoolCircuit(side, bounds.breaker, measures) for side in ("read", "write")}
-        recent, word = RecentKeys(bounds.num_recent, bounds.recent_s), PoolWord(store, post)
+        recent = RecentKeys(bounds.num_recent, bounds.recent_s)
+        word = PoolWord(store, post, lambda keys: self._writer.forget(keys))
         to_write = (bounds.staging_bytes, recent, self._circuits["write"])
         self._writer = PoolWriter(store, kv_bytes, *to_write, (post, word), measures)
         timeouts_s = (bounds.look_timeout_s, bounds.fetch_timeout_s)

@@ -94,6 +94,11 @@ class PoolWriter:
         """
         self._asked.put(action)
 
+    def forget(self, keys: tuple[bytes, ...]) -> None:
+        """The pool lacks them, or is about to: they can be stored anew. Any thread."""
+        with self._changed:
+            self._recent.drop(keys)
+
     def end(self) -> None:
         """End both threads once all that was given is written."""
         self._asked.put(None)
@@ -180,8 +185,7 @@ class PoolWriter:
             self._word.say(stored=tuple(key for key, _ in batch))
 
     def _remove(self, keys: tuple[bytes, ...]) -> None:
-        with self._changed:
-            self._recent.drop(keys)  # so that they can be stored anew
+        self.forget(keys)
         with contextlib.suppress(KvStoreError):  # what it is like to write to, writing says
             self._store.remove(keys)
             self._word.say(lacking=keys)

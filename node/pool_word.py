@@ -11,9 +11,13 @@ from node.events import Event, PoolSaid
 class PoolWord:
     """Called by any thread of the pool's, behind a call that the store has answered."""
 
-    def __init__(self, store: KvStore, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self, store: KvStore, post: Callable[[Event], None], forget: Callable[[tuple[bytes, ...]], None]
+    ) -> None:
+        """`forget` hears of keys that the pool lacks."""
         self._store = store
         self._post = post
+        self._forget = forget
 
     def say(
         self,
@@ -23,6 +27,8 @@ class PoolWord:
         lacking: tuple[bytes, ...] = (),
     ) -> None:
         """Post it; nothing without the pool's identity, which is asked for until it is known."""
+        if lacking:
+            self._forget(lacking)
         try:
             pool = self._store.identity()
         except KvStoreError:  # what it is like to the calls that matter, they say themselves
