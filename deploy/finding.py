@@ -23,7 +23,7 @@ from runtime.grpc_reply import parsed
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED, registry_problem
 from runtime.registry_client import RegistryUnreachable
 from runtime.registry_server import TTL_S
-from runtime.unanswered import why_no_grpc
+from runtime.unanswered import why_no_grpc, why_no_redis
 
 CALL_TIMEOUT_S: Final = 5.0  # also of a node's silence: it speaks every second
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})")
@@ -58,7 +58,9 @@ class FindingConfig:
                 "NODE is missing: the node's name, as in baton drain decode-0, or HOST:PORT of its gRPC port"
             )
         if not self.is_address and not self.knows_registry:
-            raise ValueError(f"{self.node}: --router HOST:PORT or --run-dir DIR is missing, to find it by its name")
+            raise ValueError(
+                f"{self.node}: --router HOST:PORT, --registry URL or --run-dir DIR is missing, to find it by its name"
+            )
         for address in self.router:
             if not _ADDRESS.fullmatch(address):
                 raise ValueError(f"--router {address}: must be HOST:PORT")
@@ -125,7 +127,7 @@ async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequen
     try:
         return [row.entry for row in (await store.read()).rows]
     except RegistryUnreachable as error:
-        raise ValueError(f"--registry {store.name}: cannot be read: {error}{lack}") from None
+        raise ValueError(f"--registry {store.name}: {why_no_redis(str(error))}{lack}") from None
     finally:
         await store.hang_up()
 

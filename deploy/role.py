@@ -55,21 +55,29 @@ class RoleConfig(FindingConfig):
 
 
 def find_lack(node: pb.NodeEntry, entries: Sequence[pb.NodeEntry]) -> str | None:
-    """What nobody would do while this node changes its role, as a verb; None: those that are left can serve.
+    """What nobody would do any more while this node changes its role, as a verb; None: nothing that it does now.
 
     Who has another fingerprint is no help, and who drains is as good as gone. A decode node that may compute prompts itself does so
-    for all while there is no prefill node.
+    for all while there is no prefill node. What nobody does now, this one included, is no reason: a change may be what mends that.
     """
     others = [
         each
         for each in entries
         if each.node.name != node.node.name and not each.draining and each.fingerprint == node.fingerprint
     ]
-    decoding = [each for each in others if each.role in (pb.ROLE_DECODE, pb.ROLE_MIXED)]
-    if not decoding:
-        return "decodes"
-    is_prefilled = any(each.role in (pb.ROLE_PREFILL, pb.ROLE_MIXED) or each.local_prefill for each in others)
-    return None if is_prefilled else "computes prompts"
+    if not any(map(_decodes, others)):
+        return "decodes" if _decodes(node) else None
+    if not any(map(_prefills, others)):
+        return "computes prompts" if _prefills(node) else None
+    return None
+
+
+def _decodes(node: pb.NodeEntry) -> bool:
+    return node.role in (pb.ROLE_DECODE, pb.ROLE_MIXED)
+
+
+def _prefills(node: pb.NodeEntry) -> bool:
+    return node.role in (pb.ROLE_PREFILL, pb.ROLE_MIXED) or node.local_prefill
 
 
 def main(argv: Sequence[str] | None = None) -> int:

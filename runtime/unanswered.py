@@ -23,8 +23,8 @@ _OF_GRPC: Final = (  # what its words have in them, and what that comes of
 
 
 def why_no_http(told: str, url: str, authority: str) -> str | None:
-    """Of a page at `url`, where somebody listens and the two do not agree on TLS; `told` is httpx's, `authority` the flag
-    that names a certificate authority. None: it is something else."""
+    """Of a page at `url`, where somebody listens and the two do not agree on what is spoken; `told` is httpx's, `authority` the
+    flag that names a certificate authority. None: it is something else."""
     if url.startswith("https://"):
         if any(each in told for each in _NO_TLS):
             return "speaks no TLS there; is it http://?"
@@ -34,12 +34,21 @@ def why_no_http(told: str, url: str, authority: str) -> str | None:
             return f"its certificate is refused here: {refused[1]}{hint}"
     elif "disconnected without sending" in told:
         return "hangs up without an answer; is it https://?"
+    elif told.startswith("illegal "):  # h11's, of a line that begins no answer
+        return "speaks no HTTP there; a router's --port does, its --registry-port and a node's --grpc-port do not"
     return None
 
 
 def why_no_grpc(details: str) -> str:
     """Of a call that ended as unavailable; `details` are gRPC's."""
     return next((sentence for words, sentence in _OF_GRPC if words in details), _NOBODY)
+
+
+def why_no_redis(word: str) -> str:
+    """Of a registry in Redis; `word` is the kind of error that its store names."""
+    return {"ConnectionError": _NOBODY, "TimeoutError": "who listens there says nothing"}.get(
+        word, f"cannot be read: {word}"
+    )
 
 
 def why_no_authority(error: OSError) -> str:

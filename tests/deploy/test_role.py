@@ -124,7 +124,7 @@ def test_a_change_that_came_to_something_else_is_exit_code_1_and_what_can_be_men
     for words, sentence in (
         (["decode-0", "--router", "127.0.0.1:1"], "the role is missing: prefill, decode or mixed"),
         (["decode-0", "router", "--router", "127.0.0.1:1"], "must be one of prefill, decode, mixed"),
-        (["decode-0", "prefill"], "--router HOST:PORT or --run-dir DIR is missing"),
+        (["decode-0", "prefill"], "--router HOST:PORT, --registry URL or --run-dir DIR is missing"),
         (["decode-0", "prefill", "--router", "127.0.0.1:1"], "nobody answers there"),
     ):
         assert exit_code(words) == 2
@@ -147,12 +147,24 @@ def nodes_beside() -> Iterator[tuple[pb.NodeEntry, ...]]:
 
 
 @pytest.mark.covers("C11")
-def test_a_node_may_go_exactly_where_those_that_are_left_can_serve() -> None:
-    node = entry()
-    for others in nodes_beside():
-        able = [each for each in others if not each.draining and each.fingerprint.weights == "abc"]
-        decodes = any(each.role in (pb.ROLE_DECODE, pb.ROLE_MIXED) for each in able)
-        prefills = any(each.role != pb.ROLE_DECODE or each.local_prefill for each in able)
-        lack = find_lack(node, (node, *others))
-        assert (lack is None) == (decodes and prefills), others
-        assert lack in (None, "decodes", "computes prompts") and (lack == "decodes") == (not decodes)
+def test_a_node_may_go_exactly_where_nothing_that_it_does_is_left_undone() -> None:
+    for role, computes in product((pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_MIXED), (False, True)):
+        node = other("decode-0", role, 6999)
+        node.local_prefill = computes
+        does = {"decodes": role != pb.ROLE_PREFILL, "computes prompts": role != pb.ROLE_DECODE or computes}
+        for others in nodes_beside():
+            able = [each for each in others if not each.draining and each.fingerprint.weights == "abc"]
+            decodes = any(each.role in (pb.ROLE_DECODE, pb.ROLE_MIXED) for each in able)
+            prefills = any(each.role != pb.ROLE_DECODE or each.local_prefill for each in able)
+            lack = "decodes" if not decodes else "computes prompts" if not prefills else None
+            assert find_lack(node, (node, *others)) == (lack if lack and does[lack] else None), (node, others)
+
+
+@pytest.mark.covers("C11")
+def test_a_node_becomes_what_nobody_is_without_force() -> None:
+    """Found as a cluster whose only decode node had gone: its prefill node was said to be the last that decodes."""
+    prefill = other("prefill-0", pb.ROLE_PREFILL, 7001)
+    assert find_lack(prefill, (prefill,)) is None
+    decoding = [other(f"decode-{index}", pb.ROLE_DECODE, 7003 + 2 * index) for index in range(2)]
+    assert find_lack(decoding[0], decoding) is None, "nobody computes prompts, and it is no last one that does"
+    assert find_lack(decoding[0], decoding[:1]) == "decodes"

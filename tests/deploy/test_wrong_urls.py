@@ -158,18 +158,35 @@ def test_a_server_with_tls_that_is_asked_without_hangs_up_and_the_sentence_asks_
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """As uvicorn does."""
+    with saying(b"") as url:
+        assert told(capsys, ASKING[command][0], url).endswith(": hangs up without an answer; is it https://?")
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", ASKING)
+def test_a_port_where_something_else_than_http_is_spoken_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Of gRPC's first frame h11 said `illegal request line`: a user had asked a router's registry."""
+    with saying(bytes.fromhex("000012040000000000")) as url:
+        assert ": speaks no HTTP there; a router's --port does, " in told(capsys, ASKING[command][0], url)
+
+
+@contextmanager
+def saying(words: bytes) -> Iterator[str]:
+    """The URL of somebody who says this to the first who asks, and hangs up."""
+
+    def say() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(words)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        hanging_up = threading.Thread(target=_hang_up, args=(server,))
-        hanging_up.start()
-        line = told(capsys, ASKING[command][0], f"http://127.0.0.1:{server.getsockname()[1]}")
-        hanging_up.join()
-    assert line.endswith(": hangs up without an answer; is it https://?")
-
-
-def _hang_up(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    connection.recv(65536)
-    connection.close()
+        thread = threading.Thread(target=say)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
 
 
 @pytest.mark.covers("O06")

@@ -130,4 +130,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "return self._watch(last_word, self._over)",
         _CHANGE,
     ),
+    Mutant(
+        "role-kept-for-what-it-never-did",
+        "A prefill node is not changed where nobody decodes, though it may be what is lacking: it is said to be the last that does.",
+        "deploy/role.py",
+        'return "decodes" if _decodes(node) else None',
+        'return "decodes"',
+        ("tests/deploy/test_role.py",),
+    ),
 )
