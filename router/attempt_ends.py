@@ -84,6 +84,12 @@ class AttemptEnds:
         error = node_drained(prefill) if has_drained else node_lost(prefill, "before the prompt's logprobs arrived")
         self._retry(branch, pair, error, now)
 
+    def without_heirs(self, branch: LiveBranch, now: float) -> None:
+        """Nobody has come who may go on with what the branch's client has."""
+        message = "PD Error NODE_LOST: no node that is left has the weights that the answer was begun with"
+        error = pb.PDError(code=pb.NODE_LOST, message=message)
+        self._give_up(branch, Over.SPENT, error, now, may_be_scored=False)
+
     def fail_at(self, name: str, what: str, now: float) -> None:
         """Note for a node's circuit what failed there."""
         if self._breakers.failed(name, what, now):

@@ -103,6 +103,8 @@ class RouterCore:
                     self._ends.hear(branch, pair, Word.GRACE_OVER, error_of_silence(branch.phase), now)
                 case AwaitingPrompt(pair):
                     self._ends.unscored(branch, pair, now)
+                case Waiting() if branch.gives_up_at is not None and branch.gives_up_at <= now:
+                    self._ends.without_heirs(branch, now)
                 case Waiting():  # a node that refused it may be asked again, or it has rested
                     self._waiting.recall()
                     self._live.may_place = True
@@ -343,6 +345,8 @@ class RouterCore:
     def _place_head(self, now: float) -> bool:
         """Dispatch who comes next; False if there is nobody or no room."""
         taken = self._waiting.take(now)
+        while self._waiting.orphans:
+            self._live.set_timer(self._waiting.orphans.pop(), now)
         if taken is None:
             return False
         group, pair, kind, num_cached, num_pooled = taken
@@ -350,6 +354,8 @@ class RouterCore:
         for branch in group:
             num_tokens = max(group[0].num_tokens - num_cached - num_pooled, 1) if branch is group[0] else 0
             target = self._nodes.occupy(branch.key, pair, num_tokens)
+            if branch.author is None:
+                branch.begun_by = self._nodes.fingerprint_of(pair.prefill)
             branch.attempt = branch.newest_attempt = attempt
             branch.last_pair = pair
             self._live.enter(branch, Prefilling(pair), now)

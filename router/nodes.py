@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from proto import baton_pb2 as pb
@@ -37,6 +38,10 @@ from router.rates import Rates
 
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
 
+# Who waits for room has a claim to every node that is large enough: by fingerprint, the shortest sequence that waits for its nodes.
+Claims = Mapping[bytes, int]
+NO_CLAIMS: Final[Claims] = MappingProxyType({})
+
 NodeEvent = NodeListed | NodeMissed | NodeUnlisted | NodeDrains | SessionUp | SessionBroken | SessionLost | LoadReported
 
 
@@ -62,6 +67,7 @@ class NodeTable:
         self._rates = Rates()
         self._rates_version = 0  # that kinds were made by
         self._kinds = NodeKinds(self._nodes, self._rates.of, max_inflight_prefills)
+        self._fingerprints: Set[bytes] = frozenset()
         self._max_total_tokens: int | None = None
         self._is_degraded = False
         self._longest_known: int | None = None
@@ -73,6 +79,10 @@ class NodeTable:
     def find(self, ref: NodeRef) -> Node | None:
         """The node process, if it is known."""
         return self._nodes.get(ref)
+
+    def fingerprint_of(self, ref: NodeRef) -> bytes:
+        """Of a node process that is known."""
+        return self._nodes[ref].fingerprint
 
     def named(self, names: Collection[str]) -> set[NodeRef]:
         """The processes of these names that are known."""
@@ -124,7 +134,8 @@ class NodeTable:
             if event.node in self._nodes:
                 self._kinds.put(node)
         self._num_slots = sum(node.entry.max_num_seqs for node in self if node.decodes)
-        self._max_total_tokens = self._longest_pair()
+        self._fingerprints = {nodes.kind.fingerprint for nodes in self._kinds}
+        self._max_total_tokens = self.longest_of(self._fingerprints)
         self._longest_known = self._max_total_tokens or self._longest_known
         sentences = self.degraded()
         if self._is_degraded != bool(sentences) and not self.missing():  # else nothing is served: that is no recovery
@@ -187,11 +198,18 @@ class NodeTable:
         """The same, or what it was when there was such a pair last."""
         return self._longest_known
 
-    def _longest_pair(self) -> int | None:
+    @property
+    def fingerprints(self) -> Set[bytes]:
+        """Of all nodes that are expected."""
+        return self._fingerprints
+
+    def longest_of(self, fingerprints: Set[bytes]) -> int | None:
+        """`max_total_tokens` of the nodes with one of these."""
         prefills = _longest_by_fingerprint(nodes.kind for nodes in self._kinds if nodes.kind.prefills)
         decodes = _longest_by_fingerprint(nodes.kind for nodes in self._kinds if nodes.kind.decodes)
-        pairs = [min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys()]
-        alone = [nodes.kind.max_total_tokens for nodes in self._kinds.stranded()]
+        pairs = [min(prefills[each], decodes[each]) for each in prefills.keys() & decodes.keys() & fingerprints]
+        stranded = [nodes.kind for nodes in self._kinds.stranded()]
+        alone = [kind.max_total_tokens for kind in stranded if kind.fingerprint in fingerprints]
         return max((*pairs, *alone), default=None)
 
     def missing(self) -> list[str]:
@@ -218,11 +236,13 @@ class NodeTable:
         has_pair = any(kind.decodes and kind.fingerprint in prefilled for kind in ready)
         return [NO_PREFILL_NODE] if not has_pair and any(nodes.working for nodes in self._kinds.stranded()) else []
 
-    def can_serve(self, total_tokens: int, without: Set[NodeRef]) -> bool:
-        """Whether some pair could take so long a sequence, had it room, that has none of these nodes in it; or a node alone."""
+    def can_serve(self, total_tokens: int, without: Set[NodeRef], fingerprints: Set[bytes]) -> bool:
+        """Whether some pair with one of these fingerprints could take so long a sequence, had it room, that has none of these nodes
+        in it; or a node alone."""
 
         def is_able(nodes: NodesOfKind) -> bool:
-            return total_tokens <= nodes.kind.max_total_tokens and has_others(nodes.working, without)
+            is_large_enough = total_tokens <= nodes.kind.max_total_tokens
+            return is_large_enough and nodes.kind.fingerprint in fingerprints and has_others(nodes.working, without)
 
         able = [nodes.kind for nodes in self._kinds if is_able(nodes)]
         prefills = {kind.fingerprint for kind in able if kind.prefills}
@@ -234,17 +254,17 @@ class NodeTable:
         """Sequences that all nodes that decode could run at once, whatever state they are in."""
         return self._num_slots
 
-    def has_unclaimed(self, claimed: int | None) -> bool:
-        """Whether some node that decodes, and can take work, is too small for a sequence that long."""
+    def has_unclaimed(self, claimed: Claims) -> bool:
+        """Whether nobody has a claim to some node that decodes, and can take work."""
         return any(nodes.working and nodes.kind.decodes and not _is_claimed(nodes, claimed) for nodes in self._kinds)
 
     # ---------------------------------------------------------------- who has room
 
     def prefill_candidates(
-        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: int | None = None
+        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: Claims = NO_CLAIMS
     ) -> Among:
-        """Nodes that prefill, with room for a sequence of at most `total_tokens`, but for these, and for those that a sequence of
-        length `claimed` has a claim to: every node that decodes and is large enough for it."""
+        """Nodes that prefill, with room for a sequence of at most `total_tokens`, but for these, and for those that somebody has a
+        claim to: every node that decodes and is large enough."""
         if self._rates_version != self._rates.version:
             self._rates_version = self._rates.version
             self._kinds.look_at_rates()
@@ -252,7 +272,7 @@ class NodeTable:
         return Among([nodes.prefill for nodes in able if nodes.kind.prefills], without)
 
     def decode_candidates(
-        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: int | None = None
+        self, total_tokens: int, without: Set[NodeRef] = frozenset(), claimed: Claims = NO_CLAIMS
     ) -> Among:
         """Nodes that decode, with a free sequence slot, as far as this router knows, that can hold `total_tokens`; but for some, as
         with prefill_candidates."""
@@ -260,7 +280,7 @@ class NodeTable:
         return Among([nodes.decode for nodes in able if nodes.kind.decodes], without)
 
     def stranded_candidates(
-        self, total_tokens: int, without: Set[NodeRef], claimed: int | None, broken: Set[NodeRef]
+        self, total_tokens: int, without: Set[NodeRef], claimed: Claims, broken: Set[NodeRef]
     ) -> Among:
         """Decode nodes with room that compute prompts themselves, and whom no prefill node but the broken could hand anything; but
         for some, as with prefill_candidates."""
@@ -268,7 +288,7 @@ class NodeTable:
         return Among([nodes.alone for nodes in self._kinds.stranded(broken) if nodes in able], without)
 
     def spare_candidates(
-        self, total_tokens: int, without: Set[NodeRef], claimed: int | None, num_tokens: int, max_tokens: int
+        self, total_tokens: int, without: Set[NodeRef], claimed: Claims, num_tokens: int, max_tokens: int
     ) -> Among:
         """Decode nodes with room that would compute `num_tokens` more of prompts, and then at most `max_tokens` of them at once;
         but for some, as with prefill_candidates.
@@ -301,7 +321,7 @@ class NodeTable:
             for nodes in self._kinds
         )
 
-    def _large_enough(self, total_tokens: int, claimed: int | None) -> list[NodesOfKind]:
+    def _large_enough(self, total_tokens: int, claimed: Claims) -> list[NodesOfKind]:
         return [
             nodes
             for nodes in self._kinds
@@ -369,6 +389,6 @@ def _longest_by_fingerprint(kinds: Iterable[Kind]) -> dict[bytes, int]:
     return longest
 
 
-def _is_claimed(nodes: NodesOfKind, claimed: int | None) -> bool:
-    """By a sequence of this length, which waits for room on any node that is large enough for it."""
-    return claimed is not None and claimed <= nodes.kind.max_total_tokens
+def _is_claimed(nodes: NodesOfKind, claimed: Claims) -> bool:
+    length = claimed.get(nodes.kind.fingerprint)
+    return length is not None and length <= nodes.kind.max_total_tokens

@@ -62,6 +62,8 @@ class LiveBranch:
         self.last_pair: Pair | None = None  # where the last attempt ran
         self.held_off: dict[NodeRef, float] = {}  # nodes that refused or failed it: not before that instant
         self.rests_until = 0.0  # nowhere before that
+        self.begun_by: bytes | None = None  # fingerprint of the nodes that said the first of it
+        self.gives_up_at: float | None = None  # when it is handed up, if no node has come that may go on with it
         self.known_end: KnownEnd | None = None  # what it waits for is not tokens
         self.short_keys: dict[
             bytes, bytes
@@ -132,6 +134,12 @@ class LiveBranch:
         return len(self.log) > len(self.request.generated_token_ids)
 
     @property
+    def author(self) -> bytes | None:
+        """Fingerprint of who has said what its client has, which nobody may go on with but its heirs; None: it has nothing."""
+        is_scored = self.request.sampling.wants_prompt_logprobs and not self.awaits_prompt_logprobs
+        return self.begun_by if self.has_told or is_scored else None
+
+    @property
     def can_share(self) -> bool:
         """Whether other choices of the request may be in the same attempt: there is nothing yet in which they differ.
 
@@ -156,6 +164,7 @@ class LiveBranch:
         instants = [self.request.deadline]
         if isinstance(self.phase, Waiting):
             instants += [until for until in (self.rests_until, *self.held_off.values()) if until > now]
+            instants += [] if self.gives_up_at is None else [self.gives_up_at]
         if isinstance(self.phase, CommitUnknown | MoveUnknown | MoveDoubted | AwaitingPrompt):
             instants.append(self.phase.until)
         return min(instants)

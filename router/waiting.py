@@ -4,7 +4,7 @@ Waiting branches form one queue ordered by arrival; one that was refused keeps i
 decode node that is large enough for it, and nobody behind is dispatched to those: capacity is not given to the small at the cost
 of the large, and refused work is not prefilled in vain. Who fits on a node that nobody before has a claim to overtakes. A branch
 longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
-time is over: it holds up nobody.
+time is over: it holds up nobody. So is one that no node that is left may go on with (heirs.py); it is handed up after a grace.
 
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
 blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
@@ -20,7 +20,7 @@ How it gets there, by which dispatches are counted:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import product
 from typing import Final, NamedTuple, Protocol
 
@@ -28,8 +28,9 @@ from proto.attempt_key import BranchKey
 from router.breaker import Breakers
 from router.entrance import RouterCoreConfig
 from router.events import NodeRef
+from router.heirs import heirs
 from router.keyed_heap import KeyedHeap
-from router.nodes import NodeTable
+from router.nodes import Claims, NodeTable
 from router.pace import QueuePace
 from router.placement import Pair, Placement, Prompt, estimate
 from router.ranking import Among
@@ -79,6 +80,7 @@ class WaitingBranches:
         self._by_arrival = KeyedHeap[BranchKey]()
         self._aside: dict[BranchKey, None] = {}
         self._pace = QueuePace()
+        self.orphans: list[LiveBranch] = []  # who has been put aside to wait for heirs, and has a timer to be set
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -106,21 +108,21 @@ class WaitingBranches:
 
     def take(self, now: float) -> Placed | None:
         """Take out the first that finds room and who goes with it, and say where; None if there is none."""
-        longest = self._nodes.max_total_tokens
         claimants: list[LiveBranch] = []
-        claimed: int | None = None  # every node that decodes and holds so long a sequence
+        claimed: dict[bytes, int] = {}
         placed: Placed | None = None
         while placed is None and (first := self._by_arrival.first()) is not None:
             branch = self._branches[first[0]]
             self._by_arrival.discard(branch.key)
-            if branch.rests_until > now or (longest is not None and branch.total_tokens > longest):
+            able = self._able(branch, now)
+            if branch.rests_until > now or able is None:
                 self._aside[branch.key] = None
-            elif (found := self._find_pair(branch, claimed, now)) is not None:
+            elif (found := self._find_pair(branch, able, claimed, now)) is not None:
                 placed = self._placed(branch, *found)
             else:
                 claimants.append(branch)
-                if branch.request.pinned is None:  # a canary has a claim to nothing
-                    claimed = branch.total_tokens if claimed is None else min(claimed, branch.total_tokens)
+                for each in able if branch.request.pinned is None else ():  # a canary has a claim to nothing
+                    claimed[each] = min(claimed.get(each, branch.total_tokens), branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or not self._nodes.has_unclaimed(claimed):
                     break
         for branch in claimants:
@@ -151,8 +153,27 @@ class WaitingBranches:
         waiting = [self._branches[key] for key in keys if key in self._branches and key != head.key]
         return [branch for branch in waiting if branch.can_share]
 
-    def _find_pair(self, branch: LiveBranch, claimed: int | None, now: float) -> tuple[Pair, str, int, int] | None:
-        broken, last = self._broken(branch, now), branch.last_pair
+    def _able(self, branch: LiveBranch, now: float) -> Set[bytes] | None:
+        """Fingerprints of the nodes that may serve the branch; None: those that are left cannot."""
+        able, longest = self._nodes.fingerprints, self._nodes.max_total_tokens
+        if longest is None:  # whoever comes will be asked
+            return able
+        if branch.author is not None:
+            same, able = heirs(branch.author, able)
+            longest = self._nodes.longest_of(able)
+            if branch.total_tokens <= (self._nodes.longest_of(same) or 0):
+                able = same
+            if longest is not None:
+                branch.gives_up_at = None
+            elif branch.gives_up_at is None:
+                branch.gives_up_at = now + self._config.no_nodes_grace_s
+                self.orphans.append(branch)
+        return able if branch.total_tokens <= (longest or 0) else None
+
+    def _find_pair(
+        self, branch: LiveBranch, able: Set[bytes], claimed: Claims, now: float
+    ) -> tuple[Pair, str, int, int] | None:
+        broken, last = self._broken(branch, able, now), branch.last_pair
         total_tokens, avoided = branch.total_tokens, branch.held_off
         without = broken | {node for node, until in avoided.items() if until > now} if avoided else broken
         if (pinned := branch.request.pinned) is not None:
@@ -160,10 +181,10 @@ class WaitingBranches:
             return None if pair is None else (pair, "handoff", 0, 0)
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
         spare = self._nodes.spare_candidates(total_tokens, without, claimed, num_tokens, most)
-        if pair := self._placement.choose_alone(spare, avoided):
+        if pair := self._placement.choose_alone(spare.of(able), avoided):
             return pair, "local_short", 0, 0
         prompt = Prompt(branch.num_tokens, {}) if self._caches is None else self._caches.prompt(branch)
-        prefills = self._nodes.prefill_candidates(total_tokens, without, claimed)
+        prefills = self._nodes.prefill_candidates(total_tokens, without, claimed).of(able)
         pair = self._placement.choose(
             prefills,
             self._nodes.decode_candidates(total_tokens, without, claimed),
@@ -175,11 +196,11 @@ class WaitingBranches:
             kind = "mixed" if pair.prefill == pair.decode else "handoff"
             return pair, kind, prompt.cached.get(pair.prefill, 0), _num_pooled(prefills, pair.prefill, prompt)
         pair = self._placement.choose_alone(
-            self._nodes.stranded_candidates(total_tokens, without, claimed, broken), avoided
+            self._nodes.stranded_candidates(total_tokens, without, claimed, broken).of(able), avoided
         )
         return None if pair is None else (pair, "local_absent", 0, 0)
 
-    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, claimed: int | None, now: float) -> Pair | None:
+    def _pinned_pair(self, names: tuple[str, str], branch: LiveBranch, claimed: Claims, now: float) -> Pair | None:
         """These two nodes, if both have room and may exchange KV, be they left alone for their failures."""
         excluded = {node for node, until in branch.held_off.items() if until > now}
         prefills = self._nodes.prefill_candidates(branch.total_tokens, excluded, claimed)
@@ -189,10 +210,10 @@ class WaitingBranches:
                 return Pair(prefill, decode)
         return None
 
-    def _broken(self, branch: LiveBranch, now: float) -> set[NodeRef]:
+    def _broken(self, branch: LiveBranch, able: Set[bytes], now: float) -> set[NodeRef]:
         """Nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
         names = self._breakers.avoided(now)
-        while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names)):
+        while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names), able):
             names = names[1:]
         return self._nodes.named(names)
 

@@ -80,8 +80,8 @@ MUTANTS: Final = (
         "claims-hold-for-no-kind",
         "Who waits for room has a claim to nodes, and others are sent there.",
         "router/nodes.py",
-        "return claimed is not None and claimed <= nodes.kind.max_total_tokens",
-        "return claimed is not None and claimed < nodes.kind.max_total_tokens - 1000",
+        "return length is not None and length <= nodes.kind.max_total_tokens",
+        "return length is not None and length < nodes.kind.max_total_tokens - 1000",
         _KINDS,
     ),
     Mutant(

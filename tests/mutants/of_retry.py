@@ -15,6 +15,7 @@ _RETRY: Final = (
 _MOVES: Final = ("tests/router/test_core_moves.py",)
 _MOVE_OWNER: Final = ("tests/handoff/test_owner_rule_moves.py",)
 _BREAKER: Final = ("tests/router/test_breaker.py",)
+_HEIRS: Final = ("tests/router/test_core_heirs.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -125,7 +126,7 @@ MUTANTS: Final = (
         "claims-are-overtaken",
         "Small requests take the blocks that a large one waits for, for ever.",
         "router/waiting.py",
-        "                    claimed = branch.total_tokens if claimed is None else min(claimed, branch.total_tokens)\n",
+        "                    claimed[each] = min(claimed.get(each, branch.total_tokens), branch.total_tokens)\n",
         "                    pass\n",
         ("tests/router/test_core_queue.py",),
     ),
@@ -133,8 +134,9 @@ MUTANTS: Final = (
         "rest-holds-up-the-queue",
         "While a branch waits out its backoff nobody behind it is dispatched.",
         "router/waiting.py",
-        "            if branch.rests_until > now or (",
-        "            if branch.rests_until > now:\n                claimants = [branch]\n                break\n            if (",
+        "            if branch.rests_until > now or able is None:",
+        "            if branch.rests_until > now:\n                claimants = [branch]\n                break\n"
+        "            if able is None:",
         _RETRY,
     ),
     Mutant(
@@ -317,9 +319,49 @@ MUTANTS: Final = (
         "full-is-broken",
         "While the healthy nodes are full, requests go where they fail.",
         "router/waiting.py",
-        "while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names)):",
+        "while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names), able):",
         "while names:",
         _BREAKER,
+    ),
+    Mutant(
+        "another-author",
+        "While nodes get a new model, a stream whose node dies is gone on with by that.",
+        "router/waiting.py",
+        "        if branch.author is not None:\n",
+        "        if False:\n",
+        _HEIRS,
+    ),
+    Mutant(
+        "another-back-end",
+        "A stream goes on at nodes of another back end though some of its own are there.",
+        "router/waiting.py",
+        "                able = same\n",
+        "                pass\n",
+        _HEIRS,
+    ),
+    Mutant(
+        "author-of-the-last-try",
+        "A retry that nobody has begun yet makes its nodes the author of what others said.",
+        "router/core.py",
+        "            if branch.author is None:\n",
+        "            if True:\n",
+        _HEIRS,
+    ),
+    Mutant(
+        "no-heirs-no-end",
+        "A stream whose model is served no more waits for its deadline.",
+        "router/waiting.py",
+        "                self.orphans.append(branch)\n",
+        "                pass\n",
+        _HEIRS,
+    ),
+    Mutant(
+        "heirs-came-too-late",
+        "The grace of a stream goes on though nodes of its model have come back.",
+        "router/waiting.py",
+        "                branch.gives_up_at = None\n",
+        "                pass\n",
+        _HEIRS,
     ),
     Mutant(
         "drained-counts-as-lost",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from math import log
 from typing import Protocol
 
@@ -84,11 +84,14 @@ class PlainNodes:
         self._nodes = list(nodes)
         self._max_inflight = max_inflight
 
-    def claimed(self, total_tokens: int | None) -> set[NodeRef]:
-        """Whom a sequence of this length, which waits, has a claim to."""
-        if total_tokens is None:
-            return set()
-        return {node.ref for node in self._able(total_tokens) if node.decodes}
+    def claimed(self, lengths: Mapping[bytes, int]) -> set[NodeRef]:
+        """Whom sequences of these lengths, which wait for nodes of these fingerprints, have a claim to."""
+        return {
+            node.ref
+            for fingerprint, length in lengths.items()
+            for node in self._able(length)
+            if node.decodes and node.fingerprint == fingerprint
+        }
 
     def prefills(self, total_tokens: int, without: Set[NodeRef]) -> set[NodeRef]:
         """Who prefills and has room."""
@@ -133,9 +136,9 @@ class PlainNodes:
             and node.has_blocks_for(num_tokens)
         }
 
-    def can_serve(self, total_tokens: int, without: Set[NodeRef]) -> bool:
-        """Whether anybody could, had it room."""
-        able = self._able(total_tokens, without)
+    def can_serve(self, total_tokens: int, without: Set[NodeRef], fingerprints: Set[bytes]) -> bool:
+        """Whether anybody with one of these could, had it room."""
+        able = [node for node in self._able(total_tokens, without) if node.fingerprint in fingerprints]
         prefilled = {node.fingerprint for node in able if node.prefills}
         return any(
             (node.decodes and node.fingerprint in prefilled) or self._is_stranded(node, without) for node in able
@@ -149,7 +152,11 @@ class PlainNodes:
     @property
     def longest(self) -> int | None:
         """The longest sequence that could be served."""
-        expected = [node for node in self._nodes if node.is_expected]
+        return self.longest_of({node.fingerprint for node in self._nodes})
+
+    def longest_of(self, fingerprints: Set[bytes]) -> int | None:
+        """The same of nodes with one of these."""
+        expected = [node for node in self._nodes if node.is_expected and node.fingerprint in fingerprints]
         pairs = [
             min(each.max_total_tokens, other.max_total_tokens)
             for each in expected
@@ -162,7 +169,7 @@ class PlainNodes:
     @property
     def is_served(self) -> bool:
         """Whether a request can be served now."""
-        return self.can_serve(0, set())
+        return self.can_serve(0, set(), {node.fingerprint for node in self._nodes})
 
     def _able(self, total_tokens: int, without: Collection[NodeRef] = ()) -> list[Node]:
         return [

@@ -21,7 +21,7 @@ from router.events import (
     SessionLost,
     SessionUp,
 )
-from router.nodes import NodeEvent, NodeTable
+from router.nodes import NO_CLAIMS, NodeEvent, NodeTable
 from router.placement import CacheAware, Imbalance, LeastLoaded, Pair, Prompt
 from router.ranking import Among
 from tests.router.core_world import ROLES, node_entry
@@ -108,17 +108,21 @@ class Nodes:
         """Every question, asked of the table and of each of its nodes."""
         plain, table = PlainNodes(self.table, MOST_PROMPTS), self.table
         assert table.max_total_tokens == plain.longest
-        assert (table.missing() == []) == plain.can_serve(0, set())
+        assert (table.missing() == []) == plain.is_served
         assert table.num_slots == sum(node.entry.max_num_seqs for node in table if node.decodes)
         names = [node.ref.name for node in table]
         broken = {name for name in names if self.random.random() < 0.2}
         without = table.named([*broken, "nobody"])
         assert without == {node.ref for node in table if node.ref.name in broken}
-        length, claimed = self.random.choice(LENGTHS), self.random.choice([None, None, *LENGTHS])
+        length, fingerprints = self.random.choice(LENGTHS), {node.fingerprint for node in table if node.is_expected}
+        assert table.fingerprints == fingerprints
+        served = {each for each in fingerprints if self.random.random() < 0.8}
+        assert table.longest_of(served) == plain.longest_of(served)
+        claimed = {each: self.random.choice(LENGTHS) for each in fingerprints if self.random.random() < 0.4}
         held = plain.claimed(claimed)
         working = {node.ref for node in table if node.decodes and node.can_take_work}
         assert table.has_unclaimed(claimed) == (not working <= held)
-        assert table.can_serve(length, without) == plain.can_serve(length, without)
+        assert table.can_serve(length, without, served) == plain.can_serve(length, without, served)
         left_out = without | held
         assert set(table.stranded_candidates(length, without, claimed, without)) == plain.stranded(
             length, left_out, without
@@ -175,14 +179,17 @@ def test_in_such_histories_every_list_is_long_and_every_answer_comes() -> None:
             lists = {
                 "prefill": table.prefill_candidates(40),
                 "decode": table.decode_candidates(40),
-                "stranded": table.stranded_candidates(40, set(), None, set()),
-                "spare": table.spare_candidates(40, set(), None, 5, 32),
+                "stranded": table.stranded_candidates(40, set(), NO_CLAIMS, set()),
+                "spare": table.spare_candidates(40, set(), NO_CLAIMS, 5, 32),
                 "moves": table.move_targets(NodeRef("d1", 1), 5, 40, set()),
             }
             most |= {name: max(most.get(name, 0), len(list(found))) for name, found in lists.items()}
-            answers |= {("served", table.can_serve(40, set())), ("degraded", bool(table.degraded()))}
             answers |= {
-                ("unclaimed", table.has_unclaimed(100)),
+                ("served", table.can_serve(40, set(), table.fingerprints)),
+                ("degraded", bool(table.degraded())),
+            }
+            answers |= {
+                ("unclaimed", table.has_unclaimed(dict.fromkeys(table.fingerprints, 100))),
                 ("target", table.has_target(NodeRef("d1", 1), 40, set())),
             }
     assert all(number >= 2 for number in most.values()), most
