@@ -108,6 +108,13 @@ _PRICES: Final[Mapping[Cost | None, str]] = {
 }
 
 
+def status_of(code: pb.ErrorCode.ValueType) -> str:
+    """The status that a client gets for a request of which nothing was streamed, when nodes end its attempts with this."""
+    if COST.get(code) is Cost.NOTHING:
+        return "504, at its deadline"
+    return str(503 if code in COST else STATUS.get(code, 500))
+
+
 def _errors() -> str:
     lines = [
         "",
@@ -118,8 +125,7 @@ def _errors() -> str:
         if code == pb.ERROR_UNSPECIFIED:
             continue
         is_retryable = "no" if code in NOT_RETRYABLE else "yes"
-        status = 503 if code in COST else STATUS.get(code, 500)
-        lines.append(f"| {pb.ErrorCode.Name(code)} | {is_retryable} | {_PRICES[COST.get(code)]} | {status} |")
+        lines.append(f"| {pb.ErrorCode.Name(code)} | {is_retryable} | {_PRICES[COST.get(code)]} | {status_of(code)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from connector import handoff
+from proto import baton_pb2 as pb
 from router import ownership
+from router.retry import COST, Cost
 from runtime import session
-from tests.architecture.protocol_page import PAGE, SECTION, SECTIONS, generated
+from tests.architecture.protocol_page import PAGE, SECTION, SECTIONS, generated, status_of
+from tests.architecture.source_tree import ROOT
 
 
 def test_the_page_of_protocols_is_what_the_tables_say() -> None:
@@ -45,3 +50,15 @@ def test_a_changed_table_makes_the_page_stale() -> None:
     text = PAGE.read_text(encoding="utf-8")
     changed = text.replace("| RESERVED | EXPIRE | QUARANTINED |", "| RESERVED | EXPIRE | RELEASED |")
     assert changed != text == generated(changed)
+
+
+def test_operators_are_told_the_status_with_which_a_pd_error_reaches_a_client() -> None:
+    """The page said 502 of a broken handoff and 503 of full nodes: the one is 503, the other waits to the deadline."""
+    told: dict[str, set[str]] = {name: set() for name, _ in pb.ErrorCode.items()}
+    for status, names in re.findall(r"(?m)^\| (\d{3}) (`[^|]*)\|", (ROOT / "docs/operations.md").read_text("utf-8")):
+        for name in told.keys() & set(re.findall("`([A-Z_]+)`", names)):
+            told[name].add(status)
+    for name, code in pb.ErrorCode.items():
+        is_told = code not in (pb.ERROR_UNSPECIFIED, pb.INVALID) and COST.get(code) is not Cost.NOTHING
+        bugs = {"500"} if code == pb.INTERNAL else set()  # the router's own, beside what nodes say
+        assert told[name] == ({status_of(code)} | bugs if is_told else set()), name

@@ -132,7 +132,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         "role-kept-for-what-it-never-did",
-        "A prefill node is not changed where nobody decodes, though it may be what is lacking: it is said to be the last that does.",
+        "A prefill node is not changed where nobody decodes, though that may be what is lacking.",
         "deploy/role.py",
         'return "decodes" if _decodes(node) else None',
         'return "decodes"',
