@@ -31,6 +31,7 @@ from rich.console import Console
 from deploy.child_commands import environment_of, node_command, router_command
 from deploy.child_process import ChildProcess
 from deploy.control import Control
+from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.config import load
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton up` and return its exit code."""
     config = load(UpConfig, "baton up", "Start a router and its nodes on this machine.", argv)
     die_with_parent(config.parent_pid)
+    outlive_readers(of_all=True)
     with _run_dir_of_our_own(config.run_dir):
         return asyncio.run(_run(config))
 
@@ -102,7 +104,7 @@ class _Launcher:
 
     async def run(self) -> int:
         """Start, wait, stop; 0 after a signal, 1 or 2 if the cluster did not come up or nothing of it is left."""
-        stopped = first_signal()
+        stopped = first_signal(or_hangup=True)
         start = asyncio.create_task(self._start())
         try:
             waits: set[asyncio.Future[Any]] = {start, stopped, self._first_end}

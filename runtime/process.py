@@ -56,8 +56,11 @@ def _exit_of(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def first_signal() -> asyncio.Future[signal.Signals]:
-    """The first SIGINT or SIGTERM; call it inside the running loop. A second one ends the process at once."""
+def first_signal(*, or_hangup: bool = False) -> asyncio.Future[signal.Signals]:
+    """The first SIGINT or SIGTERM; call it inside the running loop. A second one ends the process at once.
+
+    `or_hangup`: or that its terminal was closed, unless that is ignored (nohup). Shell and kernel both may say so: it ends nothing.
+    """
     loop = asyncio.get_running_loop()
     first: asyncio.Future[signal.Signals] = loop.create_future()
 
@@ -66,8 +69,14 @@ def first_signal() -> asyncio.Future[signal.Signals]:
             os._exit(128 + number)  # no clean-up: the user has asked twice
         first.set_result(number)
 
+    def on_hangup() -> None:
+        if not first.done():
+            first.set_result(signal.SIGHUP)
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
+    if or_hangup and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
     return first
 
 

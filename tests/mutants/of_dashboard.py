@@ -13,6 +13,14 @@ _PICTURE: Final = ("tests/router/test_timeline_picture.py",)
 
 MUTANTS: Final = (
     Mutant(
+        "ends-with-its-readers",
+        "A command ends where nobody reads what it says any more, and `baton up` leaves its cluster to be killed.",
+        "deploy/heedless.py",
+        "            return memoryview(data).nbytes",
+        "            raise",
+        ("tests/deploy/test_heedless.py",),
+    ),
+    Mutant(
         "any-origin-kills",
         "Another site in the same browser may have a node killed.",
         "router/kill_rules.py",

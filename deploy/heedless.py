@@ -1,0 +1,56 @@
+"""A command's output, written to whoever still reads it: a pipe or a terminal that is gone ends no command, nor a cluster.
+
+`baton up | tee log` has lost its `tee` by the time it hears of a Ctrl-C, and still has a cluster to end in good order; `baton drain
+NODE | head -1` waits until the node has gone, all the same. Not here: what is said.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, Final, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_NO_READER: Final = frozenset((errno.EPIPE,))
+_NO_TERMINAL: Final = frozenset((errno.EPIPE, errno.EIO))
+
+
+class _Heedless(io.FileIO):
+    """A descriptor that is somebody else's; what cannot be written for a reason that does not count is dropped."""
+
+    def __init__(self, descriptor: int, *, of_all: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        # A terminal that is gone does not say that it is one.
+        is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        self._forgiven = None if of_all else _NO_TERMINAL if is_device else _NO_READER
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self._forgiven is not None and error.errno not in self._forgiven:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_readers(*, of_all: bool = False) -> None:
+    """Drop what is said from when nobody reads it any more. `of_all`: whatever keeps it from being written, a full disk, say."""
+    sys.stdout, sys.stderr = _heedless(sys.stdout, of_all=of_all), _heedless(sys.stderr, of_all=of_all)
+
+
+def _heedless(stream: TextIO, *, of_all: bool) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # None, where it was closed from the first
+        return stream
+    raw = _Heedless(stream.fileno(), of_all=of_all)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -1,0 +1,54 @@
+"""What a command says to a pipe, a terminal or a disk that takes no more."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SAYS = "import sys\nfor _ in range(100):\n    print('x' * 1000, flush=True)\n    sys.stderr.write('y\\n')\nsys.exit(3)"
+
+
+def no_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def no_terminal() -> int:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    return theirs
+
+
+def no_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def ending(tmp_path: Path, nowhere: int, line: str = "") -> int:
+    """The exit code of a command that says much there, on stdout and stderr both."""
+    (tmp_path / "says.py").write_text(line + SAYS)
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "deploy.quiet_stop", "says"]
+    try:
+        return subprocess.run(command, env=environment, stdout=nowhere, stderr=nowhere, check=False).returncode
+    finally:
+        os.close(nowhere)
+
+
+@pytest.mark.parametrize("open_nowhere", [no_pipe, no_terminal])
+def test_a_command_comes_to_its_own_end_whoever_has_stopped_reading(
+    tmp_path: Path, open_nowhere: Callable[[], int]
+) -> None:
+    assert ending(tmp_path, open_nowhere()) == 3
+
+
+def test_what_a_full_disk_does_not_take_is_an_error_but_where_all_is_forgiven(tmp_path: Path) -> None:
+    assert ending(tmp_path, no_disk()) not in (0, 3)
+    forgiving = "from deploy.heedless import outlive_readers\noutlive_readers(of_all=True)\n"
+    assert ending(tmp_path, no_disk(), forgiving) == 3
