@@ -40,7 +40,7 @@ from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
 from runtime.command_words import as_flags
 from runtime.config import load
 from runtime.process import allow_descriptors, fatal
-from runtime.unanswered import why_no_authority, why_no_http
+from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 PROG: Final = "baton bench"
 _LOWEST_RATE: Final = 0.01  # requests per second, of a sweep
@@ -184,7 +184,7 @@ def _ways_to_ask(config: BenchConfig, model: str) -> Iterator[Asking]:
 async def _first_model(client: httpx.AsyncClient) -> str:
     answer = await client.get("/v1/models")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise ServerProblem(f"{client.base_url}: wants a key: --api-key, or better the variable BATON_API_KEY")
+        raise ServerProblem(f"{client.base_url}: {why_no_entry('Authorization' in answer.request.headers)}")
     try:
         content: dict[str, Any] = answer.raise_for_status().json()
         return str(content["data"][0]["id"])

@@ -95,6 +95,8 @@ def _make(config: CertsConfig) -> list[str]:
     for host in hosts:
         if (config.out / host).exists():
             raise ValueError(f"{config.out / host}: is there already; delete it first to make it anew")
+    if config.out.exists() and not config.out.is_dir():
+        raise ValueError(f"{config.out}: is no directory")
     config.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     certificate_path, key_path = config.out / "ca.crt", config.out / "ca.key"
     lines = []

@@ -14,7 +14,7 @@ import httpx
 
 from deploy.chat_talk import Message
 from deploy.router_pages import without_number
-from runtime.unanswered import why_no_authority, why_no_http
+from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 _CONNECT_S: Final = 10.0
 _PATH: Final = "/v1/chat/completions"
@@ -101,7 +101,7 @@ class ChatServer:
             return
         told = _sentence(answer.text)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            told = f"wants a key: --api-key, or better the variable BATON_API_KEY ({told})"
+            told = f"{why_no_entry('Authorization' in answer.request.headers)} ({told})"
         elif answer.status_code == httpx.codes.NOT_FOUND and "error" not in answer.text:
             told = "has no such page, so it does not speak OpenAI's API there"
         problem = f"{self.url}: {answer.status_code}: {told}"

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import httpx
 
 from runtime.command_words import as_flags
-from runtime.unanswered import why_no_authority, why_no_http
+from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
@@ -115,7 +115,7 @@ def without_number(error: httpx.ConnectError) -> str:
 
 def _content(answer: httpx.Response, url: str) -> Any:
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise NoAnswer(f"{url}: wants a key: --api-key, or better the variable BATON_API_KEY")
+        raise NoAnswer(f"{url}: {why_no_entry('Authorization' in answer.request.headers)}")
     if answer.status_code != httpx.codes.OK:
         raise NoAnswer(f"{url}: is answered {answer.status_code}")
     try:

@@ -51,6 +51,12 @@ def why_no_redis(word: str) -> str:
     )
 
 
+def why_no_entry(has_key: bool) -> str:
+    """Of a server that answers 401; `has_key`: to who has shown one."""
+    flag = "--api-key, or better the variable BATON_API_KEY"
+    return f"does not know the key that it was shown: {flag}" if has_key else f"wants a key: {flag}"
+
+
 def why_no_authority(error: OSError) -> str:
     """Of a file that was to hold a certificate authority."""
     return "holds no certificate, as PEM" if isinstance(error, ssl.SSLError) else f"cannot be read: {error.strerror}"

@@ -25,14 +25,16 @@ PAGE = "<html>502 Bad Gateway</html>"
 
 
 @contextmanager
-def answering(answers: Mapping[str, str], tls: Path | None = None) -> Iterator[str]:
+def answering(answers: Mapping[str, str], tls: Path | None = None, status_code: int = 200) -> Iterator[str]:
     """The URL of a web server that has these pages, by path; the first is what any other path gets."""
 
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(status_code)
             self.end_headers()
             self.wfile.write(answers.get(self.path, next(iter(answers.values()))).encode())
+
+        do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             pass
@@ -170,6 +172,17 @@ def test_a_port_where_something_else_than_http_is_spoken_is_said_to_be_one(
     """Of gRPC's first frame h11 said `illegal request line`: a user had asked a router's registry."""
     with saying(bytes.fromhex("000012040000000000")) as url:
         assert ": speaks no HTTP there; a router's --port does, " in told(capsys, ASKING[command][0], url)
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", ASKING)
+def test_who_has_shown_a_key_that_is_unknown_is_not_told_to_show_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with answering({"/": "{}"}, status_code=401) as url:
+        assert ": wants a key: --api-key, " in told(capsys, ASKING[command][0], url)
+        monkeypatch.setenv("BATON_API_KEY", "sk-0123456789abcdef")
+        assert ": does not know the key that it was shown: --api-key, " in told(capsys, ASKING[command][0], url)
 
 
 @contextmanager

@@ -92,6 +92,15 @@ def test_a_host_is_added_by_the_same_authority_and_nothing_is_overwritten(
 
 
 @pytest.mark.covers("X03")
+def test_certificates_are_not_made_where_a_file_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        certs.main([str(tmp_path / "keys")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"baton certs make: {tmp_path / 'keys'}: is no directory\n"
+
+
+@pytest.mark.covers("X03")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
