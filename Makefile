@@ -20,6 +20,7 @@ CLIENTS_FLAGS ?=
 BENCH_FLAGS ?=
 
 BIN := .venv/bin
+PYTHON := $(BIN)/python
 STAMP := .venv/.installed
 KERNELS := kernels/cpu/built/.built
 REDIS := .venv/.redis
@@ -39,7 +40,7 @@ help: ## this list
 
 setup: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## fill .venv with the pinned versions, compile the kernels, find a redis-server, HAProxy, Helm and a browser; a second call does nothing
 
-$(STAMP): pyproject.toml constraints.txt
+$(PYTHON):
 	@set -e; \
 	for name in python3 python3.13 python3.12 python3.11 python3.14; do \
 	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
@@ -49,24 +50,30 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "make setup: $$python has no venv module; install it first (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; \
 	fi; \
 	echo "make setup: .venv with $$($$python --version); one to five minutes, once"; \
-	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $$python -m venv --clear .venv; fi; \
-	echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
+	$$python -m venv --clear .venv
+
+# Modules are compiled when they are first imported: those that Baton has at the end, so that the first `make up` is no slower than the
+# second, and thousands of others never.
+$(STAMP): pyproject.toml constraints.txt | $(PYTHON)
+	@set -e; echo "make setup: torch, 200 MB; several gigabytes where pip finds no build for CPUs"; \
 	trap 'exit 130' INT TERM; \
 	dots=; if [ -t 2 ]; then { while sleep 5 && kill -0 $$$$ 2>/dev/null; do printf . >&2; done; } & dots=$$!; trap 'kill $$dots; echo >&2' EXIT; fi; \
-	$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
+	$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip >/dev/null; \
+	$(PYTHON) -m pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" -c constraints.txt; \
 	[ -z "$$dots" ] || echo >&2; echo "make setup: the other packages, 300 MB"; \
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
+	$(PYTHON) -m pip install -qq --no-compile -c constraints.txt -e '.[dev,nixl,numba,triton]'; \
+	$(PYTHON) -P -c 'import deploy.launcher, node.process, router.process'; \
 	touch $(STAMP)
 
 # Seconds, once; without a C++ compiler numba's functions are, and a line says what that costs.
 $(KERNELS): $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu_build.py) | $(STAMP)
-	@$(BIN)/python -m kernels.cpu_build
-	@ls $(@D)/*.so >/dev/null 2>&1 || $(BIN)/python -m kernels.numba_kernels
+	@$(PYTHON) -m kernels.cpu_build
+	@ls $(@D)/*.so >/dev/null 2>&1 || $(PYTHON) -m kernels.numba_kernels
 	@mkdir -p $(@D) && touch $@
 
 # For the tests of the registry in Redis, and of the front of routers. Tried once, and never a reason to fail: they say by themselves
-# what there is not.
-$(REDIS): | $(STAMP)
+# what there is not. Beside pip, as what is below.
+$(REDIS): | $(PYTHON)
 	@if command -v redis-server >/dev/null && command -v haproxy >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
 	  echo "make setup: no redis-server or no haproxy, and only root can install them, where there is apt: the tests that want them will say so"; \
@@ -81,13 +88,13 @@ $(REDIS): | $(STAMP)
 $(HELM): constraints.txt | $(STAMP)
 	@rm -rf .venv/helm && mkdir .venv/helm
 	@echo "make setup: Helm and the classes of Kubernetes' objects, for tests"
-	@if $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt -d .venv/helm helm-sdkpy kubernetes >$@.log 2>&1 && \
-	  for wheel in .venv/helm/*.whl; do $(BIN)/python -m zipfile -e $$wheel .venv/helm; done; then rm .venv/helm/*.whl; \
+	@if $(PYTHON) -m pip download -qq --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt -d .venv/helm helm-sdkpy kubernetes >$@.log 2>&1 && \
+	  for wheel in .venv/helm/*.whl; do $(PYTHON) -m zipfile -e $$wheel .venv/helm; done; then rm .venv/helm/*.whl; \
 	else echo "make setup: they cannot be had ($@.log says why): the tests of the chart will say so"; fi
 	@touch $@
 
 # For the tests of the dashboard. Tried once, and never a reason to fail, as above; behind $(REDIS), as one apt-get waits for no other.
-$(BROWSER): | $(STAMP) $(REDIS)
+$(BROWSER): | $(REDIS)
 	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
 	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
 	  echo "make setup: no chromium with its driver, and only root can install them, where there is apt: the tests of the dashboard will say so"; \
@@ -100,17 +107,17 @@ $(BROWSER): | $(STAMP) $(REDIS)
 # Made beside its place and moved: an interrupted run leaves no half model.
 $(TINY)/config.json: | $(STAMP)
 	@rm -rf $(TINY).part
-	$(BIN)/python -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
+	$(PYTHON) -m engine.make_model --like llama-tiny --dtype fp32 --seed 0 --out $(TINY).part
 	@rm -rf $(TINY) && mv $(TINY).part $(TINY)
 
 up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## a router, a prefill and a decode node on the demo model, here; Ctrl-C ends them
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then every test
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## eleven benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
-	@$(BIN)/python -m bench $(BENCH_FLAGS)
+	@$(PYTHON) -m bench $(BENCH_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -122,45 +129,45 @@ format: $(STAMP) ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 proto: $(STAMP) ## generate the modules of proto/baton.proto anew
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. $(PROTO_FLAGS) proto/baton.proto
+	@PATH="$(BIN):$$PATH" $(PYTHON) -m grpc_tools.protoc -I. $(PROTO_FLAGS) proto/baton.proto
 
 tree: $(STAMP) ## write the tree at the end of README.md anew, from each file's first docstring line
-	@$(BIN)/python -m tests.architecture.readme_tree
+	@$(PYTHON) -m tests.architecture.readme_tree
 
 docs: $(STAMP) ## write what the docs say of flags, metrics and protocols, the drawings, and the schema of the chart's values anew, from the code
-	@$(BIN)/python -m tests.router.metrics_table
-	@$(BIN)/python -m tests.architecture.protocol_page
-	@$(BIN)/python -m tests.architecture.flags_page
-	@$(BIN)/python -m tests.sim.drawing
-	@$(BIN)/python -m tests.deploy.chart_schema
+	@$(PYTHON) -m tests.router.metrics_table
+	@$(PYTHON) -m tests.architecture.protocol_page
+	@$(PYTHON) -m tests.architecture.flags_page
+	@$(PYTHON) -m tests.sim.drawing
+	@$(PYTHON) -m tests.deploy.chart_schema
 
 pictures: $(STAMP) $(KERNELS) $(BROWSER) ## take the pictures of docs/pictures anew: the dashboard of a cluster here, in a headless browser
-	@$(BIN)/python -m tests.dashboard.pictures $(if $(filter $(TINY),$(MODEL)),,--model $(MODEL))
+	@$(PYTHON) -m tests.dashboard.pictures $(if $(filter $(TINY),$(MODEL)),,--model $(MODEL))
 
 sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong, from SEEDS=1000 seeds; SEED=7 plays one again and prints its log
-	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
+	@$(PYTHON) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(SIM_FLAGS)
 
 fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
-	@$(BIN)/python -m tests.security $(TARGET) --seconds $(FUZZ_S)
+	@$(PYTHON) -m tests.security $(TARGET) --seconds $(FUZZ_S)
 
 soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
-	@$(BIN)/python -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
-	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
+	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
+	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(PYTHON) -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
 	  tests/kernels/test_triton_kernels.py tests/kernels/test_primitives.py tests/engine_torch/test_attention.py
-	@FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/security -k fuzz -q --timeout 3600
-	@$(BIN)/python -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
+	@FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest tests/security -k fuzz -q --timeout 3600
+	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
-	@$(BIN)/python -m tests.mutants $(ONLY)
+	@$(PYTHON) -m tests.mutants $(ONLY)
 
 compose-test: $(STAMP) $(KERNELS) ## build the images and hurt the containers of deploy/compose.yaml; needs a Docker engine, and root for a partition
-	@$(BIN)/python -m pytest tests/compose $(TEST_FLAGS)
+	@$(PYTHON) -m pytest tests/compose $(TEST_FLAGS)
 
 clients: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## other people's clients (openai, langchain, litellm, lm-eval, vllm, guidellm) against a cluster; ONLY=name,name for some; installs gigabytes
-	@$(BIN)/python -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
+	@$(PYTHON) -m tests.clients $(ONLY) --model $(MODEL) $(CLIENTS_FLAGS)
 
 coverage-table: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## run the tests and write docs/coverage.md: the tests that prove each row of docs/checklist.md
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md
+	@$(PYTHON) -m pytest -n 2 --dist loadfile --coverage-table=docs/coverage.md
 
 clean: ## remove everything that make made, .venv included
 	rm -rf .venv run models build kernels/cpu/built kernels/numba_built *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -61,8 +61,8 @@ def test_without_the_venv_module_set_up_names_the_package_to_install(checkout: P
 
 def test_set_up_does_nothing_when_the_stamp_is_newer_than_what_it_depends_on(checkout: Path) -> None:
     """No Python is even looked for."""
-    (checkout / ".venv").mkdir()
-    for stamp in (".installed", ".helm", ".browser"):
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    for stamp in ("bin/python", ".installed", ".redis", ".helm", ".browser"):
         (checkout / ".venv" / stamp).touch()
     (checkout / "kernels" / "cpu" / "built").mkdir(parents=True)
     (checkout / "kernels" / "cpu" / "built" / ".built").touch()
