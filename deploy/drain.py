@@ -119,8 +119,9 @@ async def _until_gone(name: str, address: str) -> None:
     give_up_at = loop.time() + END_TIMEOUT_S
     while loop.time() < give_up_at:
         try:
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=socket.AF_UNSPEC)
-        except OSError:
+            async with asyncio.timeout_at(give_up_at):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port), family=socket.AF_UNSPEC)
+        except OSError:  # refused; or nobody says anything, of whose container not even the address is left
             return
         writer.close()
         await asyncio.sleep(END_POLL_S)

@@ -5,6 +5,7 @@ Not here: what it is asked for (drain.py, role.py).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -77,26 +78,26 @@ class FindingConfig:
 
 
 async def list_nodes(config: FindingConfig, credentials: Credentials) -> list[pb.NodeEntry]:
-    """Everybody who is registered. Raises ValueError where a registry does not answer."""
+    """Everybody who is registered, with any router that answers. Raises ValueError where none does, or a Redis does not."""
     routers, registry, namespace, lack = [*config.router], config.registry, config.registry_namespace, ""
     if config.run_dir is not None:
         told, its_namespace = _told_in(config.run_dir)
         namespace = namespace or its_namespace
-        if "://" not in told:
-            routers.append(told)
+        if "://" not in told[0]:
+            routers += told
         elif registry == EMBEDDED:
-            registry, lack = told, "; cluster.json has it without password and options: with them, give --registry"
-    entries = [entry for address in routers for entry in await _listed_at(address, credentials)]
+            registry, lack = told[0], "; cluster.json has it without password and options: with them, give --registry"
+    entries = await _listed_at_any(routers, credentials)
     if registry != EMBEDDED:
         entries += await _listed_in_redis(registry, namespace, lack)
     return entries
 
 
-def _told_in(run_dir: Path) -> tuple[str, str | None]:
-    """The registry of a `baton up`, at its router or in Redis, and its name there. Raises ValueError where none runs."""
+def _told_in(run_dir: Path) -> tuple[list[str], str | None]:
+    """The registries of a `baton up`, at its routers or in Redis, and its name there. Raises ValueError where none runs."""
     try:
         content = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
-        return str(content["router"]["registry"]), content.get("registry_namespace")
+        return [str(router["registry"]) for router in content["routers"]], content["registry_namespace"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"--run-dir {run_dir}: no cluster of `baton up` runs there") from None
 
@@ -108,6 +109,15 @@ def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
             return entry
     known = sorted({entry.node.name for entry in entries})
     raise ValueError(f"{name}: no such node; there are: {', '.join(known) or 'none'}")
+
+
+async def _listed_at_any(routers: Sequence[str], credentials: Credentials) -> list[pb.NodeEntry]:
+    """By all that answer: nodes register with each of them, and one may be down. Raises ValueError if none does."""
+    found = await asyncio.gather(*(_listed_at(each, credentials) for each in routers), return_exceptions=True)
+    faults = [each for each in found if isinstance(each, BaseException)]
+    if faults and (len(faults) == len(found) or not all(isinstance(each, ValueError) for each in faults)):
+        raise faults[0]
+    return [entry for each in found if not isinstance(each, BaseException) for entry in each]
 
 
 async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:

@@ -41,6 +41,12 @@ async def hung_up(node: GrpcNode) -> None:
         await asyncio.sleep(0.001)
 
 
+def told_by_up(*registries: str, namespace: str | None = None) -> str:
+    """What a cluster.json says of its routers."""
+    routers = [{"registry": each} for each in registries]
+    return json.dumps({"router": routers[0], "routers": routers, "registry_namespace": namespace})
+
+
 def exit_code(arguments: list[str]) -> int:
     """Of `baton drain` with these."""
     try:
@@ -77,10 +83,10 @@ def test_a_node_is_found_by_its_name_and_has_gone_when_the_command_comes_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def by_run_dir(registry: RunningRegistry, node: GrpcNode) -> list[str]:
-        (tmp_path / "cluster.json").write_text(json.dumps({"router": {"registry": registry.address}}))
+        (tmp_path / "cluster.json").write_text(told_by_up("127.0.0.1:1", registry.address))
         return ["decode-0", "--run-dir", str(tmp_path)]
 
-    assert run(lambda registry, node: ["decode-0", "--router", registry.address]) == 0
+    assert run(lambda registry, node: ["decode-0", "--router", f"127.0.0.1:1,{registry.address}"]) == 0  # one is down
     assert run(by_run_dir) == 0
     assert (
         capsys.readouterr().out.splitlines()
@@ -104,6 +110,22 @@ def test_a_node_that_dies_before_it_has_drained_is_exit_code_1(capsys: pytest.Ca
     assert run(lambda registry, node: ["decode-0", "--router", registry.address], hung_up) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "ended before it had drained" in line or "hung up before it had drained" in line
+
+
+@pytest.mark.covers("D08")
+def test_a_container_of_which_not_even_the_address_is_left_is_not_waited_for_without_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No host answers there any more, so no connection is refused: Linux alone would try for two minutes."""
+
+    async def unanswered(*_: object, **__: object) -> tuple[object, object]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("nobody answers")
+
+    monkeypatch.setattr("deploy.drain.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("deploy.drain.asyncio.open_connection", unanswered)
+    assert run(lambda registry, node: ["decode-0", "--router", registry.address]) == 0
+    assert capsys.readouterr().out.endswith("baton drain: decode-0 has drained\n")
 
 
 @contextmanager
@@ -144,8 +166,7 @@ def test_a_run_directory_may_name_a_redis_and_what_it_keeps_secret_is_asked_for(
         listing_in(redis.url, "one") as list_node,
     ):
         name = redis.url.replace(":hunter2@", "")
-        told = {"router": {"registry": name}, "registry_namespace": "one"}
-        (tmp_path / "cluster.json").write_text(json.dumps(told))
+        (tmp_path / "cluster.json").write_text(told_by_up(name, name, namespace="one"))
         words = ["decode-0", "--run-dir", str(tmp_path)]
 
         def by_both(registry: RunningRegistry, node: GrpcNode) -> list[str]:
