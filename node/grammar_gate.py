@@ -7,6 +7,7 @@ Reserve, for the same reason. Not here: what waits (held.py), and how grammars a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -53,14 +54,16 @@ class GrammarGate:
             case _:
                 self._post(event)
 
-    async def flaw(self, grammar: pb.Grammar) -> Flaw | None:
+    async def flaw(self, request: pb.ReserveRequest) -> Flaw | None:
         """What is wrong with the grammar of a lease that is asked for; None: it is compiled, so that no step waits for that.
 
         The sender has compiled it, and waits for an answer no longer than a call may take: where that is too short it is to
         ask again, which costs it nothing.
         """
-        compiling = self._keep(self._threads.flaw(to_grammar(grammar)))
+        since = time.monotonic()
+        compiling = self._keep(self._threads.flaw(to_grammar(request.grammar)))
         done, _ = await asyncio.wait({compiling}, timeout=RESERVE_WAITS_S)
+        _take_off(request, since)
         if compiling.cancelled():  # by `close`; not answered, the call would keep its sender until its time is over
             return Flaw(pb.BUSY, "the node takes another role, or is to end")
         return compiling.result() if done else Flaw(pb.BUSY, "its grammar is being compiled")
@@ -73,7 +76,7 @@ class GrammarGate:
             await asyncio.wait(self._tasks)
 
     def _hold(self, event: FromRouter, refuse: Refuse) -> None:
-        number = self._held.hold(event)
+        number, since = self._held.hold(event), time.monotonic()
 
         async def compile_it() -> None:
             dispatch = event.message.dispatch
@@ -82,6 +85,7 @@ class GrammarGate:
             if len(self._held) <= MAX_HELD:
                 flaw = await self._threads.flaw(to_grammar(dispatch.sampling.grammar), generated)
             released = self._held.release(number)
+            _take_off(dispatch, since)
             if flaw is None:
                 for each in released:
                     self._post(each)
@@ -100,3 +104,8 @@ class GrammarGate:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _take_off(message: pb.Dispatch | pb.ReserveRequest, since: float) -> None:
+    """The time that it has waited here: its request's deadline is no later for that. `since`: by time.monotonic."""
+    message.ms_left = max(1, message.ms_left - round(1000 * (time.monotonic() - since)))

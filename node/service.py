@@ -130,7 +130,7 @@ class NodeService(pb_grpc.NodeServicer):
             return self._refused(request, pb.INTERNAL, problem, False)
         flaw = None
         if self._knows_router(request) and request.HasField("grammar"):
-            flaw = await self._gate.flaw(request.grammar)
+            flaw = await self._gate.flaw(request)
         if not self._knows_router(request):  # asked behind the wait: it may have been lost meanwhile
             # Its tokens would reach nobody, and nobody would ever cancel it.
             return self._refused(request, pb.BUSY, "there is no session with the attempt's router", True)

@@ -208,6 +208,14 @@ MUTANTS: Final = (
         _PROCESSES,
     ),
     Mutant(
+        "time-at-the-gate-is-a-gift",
+        "Whose grammar is compiled for seconds has a deadline that is as much later.",
+        "node/grammar_gate.py",
+        "message.ms_left - round(1000 * (time.monotonic() - since))",
+        "message.ms_left",
+        _GATE,
+    ),
+    Mutant(
         "lease-before-its-grammar",
         "A lease is given while its grammar is being compiled, and the first step waits for that.",
         "node/grammar_gate.py",

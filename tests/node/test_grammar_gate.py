@@ -57,6 +57,11 @@ def dispatch(request_id: str, regex: str | None, generated: bytes = b"") -> From
     return FromRouter(ROUTER, pb.RouterMessage(dispatch=asked))
 
 
+def reserve(asked: FromRouter, ms_left: int = 1) -> pb.ReserveRequest:
+    """A lease for what a Dispatch asks."""
+    return pb.ReserveRequest(grammar=asked.message.dispatch.sampling.grammar, ms_left=ms_left)
+
+
 def cancel(request_id: str) -> FromRouter:
     return FromRouter(ROUTER, pb.RouterMessage(cancel=pb.Cancel(key=pb.AttemptKey(request_id=request_id))))
 
@@ -115,7 +120,7 @@ def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(
         # A lease is given to nobody whose first step would wait for it.
         with monkeypatch.context() as patch:
             patch.setattr(grammar_gate, "RESERVE_WAITS_S", 0.5)
-            flaw = await bed.gate.flaw(bound.message.dispatch.sampling.grammar)
+            flaw = await bed.gate.flaw(reserve(bound))
         assert flaw is not None and flaw.code == pb.BUSY
         slow.go.set()
         await bed.until(4)
@@ -123,7 +128,29 @@ def test_who_asks_for_a_grammar_waits_for_it_and_others_overtake(
         again = dispatch("again", GOOD, b"abc")  # a retry, that knows some tokens
         bed.send(again)
         await bed.until(5)
-        assert await bed.gate.flaw(bound.message.dispatch.sampling.grammar) is None
+        assert await bed.gate.flaw(reserve(bound)) is None
+
+    play(lambda: Bed(slow), scenario)
+
+
+@pytest.mark.covers("A14", "R17")
+def test_a_deadline_is_no_later_for_what_waited_for_its_grammar(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(directory)
+
+    async def scenario(bed: Bed) -> None:
+        bound, late = dispatch("bound", GOOD), dispatch("late", GOOD)
+        bound.message.dispatch.ms_left, late.message.dispatch.ms_left = 600_000, 100
+        bed.send(bound, late)
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_gate, "RESERVE_WAITS_S", 0.3)
+            lease = reserve(bound, 600_000)
+            assert await bed.gate.flaw(lease) is not None
+        slow.go.set()
+        await bed.until(2)
+        assert 0 < bound.message.dispatch.ms_left <= lease.ms_left <= 600_000 - 299
+        assert late.message.dispatch.ms_left == 1, "and its core ends it at once"
 
     play(lambda: Bed(slow), scenario)
 
@@ -138,7 +165,7 @@ def test_what_cannot_be_followed_is_refused_in_words_and_never_reaches_the_core(
         assert {flaw.code for flaw in told.values()} == {pb.INVALID}
         assert "Unclosed" in told["bad"].reason
         assert "not the beginning" in told["beyond"].reason
-        flaw = await bed.gate.flaw(bad.message.dispatch.sampling.grammar)
+        flaw = await bed.gate.flaw(reserve(bad))
         assert flaw is not None
         assert flaw.code == pb.INVALID
 
@@ -150,10 +177,11 @@ def test_a_lost_routers_requests_are_forgotten(directory: Path) -> None:
     slow = Slow(directory)
 
     async def scenario(bed: Bed) -> None:
-        bed.send(dispatch("lost", GOOD), RouterLost(ROUTER), dispatch("new", GOOD))
+        new = dispatch("new", GOOD)
+        bed.send(dispatch("lost", GOOD), RouterLost(ROUTER), new)
         slow.go.set()
         await bed.until(2)
-        assert bed.let_in == [RouterLost(ROUTER), dispatch("new", GOOD)]
+        assert bed.let_in == [RouterLost(ROUTER), new]
 
     play(lambda: Bed(slow), scenario)
 
@@ -198,7 +226,7 @@ def test_a_lease_that_waits_for_its_grammar_at_a_gate_that_closes_is_refused(dir
 
     async def scenario(bed: Bed) -> None:
         asked = dispatch("r", GOOD).message.dispatch.sampling.grammar
-        waiting = asyncio.create_task(bed.gate.flaw(asked))
+        waiting = asyncio.create_task(bed.gate.flaw(pb.ReserveRequest(grammar=asked, ms_left=1)))
         await asyncio.sleep(0)
         await bed.gate.close()
         flaw = await waiting
