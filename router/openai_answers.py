@@ -11,6 +11,9 @@ A choice that ends `pd_reschedule` has `completion_token_ids` whether asked for 
 
 A chunk's logprobs are those of its tokens, whose text may come later: the chunks' entries one behind the other are those of
 the whole answer.
+
+A chat of several choices opens them all, in order, before one of them says anything, as OpenAI and vLLM do: OpenAI's client numbers
+choices as they first appear, and takes the logprobs of a later one's first chunk twice.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class AnswerForm(Protocol):
     id_prefix: str
     object_name: str
     chunk_object_name: str
+    opens_choices: bool  # a stream of several begins with a chunk for each, which says nothing
 
     def whole(self, text: str) -> dict[str, Any]:
         """Fields of a finished choice."""
@@ -75,6 +79,7 @@ class CompletionForm:
     id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_object_name = "text_completion"
+    opens_choices = False
 
     def whole(self, text: str) -> dict[str, Any]:
         """A text."""
@@ -95,6 +100,7 @@ class ChatForm:
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    opens_choices = True
 
     def whole(self, text: str) -> dict[str, Any]:
         """A message of the assistant."""
@@ -172,6 +178,7 @@ class AnswerWriter:
         self._spelling = spelling
         self._num_prompt_tokens = sum(len(each.request.prompt_token_ids) for each in asked)
         self._choices = [_begun(each, choice) for each in asked for choice in range(each.request.num_choices)]
+        self._is_opened = not form.opens_choices or len(self._choices) == 1
         self._frame = {
             "id": form.id_prefix + asked[0].request.request_id,
             "created": unix_seconds(),
@@ -180,6 +187,10 @@ class AnswerWriter:
 
     def chunk(self, index: int, piece: Piece) -> Iterable[bytes]:
         """The events for a choice's next piece, in parts if long; none if the client could be shown nothing of it yet."""
+        if not self._is_opened:
+            self._is_opened = True
+            opening = [part for each in range(len(self._choices)) for part in self._event(each, Piece())]
+            return itertools.chain(opening, self.chunk(index, piece))
         if self.is_usual(index, piece):
             return (self.usual_event(index, piece),)
         if piece.handed_up_ids is None or not (piece.token_ids or self._choices[index].is_first):

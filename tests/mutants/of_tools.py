@@ -10,6 +10,7 @@ _TEXT: Final = ("tests/router/test_tool_text.py",)
 _CALLS: Final = ("tests/router/test_tool_calls.py",)
 _FORCED: Final = ("tests/router/test_forced_calls.py",)
 _RESPONSES: Final = ("tests/router/test_responses.py",)
+_STREAM: Final = ("tests/router/test_stream_equals_whole.py",)
 _TEMPLATE: Final = ("tests/router/test_chat_template.py",)
 
 MUTANTS: Final = (
@@ -132,5 +133,13 @@ MUTANTS: Final = (
         "if depth_of(schema) > MAX_JSON_DEPTH:",
         "if depth_of(schema) > 10 * MAX_JSON_DEPTH:",
         _RESPONSES,
+    ),
+    Mutant(
+        "whoever-speaks-first-opens-the-stream",
+        "A chat's stream of several choices begins with the one that happens to speak first, which breaks OpenAI's client.",
+        "router/openai_answers.py",
+        "self._is_opened = not form.opens_choices or len(self._choices) == 1",
+        "self._is_opened = True",
+        _STREAM,
     ),
 )

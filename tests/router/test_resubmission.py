@@ -98,10 +98,15 @@ def test_in_a_stream_the_tokens_of_a_choice_that_is_handed_up_come_in_a_last_chu
         answer = Handed(model, form, ids=ids, num_logprobs=0)
         answer.put(1, b"ab")
         answer.finish(1, RESCHEDULED, b"ab")  # before the reader took anything
-        first, last = await answer.chunks()
+        *opening, first, last = await answer.chunks()
+        if isinstance(form, ChatForm):
+            assert [(each["index"], text_of(each)) for each in opening] == [(0, ""), (1, "")]
         assert (text_of(first), first["finish_reason"], text_of(last)) == ("ab", None, "")
         assert last["finish_reason"] == "pd_reschedule"
-        assert (last["completion_token_ids"], last["seed"]) == ([*b"ab"], first["seed"])
+        assert (last["completion_token_ids"], last["seed"]) == (
+            [*b"ab"],
+            [*opening, first][1 if opening else 0]["seed"],
+        )
         assert first.get("completion_token_ids") == ([*b"ab"] if ids else None)
         counts = [len(next(iter(chunk["logprobs"].values()))) for chunk in (first, last)]
         assert counts == [2, 0], "logprobs of each token once"

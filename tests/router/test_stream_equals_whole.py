@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
+import openai
 import pytest
 from tokenizers import AddedToken, normalizers
 
@@ -14,7 +15,7 @@ from proto import baton_pb2 as pb
 from router.choice_text import TextRules
 from router.events import RESCHEDULED
 from router.text import ModelText
-from tests.router.live_router import LiveRouter
+from tests.router.live_router import MODEL_NAME, LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
 from tests.router.test_api import events, play
 from tests.router.test_stop_strings import first_stop
@@ -196,6 +197,48 @@ def test_whatever_a_client_has_of_a_completion_its_resubmission_is_the_rest(mode
         await asyncio.gather(*(compare(router) for _ in range(NUM_REQUESTS // 2)))
 
     play(model, scenario, grouping(rng))
+
+
+def backwards(num_choices: int) -> Script:
+    """Each choice says its number, but none before the one behind it has begun."""
+    has_begun: dict[str, list[asyncio.Event]] = {}
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        all_of_it = has_begun.setdefault(attempt.dispatch.request_id, [asyncio.Event() for _ in range(num_choices)])
+        choice = attempt.dispatch.branches[0].choice
+        if choice + 1 < num_choices:
+            await all_of_it[choice + 1].wait()
+            await asyncio.sleep(0.05)  # so that it is read by itself
+        tokens = [*f"{choice} is €".encode(), TURN_ID]
+        attempt.prefill_says(0, tokens[:1])
+        all_of_it[choice].set()
+        attempt.decode_says(0, tokens, pb.FINISH_STOP)
+
+    return script
+
+
+@pytest.mark.covers("A01", "A08")
+def test_the_openai_client_puts_choices_together_whichever_speaks_first(model: Path) -> None:
+    """It numbers them as they first appear, and takes a first chunk's logprobs twice, unless that is the stream's first."""
+
+    async def scenario(router: LiveRouter) -> None:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{router.port}/v1", api_key="none") as client:
+            for num_top in (0, 2):
+                asked: dict[str, Any] = {"n": 3, "seed": 1, "logprobs": True, "top_logprobs": num_top}
+                asked |= {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
+                whole = await client.chat.completions.create(**asked)
+                async with client.chat.completions.stream(**asked) as stream:
+                    async for _ in stream:
+                        pass
+                    streamed = await stream.get_final_completion()
+                assert [choice.index for choice in streamed.choices] == [0, 1, 2]
+                for of_whole, of_stream in zip(whole.choices, streamed.choices, strict=True):
+                    assert of_stream.message.content == of_whole.message.content
+                    assert of_stream.message.role == "assistant"
+                    assert of_stream.finish_reason == of_whole.finish_reason
+                    assert of_stream.logprobs == of_whole.logprobs
+
+    play(model, scenario, backwards(3))
 
 
 # ---------------------------------------------------------------- a decoder that strips a text's first blank
