@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from router.config import RouterConfig
 from runtime.config import load, set_grpc_environment
-from runtime.process import end_while_loading
+from runtime.process import end_while_loading, ignore_hangups
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal; 0 after one, 2 for what the user can mend."""
     end_while_loading()
+    ignore_hangups()  # a service manager's reload may come at once
     config = load(
         RouterConfig, "baton router", "Serve the OpenAI API; place requests on prefill and decode nodes.", argv
     )

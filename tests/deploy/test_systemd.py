@@ -70,6 +70,8 @@ def test_a_unit_lets_its_process_drain_and_stops_what_only_an_operator_can_mend(
     assert float(found.one("TimeoutStopSec")) >= DRAIN_S + 20  # as the page says
     assert (found.one("KillSignal"), found.one("KillMode")) == ("SIGTERM", "mixed")
     assert (found.one("Restart"), found.one("RestartPreventExitStatus")) == ("on-failure", "2")
+    if "router" in name:  # the only one that is reloaded
+        assert found.one("ExecReload") == "/bin/kill -HUP $MAINPID" and found.one("RestartForceExitStatus") == "SIGHUP"
     assert found.one("User") == "baton" and found.command()[0] == WHERE_BATON_IS
     # What a node cannot live with.
     broken = {"MemoryDenyWriteExecute", "PrivateNetwork", "PrivateUsers", "PrivateIPC", "DynamicUser", "RootDirectory"}

@@ -78,6 +78,19 @@ def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Pat
         assert process.wait(timeout=120) == 0
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_reload_while_it_reads_its_settings_ends_nothing(workers: str, tmp_path: Path) -> None:
+    """systemd takes SIGHUP for a good end, and would start nothing again."""
+    settings = tmp_path / "settings.toml"
+    os.mkfifo(settings)
+    words = command("--config", str(settings), "--workers", workers)
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with settings.open("w"):  # once it has opened it, too
+            process.send_signal(signal.SIGHUP)
+        _, told = process.communicate(timeout=120)
+    assert (process.returncode, "--model is missing" in told) == (2, True)
+
+
 def test_a_router_that_a_terminal_has_started_ends_with_it(model: Path, tmp_path: Path) -> None:
     ours, its = os.openpty()
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, by our children, too
