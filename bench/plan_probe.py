@@ -108,6 +108,8 @@ class Prober:
         records = asyncio.run(run_open_loop(self._sender, asked, [0.0] * len(asked)))
         for record in records:
             of = f"a prompt of {record.prompt_tokens_asked} tokens, to be answered by {record.output_tokens_asked}"
+            if record.status == "connect":
+                raise ClusterProblem(f"{self._sender.server.base_url}: nobody answers there: {record.error}")
             if not record.is_ok:
                 raise ClusterProblem(f"{self._sender.server.base_url}: {of}, failed: {record.kind} {record.error}")
             if record.output_tokens != record.output_tokens_asked or len(record.chunk_at_s) < min(

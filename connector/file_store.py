@@ -73,8 +73,14 @@ class FileStore:
             if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
                 raise KvStoreError(f"{self._root}: cannot be written to")
             self._drawn = self._id_or(secrets.token_bytes(HEADER_BYTES))
+        except FileNotFoundError:
+            raise KvStoreError(
+                f"{Path(self._root).parent} is not there; make it, or mount what is to be there"
+            ) from None
+        except FileExistsError:
+            raise KvStoreError("a file is there, no directory") from None
         except OSError as error:
-            raise _failed(error) from None
+            raise KvStoreError(error.strerror or type(error).__name__) from None
 
     def identity(self) -> bytes:
         """As KvStore.identity."""

@@ -175,9 +175,8 @@ class UpConfig:
                 "--prefill 0: nobody would prefill, with --local-prefill off; at least 1 is needed, or --mixed 1"
             )
         if not self.model_dir.is_dir():
-            raise ValueError(
-                f"--model {self.model_dir}: is not a directory; make one with: baton model make --out {self.model_dir}"
-            )
+            hint = "" if self.model_dir.exists() else f"; make one with: baton model make --out {self.model_dir}"
+            raise ValueError(f"--model {self.model_dir}: is not a directory{hint}")
         if not (self.model_dir / "config.json").is_file():
             raise ValueError(
                 f"--model {self.model_dir}: has no config.json, so it is not a Hugging Face model directory"

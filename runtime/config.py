@@ -356,8 +356,10 @@ def _toml_form(each: Knob) -> str:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: is not TOML: it is no UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: is not TOML: {error}") from error
 

@@ -163,7 +163,7 @@ def test_a_cluster_that_cannot_be_measured_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--url", "http://127.0.0.1:1"], "failed: connect "),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: nobody answers there: "),
         (["--url", "ftp://x"], "ftp://x: must be http(s)://HOST[:PORT][/PREFIX]"),
         (["--lengths", "16,16,32,64"], "--lengths 16,16,32,64: at least 4 different numbers"),
         (["--rows", "2,2"], "--rows 2,2: at least 2 different numbers"),

@@ -83,6 +83,7 @@ def test_every_role_has_a_help_of_its_own(role: str) -> None:
             ["up", "--model", "/no"],
             "baton up: --model /no: is not a directory; make one with: baton model make --out /no",
         ),
+        (["up", "--model", BATON], f"baton up: --model {BATON}: is not a directory"),
         (["up", "--model", ".", "--decode", "65"], "baton up: --decode 65: must be a whole number between 0 and 64"),
         (
             ["up", "--model", ".", "--decode", "0"],

@@ -280,3 +280,11 @@ def test_what_the_user_tells_grpc_wins_be_it_nothing() -> None:
     command, environment = [sys.executable, "-c", code], {**child_environment(), "GRPC_EXPERIMENTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     assert done.stdout == "\n"
+
+
+def test_a_file_that_is_no_utf_8_is_no_toml(tmp_path: Path) -> None:
+    """Python's own words were of a codec and a byte's position."""
+    path = tmp_path / "baton.toml"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"^--config {path}: is not TOML: it is no UTF-8$"):
+        read(["--model", "m"], {}, path)

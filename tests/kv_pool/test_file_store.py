@@ -195,8 +195,12 @@ def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None
 @pytest.mark.covers("W08")
 def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for root in (tmp_path / "missing" / "pool", tmp_path / "file", tmp_path / "file" / "pool"):
-        with pytest.raises(KvStoreError, match="Error: "):
+    for root, why in (
+        (tmp_path / "missing" / "pool", f"{tmp_path / 'missing'} is not there; make it, or mount what is to be there"),
+        (tmp_path / "file", "a file is there, no directory"),
+        (tmp_path / "file" / "pool", "Not a directory"),
+    ):
+        with pytest.raises(KvStoreError, match=f"^{why}$"):
             FileStore(root, RECORDS, KvStoreLimits())
 
 

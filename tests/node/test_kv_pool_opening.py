@@ -64,7 +64,11 @@ def test_blocks_of_a_cluster_with_another_secret_or_none_are_not_read(tmp_path: 
     [
         ("decode", ("--kv-pool", "memory://"), "a decode node reads no KV pool"),
         ("prefill", ("--kv-pool", "memory://"), "saves with --save-finished-kv on alone"),
-        ("decode", ("--kv-pool", "file:///no/such/parent/pool"), "--kv-pool file:///no/such/parent/pool: "),
+        (
+            "decode",
+            ("--kv-pool", "file:///no/such/parent/pool"),
+            "file:///no/such/parent/pool: /no/such/parent is not there; make it",
+        ),
         (
             "decode",
             ("--kv-pool", "file:///tmp", "--kv-pool-secret-file", "/no/such"),
