@@ -114,10 +114,6 @@ class Mover:
         names = [move.state.name for move in self._moves.values()]
         return {name: names.count(name) for name in sorted({*names})}
 
-    def is_moving(self, key: AttemptKey) -> bool:
-        """Whether the branch is asked for, or on its way."""
-        return key in self._moves
-
     def is_sent(self, key: AttemptKey) -> bool:
         """Whether the branch's Commit is under way: it may be another node's."""
         return key in self._moves and self._moves[key].state in _SENT

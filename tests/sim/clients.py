@@ -6,29 +6,47 @@ it: a stop string cuts it where it stands, and of several ends the first one cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.fake_runner import expected_logprobs, expected_tokens
 from engine.plan import SamplingParams
 from node.sampling import to_logprobs_message
+from proto import baton_pb2 as pb
 from router import events as rev
 from router.seeds import branch_seed
 from tests.sim.ends import Trials
-from tests.sim.scenario import VOCAB_SIZE, ClientPlan
+from tests.sim.models import OURS, Model
+from tests.sim.scenario import ClientPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The right one of a model."""
+
+    model: Model
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+    def logprobs(self, token_ids: Sequence[int], begin: int, num_top: int) -> tuple[pb.TokenLogprobs, ...]:
+        """Of these tokens, the first of which is at position `begin` of prompt and completion together."""
+        return tuple(
+            to_logprobs_message(expected_logprobs(token_id, position, num_top, self.model.vocab_size))
+            for position, token_id in enumerate(token_ids, begin)
+        )
 
 
 @dataclass(slots=True)
 class Choice:
     """One choice: what must come, and what has."""
 
-    expected: tuple[int, ...]
-    expected_reason: str
+    answers: list[Answer]  # those that what came may be of: whose it is at first, the first tokens settle
     stops_at: int | None  # tokens after which its text has a stop string
     received: list[int] = field(default_factory=list)
     is_prompt_scored: bool = False
     is_stopped: bool = False
     finish_reason: str | None = None
+    had_no_heirs: bool = False  # the router had no pair of its model, when it handed it up
 
 
 @dataclass(slots=True)
@@ -59,15 +77,14 @@ class Client:
         assert not self.is_over and choice.finish_reason is None, f"{name}: tokens behind the end"
         assert emitted.first_index == len(choice.received), f"{name}: gap or repeat at {emitted.first_index}"
         choice.received += emitted.token_ids
-        right = choice.expected[: len(choice.received)]
-        assert tuple(choice.received) == right, f"{name}: {choice.received} is wrong, right is {choice.expected}"
+        said = tuple(choice.received)
+        right = [each for each in choice.answers if each.token_ids[: len(said)] == said]
+        assert right, f"{name}: {choice.received} is wrong, right is {choice.answers}"
+        choice.answers = right
         if (num_top := self.plan.num_logprobs) is not None:
-            begin = len(self.plan.prompt) + emitted.first_index
-            expected = tuple(
-                to_logprobs_message(expected_logprobs(token_id, position, num_top, VOCAB_SIZE))
-                for position, token_id in enumerate(emitted.token_ids, begin)
-            )
-            assert emitted.logprobs == expected, f"{name}: wrong logprobs from {emitted.first_index} on"
+            told = (emitted.token_ids, len(self.plan.prompt) + emitted.first_index, num_top)
+            choice.answers = [each for each in right if each.logprobs(*told) == emitted.logprobs]
+            assert choice.answers, f"{name}: wrong logprobs from {emitted.first_index} on"
         if choice.stops_at is not None and not choice.is_stopped and len(choice.received) >= choice.stops_at:
             choice.is_stopped = True
             return choice.stops_at
@@ -77,11 +94,9 @@ class Client:
         """Once, right, and before the end."""
         choice = self.choices[scored.choice]
         assert not choice.is_prompt_scored and choice.finish_reason is None, f"{self.plan.name}: scored again"
-        expected = tuple(
-            to_logprobs_message(expected_logprobs(token_id, position, self.plan.num_logprobs or 0, VOCAB_SIZE))
-            for position, token_id in enumerate(self.plan.prompt[1:], 1)
-        )
-        assert scored.logprobs == expected, f"{self.plan.name}/{scored.choice}: wrong logprobs of the prompt"
+        told = (self.plan.prompt[1:], 1, self.plan.num_logprobs or 0)
+        choice.answers = [each for each in choice.answers if each.logprobs(*told) == scored.logprobs]
+        assert choice.answers, f"{self.plan.name}/{scored.choice}: wrong logprobs of the prompt"
         choice.is_prompt_scored = True
 
     def finish(self, finished: rev.Finished, now: float) -> None:
@@ -97,11 +112,10 @@ class Client:
             assert tuple(choice.received) == finished.token_ids, f"{name}: {finished.token_ids} are not all that came"
             self._close_when_all_have_ended(now)
             return
-        tokens, right, reason = tuple(choice.received), choice.expected, choice.expected_reason
+        tokens, right = tuple(choice.received), [(each.token_ids, each.finish_reason) for each in choice.answers]
         if choice.is_stopped:  # what came behind the stop string is not shown
-            tokens, right, reason = tokens[: choice.stops_at], right[: choice.stops_at], "stop"
-        assert tokens == right, f"{name}: ended with {tokens}, right is {right}"
-        assert choice.finish_reason == reason, f"{name}: ended with {choice.finish_reason}, right is {reason}"
+            tokens, right = tokens[: choice.stops_at], [(ids[: choice.stops_at], "stop") for ids, _ in right]
+        assert (tokens, choice.finish_reason) in right, f"{name}: ended with {tokens}, {choice.finish_reason}: {right}"
         if self.plan.wants_prompt_logprobs and len(self.plan.prompt) > 1:
             assert choice.is_prompt_scored, f"{name}: ended without its prompt's logprobs"
         self._close_when_all_have_ended(now)
@@ -124,8 +138,10 @@ class Client:
             self.on_end(self)
 
 
-def new_client(plan: ClientPlan, router: str, now: float, deadline_at: float) -> Client:
-    """A client with the right answers to its request."""
+def new_client(
+    plan: ClientPlan, router: str, now: float, deadline_at: float, models: Sequence[Model] = (OURS,)
+) -> Client:
+    """A client with the right answers to its request: of each of these models."""
     stops = dict(plan.stops)
     choices = []
     for number in range(plan.num_choices):
@@ -136,12 +152,19 @@ def new_client(plan: ClientPlan, router: str, now: float, deadline_at: float) ->
             min_tokens=plan.min_tokens,
             stop_token_ids=frozenset(plan.stop_token_ids),
         )
-        tokens = expected_tokens(plan.prompt, (), sampling, plan.max_tokens, VOCAB_SIZE)
-        ends = [index for index, token_id in enumerate(tokens) if token_id in plan.stop_token_ids]
-        expected = tuple(tokens[: ends[0] + 1] if ends else tokens)
-        choices.append(Choice(expected, "stop" if ends else "length", stops.get(number), [*plan.generated]))
+        answers = [_answer_of(model, plan, sampling) for model in models]
+        choices.append(Choice(answers, stops.get(number), [*plan.generated]))
     trials = [Trials() for _ in choices]
     return Client(plan, choices, router, now, deadline_at, trials=trials)
+
+
+def _answer_of(model: Model, plan: ClientPlan, sampling: SamplingParams) -> Answer:
+    """What it says behind what others may have said."""
+    num_tokens = plan.max_tokens - len(plan.generated)
+    fresh = expected_tokens(plan.prompt, plan.generated, sampling, num_tokens, model.vocab_size)
+    tokens = (*plan.generated, *fresh)
+    ends = [index for index, token_id in enumerate(tokens) if token_id in plan.stop_token_ids]
+    return Answer(model, tokens[: ends[0] + 1] if ends else tokens, "stop" if ends else "length")
 
 
 def resubmission_of(client: Client, number: int, now: float) -> ClientPlan:

@@ -8,6 +8,7 @@ A request ends well once there is a pair of nodes that can serve it, whatever wa
     LATE                               the same, as the router foresaw it
     NO_NODES                           no pair of nodes since the router's start, or for longer than its grace
     NODE_LOST                          its prompt's logprobs died with their sender, while its receiver was done
+    pd_reschedule, NODE_LOST           no pair of nodes of the model that it was begun by, but one of another, for the same grace
     pd_reschedule, or its error        its retries are spent, or it was on so many nodes when they died that it may be what
       before the first token, or       kills them. What it has is a beginning of the right answer, and whoever resubmits that
       before its prompt's logprobs     gets the rest (clients.py, world.py)
@@ -108,6 +109,7 @@ class Circumstances:
     patience_s: float  # what all the work of the scenario can take without any fault
     felt_s: float  # for so long faults were felt while the request was open
     had_no_pair: bool  # at its end, as long as NO_NODES demands
+    had_no_heirs: bool  # the same of pairs of the model that some choice was begun by
 
 
 def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | None:
@@ -125,10 +127,13 @@ def problem(end: str, error: str, knobs: Knobs, met: Circumstances) -> str | Non
         return None if met.had_no_pair else "there was a pair of nodes, a moment ago at most"
     if end == "NODE_LOST" and "logprobs" in error:
         return None if met.plan.wants_prompt_logprobs and any(each.failed for each in met.trials) else "no loss"
+    if end == "NODE_LOST" and "weights" in error:
+        return None if met.had_no_heirs and met.plan.wants_prompt_logprobs else "its model is served"
     may_kill = any(len(each.died) >= knobs.max_nodes_lost for each in met.trials)
     is_over = (may_kill and end in ("NODE_LOST", "pd_reschedule")) or any(
         each.have_spent(knobs.retries) for each in met.trials
     )
+    is_over |= met.had_no_heirs and end == "pd_reschedule"
     if not is_over:
         return f"of {knobs.retries} retries some are left: {met.trials}"
     if met.has_tokens and end != "pd_reschedule" and not met.is_unscored:

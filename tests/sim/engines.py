@@ -23,22 +23,9 @@ from node.identity import NodeIdentity, NodeLimits
 from node.roles import find_leftover
 from prefill_node.core import PrefillCore
 from proto import baton_pb2 as pb
-from proto.block_key import fingerprint_bytes, seed_key
+from tests.sim.models import Model
 from tests.sim.scenario import BLOCK_SIZE, VOCAB_SIZE, Knobs
 
-FINGERPRINT: Final = pb.Fingerprint(
-    architecture="fake",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    dtype="i4",
-    block_size=BLOCK_SIZE,
-    weights="w",
-    kernels="f",
-)
-KEY_SEED: Final = seed_key(
-    fingerprint_bytes({each.name: getattr(FINGERPRINT, each.name) for each in FINGERPRINT.DESCRIPTOR.fields})
-)
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 
 
@@ -65,6 +52,7 @@ class Life:
 
     name: str
     role: pb.Role.ValueType
+    model: Model
     before: NodeParts | None = None  # of the process whose role was another one; nothing touches them any more
 
 
@@ -88,10 +76,10 @@ def build_parts(life: Life, identity: NodeIdentity, knobs: Knobs, rng: random.Ra
         reserves_for_running=knobs.reserves_for_running,
         reads_kv_pool=knobs.kv_pool_flaws is not None,
     )
-    pool, scheduler, memory, runner = _build_engine(role, knobs) if life.before is None else _take_over(life, knobs)
-    shared = (identity, limits, scheduler)
-    prefill = PrefillCore(*shared, pool, FINGERPRINT, KEY_SEED)
-    decode = DecodeCore(*shared, pool, FINGERPRINT, KEY_SEED, lambda: (rng.getrandbits(63) + 1, rng.randbytes(16)))
+    pool, scheduler, memory, runner = _build_engine(life, knobs) if life.before is None else _take_over(life, knobs)
+    shared = (identity, limits, scheduler, pool, life.model.fingerprint, life.model.key_seed)
+    prefill = PrefillCore(*shared)
+    decode = DecodeCore(*shared, lambda: (rng.getrandbits(63) + 1, rng.randbytes(16)))
     core: NodeCore
     match role:
         case pb.ROLE_PREFILL:
@@ -106,7 +94,8 @@ def build_parts(life: Life, identity: NodeIdentity, knobs: Knobs, rng: random.Ra
 _Engine = tuple[BlockPool, Scheduler, npt.NDArray[np.uint8], FakeRunner]
 
 
-def _build_engine(role: pb.Role.ValueType, knobs: Knobs) -> _Engine:
+def _build_engine(life: Life, knobs: Knobs) -> _Engine:
+    role = life.role
     pool, has_pool = BlockPool(knobs.num_blocks, BLOCK_SIZE), knobs.kv_pool_flaws is not None
     pool.key_log = KeyLog(knobs.key_log)
     config = SchedulerConfig(
@@ -119,9 +108,9 @@ def _build_engine(role: pb.Role.ValueType, knobs: Knobs) -> _Engine:
         resumes_preempted=role == pb.ROLE_MIXED,
         keeps_preempted=knobs.preempt_move_s > 0,
     )
-    scheduler = Scheduler(config, pool, KEY_SEED)
+    scheduler = Scheduler(config, pool, life.model.key_seed)
     memory = np.zeros((knobs.num_blocks, BYTES_PER_TOKEN * BLOCK_SIZE), dtype=np.uint8)
-    return pool, scheduler, memory, FakeRunner(memory, BLOCK_SIZE, VOCAB_SIZE, knobs.num_slots)
+    return pool, scheduler, memory, FakeRunner(memory, BLOCK_SIZE, life.model.vocab_size, knobs.num_slots)
 
 
 def _take_over(life: Life, knobs: Knobs) -> _Engine:

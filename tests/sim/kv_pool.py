@@ -19,7 +19,6 @@ import numpy as np
 from engine.block_pool import BlockState
 from node import events as ev
 from proto.block_key import next_key
-from tests.sim.engines import KEY_SEED
 from tests.sim.kernel import Kernel
 from tests.sim.scenario import BLOCK_SIZE, Knobs
 
@@ -75,7 +74,7 @@ class SimKvPool:
     # ---------------------------------------------------------------- in
 
     def _copy(self, node: SimNode, action: ev.SaveBlocks) -> None:
-        states, previous = node.block_states(), KEY_SEED
+        states, previous = node.block_states(), node.model.key_seed
         copies: list[tuple[bytes, bytes]] = []
         for key, block_id in action.blocks:
             state = states[block_id].value

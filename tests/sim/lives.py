@@ -16,6 +16,7 @@ from runtime.registry_client import BACKOFF_MAX_S, BACKOFF_MIN_S, PERIOD_S
 from tests.sim.engines import ROLES, Life, role_of
 from tests.sim.kernel import Process
 from tests.sim.links import Links
+from tests.sim.models import model_on
 from tests.sim.network import Network
 from tests.sim.nodes import SimNode, Surroundings
 from tests.sim.routers import SimRouter
@@ -70,9 +71,9 @@ class Lives:
         else:
             port = 7000 if knobs.keeps_addresses else 7000 + generation
             name = host if knobs.keeps_names else f"{host}.{generation}"
-            address, life = f"{host}:{port}", Life(name, role_of(host))
+            address, life = f"{host}:{port}", Life(name, role_of(host), model_on(self._scenario, host, generation))
             if before is not None:
-                address, life = before.address, Life(before.identity.name, ROLES[role], before.parts)
+                address, life = before.address, Life(before.identity.name, ROLES[role], before.model, before.parts)
                 self._kernel.count(f"role: {pb.Role.Name(before.role)[5:]} to {role}".lower())
             process = node = SimNode(self._around, host, generation, address, rate, life)
             self._links.add(node)

@@ -35,7 +35,7 @@ from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key, attempt_keys
 from runtime.session import Peer
 from tests.sim.calls import Answer, Calls
-from tests.sim.engines import FINGERPRINT, Life, build_parts, prefills_locally
+from tests.sim.engines import Life, build_parts, prefills_locally
 from tests.sim.fence_model import FenceModel
 from tests.sim.kernel import Kernel, Process
 from tests.sim.kv_pool import SimKvPool
@@ -78,7 +78,7 @@ class SimNode(Process):
         self._around = around
         knobs = around.knobs
         self.rng: random.Random = around.kernel.rng(f"node {self.label}")
-        self.role = life.role
+        self.role, self.model = life.role, life.model
         self.address = address
         self.identity = NodeIdentity(life.name, self.rng.getrandbits(63) + 1)
         self.started_ms = 1 + int(around.kernel.now * 1000)
@@ -120,7 +120,7 @@ class SimNode(Process):
             role=self.role,
             grpc_address=self.address,
             http_address=f"{self.host}:80",
-            fingerprint=FINGERPRINT,
+            fingerprint=self.model.fingerprint,
             num_blocks=knobs.num_blocks,
             max_num_seqs=knobs.num_slots,
             max_model_len=knobs.max_model_len,

@@ -221,6 +221,11 @@ def refused_attempts_count_as_failed(patch: Patch) -> None:
     patch.setitem(cast(dict[int, Cost], COST), pb.NO_BLOCKS, Cost.RETRY)
 
 
+def another_model_goes_on(patch: Patch) -> None:
+    """Who has begun an answer is forgotten."""
+    patch.setattr(LiveBranch, "author", None)
+
+
 def attempts_keep_their_numbers(patch: Patch) -> None:
     """A retry has the number of the attempt that failed, which is fenced."""
     right = LiveBranch.__setattr__

@@ -92,7 +92,7 @@ def a_node_has_drained_when_all_is_on_its_way(patch: Patch) -> None:
     """A node ends when the last of its branches is asked for, not when it is another node's."""
 
     def is_empty(self: Any) -> bool:
-        return all(map(self._running._mover.is_moving, self._running._branches))
+        return all(key in self._running._mover._moves for key in self._running._branches)
 
     patch.setattr(DecodeCore, "_is_empty", is_empty)
 

@@ -7,7 +7,7 @@ runtime/registry_server.py in short.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from google.protobuf.message import Message
@@ -25,7 +25,7 @@ from runtime.registry_server import TTL_S
 from runtime.session import Peer
 from runtime.session_events import Loss
 from tests.sim.calls import Answer
-from tests.sim.clients import Client, request_of
+from tests.sim.clients import Choice, Client, request_of
 from tests.sim.kernel import Process
 from tests.sim.nodes import Surroundings
 from tests.sim.sessions import Dialer
@@ -67,9 +67,10 @@ class SimRouter(Process):
         self.circuits: dict[str, str] = {}  # as the invariants saw them last
         self._hosts: dict[rev.NodeRef, str] = {}
         self._roles: dict[rev.NodeRef, str] = {}
+        self._models: dict[rev.NodeRef, str] = {}
         self._listed: dict[rev.NodeRef, None] = {}  # nodes that have not gone, and do not drain
         self._connected: dict[rev.NodeRef, None] = {}  # nodes whose session was up and is not lost
-        self._pair_seen_at: float | None = None  # by its clock; None: never yet
+        self._pair_seen_at: dict[str, float] = {}  # by model, by its clock
         self._events: deque[rev.Event] = deque()
         self._is_woken = False
         self.is_changed = True  # since the invariants of the core were looked at
@@ -180,20 +181,24 @@ class SimRouter(Process):
             if (client := self.clients.get(tokens.key.request_id)) is not None:
                 client.trials[tokens.key.choice].heard_receiver(tokens.key.attempt)
 
-    def _look_for_pair(self) -> bool:
-        """Whether there is a pair of nodes that are listed and not lost."""
-        roles = [self._roles[node] for node in self._connected if node in self._listed]
-        is_pair = any(role != "decode" for role in roles) and any(role != "prefill" for role in roles)
-        if is_pair:
-            self._pair_seen_at = self.clock()
-        return is_pair
+    def _look_for_pair(self) -> None:
+        """Whether there is a pair of nodes of a model that are listed and not lost."""
+        roles: dict[str, set[str]] = {}
+        for node in self._connected:
+            if node in self._listed:
+                roles.setdefault(self._models[node], set()).add(self._roles[node])
+        for model, found in roles.items():
+            if found - {"decode"} and found - {"prefill"}:
+                self._pair_seen_at[model] = self.clock()
 
-    def had_no_pair(self) -> bool:
-        """Whether none is there, and none was for as long as requests wait for one."""
-        if self._look_for_pair():
-            return False
+    def had_no_pair(self, models: Collection[str] | None = None) -> bool:
+        """Whether none of some of these models, or of any, is there, and none was for as long as requests wait for one."""
+        self._look_for_pair()
+        latest = self.clock() - self.config.no_nodes_grace_s + _SLACK_S
         seen_at = self._pair_seen_at
-        return seen_at is None or self.clock() - seen_at >= self.config.no_nodes_grace_s - _SLACK_S
+        if models is None:
+            return max(seen_at.values(), default=latest) <= latest
+        return any(seen_at.get(model, latest) <= latest for model in models)
 
     def _lost(self, node: rev.NodeRef, has_died: bool) -> None:
         self._connected.pop(node, None)
@@ -242,6 +247,7 @@ class SimRouter(Process):
                 entry = change.entry
                 ref = rev.NodeRef(entry.node.name, entry.node.incarnation)
                 self._hosts[ref] = entry.grpc_address.partition(":")[0]
+                self._models[ref] = entry.fingerprint.weights
                 self._roles[ref] = pb.Role.Name(entry.role).removeprefix("ROLE_").lower()
                 self._tell("lists", entry.node.name)
                 self._feed(rev.NodeListed(entry))
@@ -363,15 +369,23 @@ class SimRouter(Process):
         name = client.plan.name
         if isinstance(end, rev.Finished):
             client.finish(end, self.kernel.now)
-            if end.finish_reason != "pd_reschedule":
+            if end.finish_reason == "pd_reschedule":
+                self._note_heirs(client.choices[end.choice])
+            else:
                 self._count_recoveries(client, end.choice)
             self._tell("finishes", f"{name}/{end.choice}: {end.finish_reason}")
             self.kernel.count("Finished")
         else:
             client.had_no_pair = self.had_no_pair()
+            for choice in client.choices:
+                self._note_heirs(choice)
             client.fail(end, self.kernel.now)
             self._tell("fails", f"{name}: {end.code} {end.message}")
             self.kernel.count(f"Failed:{end.code}")
+
+    def _note_heirs(self, choice: Choice) -> None:
+        choice.had_no_heirs = self.had_no_pair({each.model.weights for each in choice.answers})
+        self.kernel.count("no heirs", choice.had_no_heirs)
 
     def _count_recoveries(self, client: Client, choice: int) -> None:
         trials = client.trials[choice]

@@ -118,6 +118,7 @@ class Knobs:
     num_prefill: int = 1
     num_decode: int = 1
     num_mixed: int = 0
+    num_other: int = 0  # of those, the last ones: nodes of another model (models.py)
     num_blocks: int = 40
     num_slots: int = 4
     max_batched_tokens: int = 16
@@ -199,6 +200,9 @@ def draw_scenario(seed: int) -> Scenario:
     knobs = _with_local_prefill(_draw_knobs(rng), random.Random(f"local prefill {seed}"))
     knobs = _with_kv_pool(knobs, random.Random(f"kv pool {seed}"))
     knobs = _with_caches(knobs, random.Random(f"caches {seed}"))
+    if (models := random.Random(f"models {seed}")).random() < 0.2:
+        num_other = models.choice((1, 2))
+        knobs = replace(knobs, num_mixed=knobs.num_mixed + num_other, num_other=num_other)
     load_s = rng.uniform(0.5, 4.0)
     clients = _sharing_more(_draw_clients(rng, knobs, load_s), knobs, random.Random(f"shared prompts {seed}"))
     scenario = Scenario(seed, knobs, clients)

@@ -121,6 +121,7 @@ def test_every_fault_really_strikes_and_every_answer_to_one_is_given() -> None:
         "outlived a prefill node",
         "client:pd_reschedule",
         "resubmitted",
+        "no heirs",
         "circuit closed to open",
         "circuit open to probing",
         "circuit probing to closed",

@@ -32,6 +32,7 @@ from tests.sim.kernel import FOREVER, Kernel
 from tests.sim.kv_pool import SimKvPool
 from tests.sim.links import Links
 from tests.sim.lives import Lives
+from tests.sim.models import models_of
 from tests.sim.network import Network
 from tests.sim.nodes import Surroundings
 from tests.sim.routers import SimRouter
@@ -111,7 +112,13 @@ class World:
 
     def _ask(self, router: SimRouter, plan: ClientPlan) -> Client:
         now = self.kernel.now
-        client = new_client(plan, router.label, now, max(now, router.paused_until) + router.seconds(plan.timeout_s))
+        client = new_client(
+            plan,
+            router.label,
+            now,
+            max(now, router.paused_until) + router.seconds(plan.timeout_s),
+            models_of(self.scenario),
+        )
         client.on_end = self._resubmit
         self._asked[plan.name] = client
         self.kernel.tell(router.label, "is asked", f"{plan.name}: {plan}")
@@ -212,6 +219,7 @@ class World:
                 patience_s=self._patience_s,
                 felt_s=self.faults.felt_s(*span),
                 had_no_pair=client.had_no_pair,
+                had_no_heirs=any(choice.had_no_heirs for choice in client.choices),
             )
             flaw = problem(end, client.error, self.scenario.knobs, met)
             assert flaw is None, f"{client.plan.name} at {client.router} ended with {end} {client.error}: {flaw}"
