@@ -34,6 +34,7 @@ class KeyFile:
         self._path = path
         self._secret = secrets.token_bytes(32)
         self._mark = _mark(path)
+        self._fault = ""  # that keeps what has this mark from being read: it may pass, and the file be as it is
         self._hung_up = asyncio.Event()
         self._hangup_before = signal.getsignal(signal.SIGHUP)
         self._task: asyncio.Task[None] | None = None
@@ -63,15 +64,19 @@ class KeyFile:
                 async with asyncio.timeout(_LOOK_S):
                     await self._hung_up.wait()
             except TimeoutError:
-                if _mark(self._path) == self._mark:
+                if _mark(self._path) == self._mark and not self._fault:
                     continue
+            known = None if self._hung_up.is_set() else (self._mark, self._fault)
             self._hung_up.clear()
             self._mark = _mark(self._path)  # first: what changes while it is read is read again
             try:
                 self.keys = await asyncio.to_thread(self._read)
             except KeyFileError as error:
-                log_event(_LOG, logging.ERROR, "api_keys_kept", file=self._path, keys=len(self.keys), reason=error)
+                self._fault = str(error)
+                if known != (self._mark, self._fault):
+                    log_event(_LOG, logging.ERROR, "api_keys_kept", file=self._path, keys=len(self.keys), reason=error)
                 continue
+            self._fault = ""
             self._say_what_is_there()
             on_change()
 

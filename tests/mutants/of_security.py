@@ -41,6 +41,14 @@ MUTANTS: Final = (
         _LIMITS,
     ),
     Mutant(
+        "unreadable-once-is-for-good",
+        "A file of keys that could not be read for a moment is not looked at again: a key that was taken out stays.",
+        "router/key_file.py",
+        "if _mark(self._path) == self._mark and not self._fault:",
+        "if _mark(self._path) == self._mark:",
+        _GATE,
+    ),
+    Mutant(
         "limit-one-over",
         "One more passes than the limit says.",
         "router/rate_limit.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -268,6 +269,35 @@ def test_a_new_file_that_nobody_may_read_counts_once_its_mode_is_mended(
     mend = partial(path.chmod, 0o600)
     with without_root(tmp_path):
         asyncio.run(run())
+
+
+@pytest.mark.covers("X02")
+def test_a_key_that_was_taken_out_while_nothing_could_be_opened_is_out_soon_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients had all descriptors, say; the file does not change again."""
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY}\n{OTHER}\n")
+
+    async def run() -> None:
+        file = KeyFile(path)
+        file.start(lambda: None)
+        path.write_text(f"{KEY}\n")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            await until(logged(caplog, "api_keys_kept", 1))
+            await asyncio.sleep(1.5)  # it is looked at again
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await until(logged(caplog, "api_keys_read", 2))
+        assert len(file.keys) == 1
+        await file.close()
+
+    asyncio.run(run())
+    assert sum("api_keys_kept" in each for each in caplog.messages) == 1 and "Too many open files" in caplog.text
 
 
 @pytest.mark.covers("X02")
