@@ -33,6 +33,7 @@ from router.seeds import branch_seed
 from router.spelling import Spelling
 from router.tool_answers import delta_of, message_of, told_of
 from router.tool_calls import ChoiceCalls
+from router.tool_text import Told
 
 STREAM_END: Final = b"data: [DONE]\n\n"
 
@@ -137,6 +138,9 @@ class _Choice:
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
     calls: ChoiceCalls | None = None  # of tools, where there are any
+    told: list[Told] = field(
+        default_factory=list
+    )  # what they make of the texts: read as those come, since it takes its time
     usual: ChunkTemplate | None = None  # of its chunks, once one has been written
 
     def text_of(self, piece: Piece) -> str:
@@ -280,7 +284,10 @@ class AnswerWriter:
         """Keep a choice's next piece for `whole`."""
         choice, whole = self._choices[index], self._choices[index].whole
         choice.num_tokens += len(piece.token_ids)
-        choice.texts.append(piece.text)
+        if choice.calls is None:
+            choice.texts.append(piece.text)
+        else:
+            choice.told += told_of(choice.calls, piece.text, piece.finish_reason)
         whole.token_ids += piece.token_ids
         whole.offsets += piece.offsets
         whole.logprobs += piece.logprobs
@@ -313,8 +320,7 @@ class AnswerWriter:
     def _whole(self, choice: _Choice) -> dict[str, Any]:
         if choice.calls is None:
             return self._form.whole(choice.text_of(choice.whole))
-        told = told_of(choice.calls, choice.whole.text, choice.whole.finish_reason)
-        return {"message": message_of(choice.calls, told)}
+        return {"message": message_of(choice.calls, choice.told)}
 
     def _logprobs(self, choice: _Choice, piece: Piece) -> dict[str, Any] | None:
         num_top = self._options.num_logprobs

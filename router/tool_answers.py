@@ -41,10 +41,10 @@ def delta_of(calls: ChoiceCalls, told: Sequence[Told]) -> dict[str, Any]:
 
 def message_of(calls: ChoiceCalls, told: Sequence[Told]) -> dict[str, Any]:
     """The whole message of an assistant."""
-    arguments: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
     for each in told:
         if isinstance(each, Called):
-            arguments[each.index] = arguments.get(each.index, "") + each.arguments
+            arguments.setdefault(each.index, []).append(each.arguments)
     content = content_of(told)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if not arguments:
@@ -53,8 +53,8 @@ def message_of(calls: ChoiceCalls, told: Sequence[Told]) -> dict[str, Any]:
         {
             "id": calls.calls[index].id,
             "type": "function",
-            "function": {"name": calls.calls[index].name, "arguments": its_arguments},
+            "function": {"name": calls.calls[index].name, "arguments": "".join(parts)},
         }
-        for index, its_arguments in arguments.items()
+        for index, parts in arguments.items()
     ]
     return message | {"content": content or None, "tool_calls": entries}

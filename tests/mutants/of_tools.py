@@ -142,4 +142,14 @@ MUTANTS: Final = (
         "self._is_opened = True",
         _STREAM,
     ),
+    Mutant(
+        "a-long-call-is-read-at-the-end",
+        "A whole answer's text is taken apart when all of it is there, and everybody else waits.",
+        "router/openai_answers.py",
+        "            choice.told += told_of(choice.calls, piece.text, piece.finish_reason)\n",
+        "            choice.texts.append(piece.text)\n"
+        "            if piece.finish_reason is not None:\n"
+        '                choice.told = told_of(choice.calls, "".join(choice.texts), piece.finish_reason)\n',
+        ("tests/router/test_answers.py",),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatF
 from router.shell import RouterShell
 from router.streaming import GenerationResponse
 from router.text import ModelText
+from router.tool_calls import ToolUse
+from router.tool_syntax import HERMES
 from tests.router.live_router import live_router, until
 from tests.router.scripted_nodes import ScriptedAttempt, scores
 from tests.router.tiny_model import write_model_text
@@ -323,3 +326,29 @@ def test_writing_many_logprobs_keeps_nobody_else_waiting(model: Path) -> None:
         assert part["logprobs"]["token_logprobs"][:2] == [None, -0.25]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.covers("A15")
+def test_a_long_call_is_read_as_it_comes_so_that_its_whole_answer_is_written_at_once(model: Path) -> None:
+    each = asked(model)
+    with_tools = replace(each, tools=ToolUse(HERMES, frozenset({"now"}), is_parallel=True))
+    options = AnswerOptions("tiny", includes_usage=False, returns_token_ids=False, num_logprobs=None)
+    answer = AnswerWriter([with_tools], ChatForm(), options, ModelText(model).spelling)
+    for text in ('<tool_call>{"name": "now", "arguments": {"a": "', *["0123456789"] * 2000):
+        answer.collect(0, Piece(text, [1]))
+    num_calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        answer.collect(0, Piece('"}}</tool_call>', [1], finish_reason="stop"))
+        whole = b"".join(answer.whole())
+    finally:
+        sys.setprofile(None)
+    (choice,) = json.loads(whole)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == json.dumps({"a": "0123456789" * 2000})
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert num_calls < 40_000, "some calls for each piece, none for each character"
