@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictStr
 
-from router.chat_types import depth_of
 from router.events import Grammar
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
 from router.regex_rules import RegexRefusal, num_repeats
@@ -121,8 +120,7 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
 
     `is_compact`: no white space but one blank behind each comma and colon.
     """
-    if depth_of(schema) > MAX_JSON_DEPTH:
-        raise bad_request(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
+    _check_extent(schema, field)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -184,6 +182,20 @@ def _parsed(text: str, field: str) -> Any:
 def _quoted(text: str) -> str:
     """A literal of the grammar's language: ASCII, everything but letters and digits by its number."""
     return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
+
+
+def _check_extent(schema: object, field: str) -> None:
+    """Raise for what is too deep or too much to be written: JSON's writer lets nobody else run, not even the loop."""
+    depth, num_values, level = 0, 0, [schema]
+    while level := [each for each in level if isinstance(each, dict | list) and each]:
+        depth, num_values = depth + 1, num_values + sum(map(len, level))
+        if depth > MAX_JSON_DEPTH:
+            raise bad_request(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
+        if num_values > MAX_TEXT_BYTES:  # each has a byte at least
+            raise bad_request(
+                field, f"{num_values} values are more than the {MAX_TEXT_BYTES} bytes that a grammar may have"
+            )
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
 
 
 def _check_size(text: str, field: str) -> None:

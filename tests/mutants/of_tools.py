@@ -130,8 +130,8 @@ MUTANTS: Final = (
         "deep-notes-are-taken",
         "A schema's notes may be nested so deep that they can be read, and an answer that repeats them cannot be written.",
         "router/structured.py",
-        "if depth_of(schema) > MAX_JSON_DEPTH:",
-        "if depth_of(schema) > 10 * MAX_JSON_DEPTH:",
+        "if depth > MAX_JSON_DEPTH:",
+        "if depth > 10 * MAX_JSON_DEPTH:",
         _RESPONSES,
     ),
     Mutant(

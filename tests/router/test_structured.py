@@ -167,6 +167,7 @@ REFUSED: list[tuple[Any, str]] = [
     (json.loads('{"type":"array","items":' * 40 + "{}" + "}" * 40), "is nested more than 32 deep"),
     ({"enum": ["\ud800"]}, "half a surrogate pair"),
     ({"type": "object", "default": json.loads("[" * 200 + "]" * 200)}, "must be nested at most 128 deep"),
+    ({"enum": [0] * 70_000}, "70001 values are more than the 65536 bytes"),
 ]
 
 
