@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from decode_node import entry as decode_node
-from mixed_node import entry as mixed_node
-from prefill_node import entry as prefill_node
-from runtime.process import fatal
+from runtime.process import end_while_loading, fatal
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the role that the first argument names; its exit code."""
+    end_while_loading()
+    from decode_node import entry as decode_node  # heavy: who stops that would be shown a traceback
+    from mixed_node import entry as mixed_node
+    from prefill_node import entry as prefill_node
+
     role = argv[0] if argv else ""
     make_prefill_core, make_decode_core = prefill_node.make_core, decode_node.make_core
     make_mixed_core = mixed_node.core_maker(make_prefill_core, make_decode_core)

@@ -130,6 +130,20 @@ def test_a_run_directory_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_pat
     assert (result.returncode, result.stderr) == (2, f"baton up: --run-dir {tmp_path}/taken: is no directory\n")
 
 
+def test_who_stops_a_node_while_it_still_imports_its_roles_is_shown_nothing(tmp_path: Path) -> None:
+    """A room of ours that presses Ctrl-C stands in for the third of a second, on a busy machine seconds, that they take."""
+    (tmp_path / "mixed_node").mkdir()
+    (tmp_path / "mixed_node" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "deploy.node_process", "decode"],
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
 def test_who_stops_a_command_while_it_still_imports_is_shown_nothing_and_other_errors_are_told(tmp_path: Path) -> None:
     (tmp_path / "stopped.py").write_text("raise KeyboardInterrupt")
     (tmp_path / "broken.py").write_text("raise ValueError('told')")
