@@ -146,4 +146,6 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     """What a call failed of, in some words."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return why_no_grpc(error.details() or "")
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return error.details() or ""  # a sentence of the node's
     return f"{error.code().name} {error.details()}"
