@@ -48,7 +48,7 @@ def _heedless(stream: TextIO, *, of_all: bool) -> TextIO:
         return stream
     raw = _Heedless(stream.fileno(), of_all=of_all)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        raw if stream.write_through else io.BufferedWriter(raw),  # the first with PYTHONUNBUFFERED
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

@@ -1,5 +1,5 @@
 """`python -m deploy.quiet_stop MODULE …`: as `python -m MODULE`, but who stops it while it still imports is shown no traceback, and
-who stops reading what it says does not end it.
+who stops reading what it says does not end it, or only as it sees fit.
 
 Not here: what a command does with Ctrl-C once it runs.
 """
@@ -9,14 +9,18 @@ from __future__ import annotations
 import runpy
 import sys
 from types import TracebackType
+from typing import Final
 
 from deploy.heedless import outlive_readers
+
+_HEEDS_READERS: Final = ("deploy.chat",)  # for what nobody reads it has nothing generated
 
 
 def main() -> None:
     """Become the module that the first argument names."""
     sys.excepthook = _tell
-    outlive_readers()
+    if sys.argv[1] not in _HEEDS_READERS:
+        outlive_readers()
     from runtime.config import set_grpc_environment  # behind the hook: who stops this, too, is shown no traceback
 
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top

@@ -83,6 +83,30 @@ def test_a_question_prints_just_the_answer_from_the_command_line_or_a_pipe() -> 
     assert second["messages"] == [{"role": "user", "content": "hi\n"}] and "seed" not in second
 
 
+def test_an_answer_that_nobody_reads_any_more_is_not_waited_for() -> None:
+    """It would be generated to its end for nobody."""
+
+    async def endless(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if not body:
+            writer.write(whole(200, {"data": [{"id": "the-model"}]}))
+            return
+        writer.write(stream_head())
+        while True:
+            writer.write(said("la"))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with asyncio.timeout(BOUND_S), scripted_server(endless) as url:
+            read, write = os.pipe()
+            os.close(read)
+            chat = await asyncio.create_subprocess_exec(BATON, "chat", url, "hi", stdout=write)
+            os.close(write)
+            assert await chat.wait() == 0
+
+    asyncio.run(run())
+
+
 def busy(status: int, retry_after: int | None) -> bytes:
     """A refusal, which may say when to come back."""
     told = whole(status, {"error": {"message": "too many"}})

@@ -41,6 +41,23 @@ def ending(tmp_path: Path, nowhere: int, line: str = "") -> int:
         os.close(nowhere)
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_said_while_a_command_runs_is_read_while_it_runs(tmp_path: Path, unbuffered: str, stream: str) -> None:
+    say = f"import sys\nsys.{stream}.write('said\\n')\n"
+    say += "sys.stdout.flush()\n" if not unbuffered else ""
+    (tmp_path / "says.py").write_text(f"{say}sys.stdin.read()")
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path), PYTHONUNBUFFERED=unbuffered)
+    command = [sys.executable, "-m", "deploy.quiet_stop", "says"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        told = process.stdout if stream == "stdout" else process.stderr
+        assert told.readline() == "said\n"
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
 @pytest.mark.parametrize("open_nowhere", [no_pipe, no_terminal])
 def test_a_command_comes_to_its_own_end_whoever_has_stopped_reading(
     tmp_path: Path, open_nowhere: Callable[[], int]
