@@ -325,10 +325,11 @@ def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Seque
     needed = [each for each in knobs if each.default is REQUIRED] or knobs[:1]
     example = " ".join(f"{each.flag} {each.metavar}" for each in needed)
     first = needed[0]
+    usage = example if first.default in (REQUIRED, "") else f"[{example}]"  # "": asked for once all is read
     spelled = f"{first.variable}={first.metavar}, or in FILE {first.name} = {_toml_form(first)}"
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [--config FILE] {example} [flags]",
+        usage=f"{prog} [--config FILE] {usage} [flags]",
         description=description,
         epilog=f"A flag wins over its environment variable, that over the TOML file, that over the default.\n"
         f"Example: {prog} {example}\nThe same by other means: {spelled}",

@@ -288,3 +288,10 @@ def test_a_file_that_is_no_utf_8_is_no_toml(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=f"^--config {path}: is not TOML: it is no UTF-8$"):
         read(["--model", "m"], {}, path)
+
+
+def test_usage_has_in_brackets_what_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for config, flags in ((UpConfig, "[--model DIR] [flags]"), (RouterConfig, "--model DIR [flags]")):
+        with pytest.raises(SystemExit):
+            load(config, "baton", "", ["--help"])
+        assert capsys.readouterr().out.startswith(f"usage: baton [--config FILE] {flags}\n")
