@@ -268,6 +268,7 @@ def check_idle_node(node: SimNode) -> None:
     left = {name: state[name] for name in state.keys() & _MUST_BE_ZERO if state[name]}
     assert not left, f"{node.label} still holds {left}"
     assert node.core.next_deadline() is None, f"{node.label} has a timer for nothing"
+    assert not node.unanswered, f"{node.label} owes {len(node.unanswered)} answers"
     assert not [end for end in node.listener.ends() if end.state is not State.LOST], f"{node.label} has sessions"
 
 

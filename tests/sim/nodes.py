@@ -104,7 +104,7 @@ class SimNode(Process):
         itself = self.identity.to_proto() if self.prefills_locally else None
         self._bounds = Bounds(self.role, VOCAB_SIZE, knobs.max_model_len, itself)
         self._inbox: deque[ev.Event] = deque()
-        self._answers: dict[int, Answer] = {}
+        self.unanswered: dict[int, Answer] = {}  # calls of others
         self._num_calls = 0
         self._fences = FenceModel()
         self._asked: dict[int, tuple[AttemptKey, ...]] = {}  # by call: what a lease is asked for
@@ -219,7 +219,7 @@ class SimNode(Process):
                 case ev.AnswerReserve(call_id, reply):
                     self._answer_reserve(call_id, reply)
                 case ev.AnswerRenew(call_id, answer):
-                    self._answers.pop(call_id)(answer)
+                    self.unanswered.pop(call_id)(answer)
                 case ev.Count(name, amount):
                     for _ in range(amount):
                         self.kernel.count(name)
@@ -371,7 +371,7 @@ class SimNode(Process):
             self._around.moment("lease", self.host)
             is_stale = self._fences.forbids(keys, self.clock())
             assert not is_stale, f"{self.label}: a lease for {keys[0]}, which was cancelled or released here"
-        self._answers.pop(call_id)(completed)
+        self.unanswered.pop(call_id)(completed)
 
     def serve_renew(self, message: Message, answer: Answer) -> None:
         """As NodeService.Renew."""
@@ -392,5 +392,5 @@ class SimNode(Process):
 
     def _remember(self, answer: Answer) -> int:
         self._num_calls += 1
-        self._answers[self._num_calls] = answer
+        self.unanswered[self._num_calls] = answer
         return self._num_calls

@@ -13,7 +13,9 @@ from connector.handoff import SENDER_TABLE, SenderAction, SenderEvent, SenderSta
 from connector.one_sided import OneSidedWriters
 from decode_node import admission
 from decode_node.core import DecodeCore
+from decode_node.door import Door
 from engine.scheduler import Scheduler
+from node.events import AnswerReserve
 from node.handing_over import Handovers
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
@@ -219,6 +221,18 @@ def a_probe_that_says_nothing_probes_for_ever(patch: Patch) -> None:
 def refused_attempts_count_as_failed(patch: Patch) -> None:
     """Who finds no room pays for it."""
     patch.setitem(cast(dict[int, Cost], COST), pb.NO_BLOCKS, Cost.RETRY)
+
+
+def who_leaves_the_line_hears_nothing(patch: Patch) -> None:
+    """The calls of an attempt that is cancelled while it waits for room are never answered."""
+    right = Door.close
+
+    def close(self: Any, waiting: Any, key: Any, now: float) -> None:
+        num_before = len(self.out)
+        right(self, waiting, key, now)
+        self.out[num_before:] = [each for each in self.out[num_before:] if not isinstance(each, AnswerReserve)]
+
+    patch.setattr(Door, "close", close)
 
 
 def another_model_goes_on(patch: Patch) -> None:

@@ -34,6 +34,7 @@ from tests.sim.planted import (
     sent_blocks_are_dropped_before_they_are_read,
     the_fence_admits_everything,
     the_queue_has_no_end,
+    who_leaves_the_line_hears_nothing,
     writes_run_on_into_blocks_that_are_free,
 )
 from tests.sim.planted_kv import (
@@ -84,6 +85,7 @@ BUGS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (a_probe_that_says_nothing_probes_for_ever, "probes with no attempt"),
     (refused_attempts_count_as_failed, "nothing had struck it|retries some are left"),
     (another_model_goes_on, "is wrong"),
+    (who_leaves_the_line_hears_nothing, "owes"),
     (attempts_keep_their_numbers, "do not end|does not end|nothing had struck it|cannot act on"),
     (what_did_not_come_counts_as_fetched, "is wrong"),
     (a_fetch_ends_with_its_request, "a fetch writes into block|and fetches"),
