@@ -8,9 +8,9 @@
     BlocksStaged -> the scheduler's; what is to be stored is asked for once, at the end of the turn
 
 A sequence has its attempt's key whichever core submitted it, so no attempt may be in both: a Dispatch to another node of one that
-the decode core has a lease for is refused here, and so is a second one of what waits in the prefill core for the KV pool; a Reserve
-for that by the decode core, which asks the other; everything else by each core's own look at the scheduler. Of an attempt that an
-older one is to be ended for, the router's Cancel tells both.
+the decode core has a lease for is refused here, and so is a second one, to whomever, of what waits in the prefill core for the KV
+pool; a Reserve for that by the decode core, which asks the other; everything else by each core's own look at the scheduler. Of an
+attempt that an older one is to be ended for, the router's Cancel tells both.
 
 It has drained when both have: what one has done, nothing that the other does undoes, since neither takes anything new.
 """
@@ -85,6 +85,7 @@ class _Held:
 
     event: ev.FromRouter
     since: float
+    keys: frozenset[AttemptKey]  # of all its branches
 
 
 class MixedCore:
@@ -158,17 +159,21 @@ class MixedCore:
     def _dispatch(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> None:
         keys = [AttemptKey(dispatch.request_id, each.choice, dispatch.attempt) for each in dispatch.branches]
         has_lease = any(map(self._decode.holds, keys))  # no right router sends it to two nodes
-        if dispatch.target.node != self._self:
+        if any(map(self._waits, keys)):
+            self._out.append(ev.Count("stale_refused"))
+        elif dispatch.target.node != self._self:
             if has_lease:
                 self._out.append(ev.Count("stale_refused"))
             else:
                 self._prefill.take(event, now)
-        elif any(map(self._prefill.looks_for, keys)):
-            self._out.append(ev.Count("stale_refused"))
         elif has_lease or self._is_draining or not self._may_hold(event, dispatch, now):
             self._decode.take(event, now)
         else:
-            self._held[keys[0]] = _Held(event, now)
+            self._held[keys[0]] = _Held(event, now, frozenset(keys))
+
+    def _waits(self, key: AttemptKey) -> bool:
+        """Whether this attempt waits for the KV pool already: it will be submitted under its key when it goes on."""
+        return self._prefill.looks_for(key) or any(key in held.keys for held in self._held.values())
 
     def _may_hold(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> bool:
         return len(self._held) < MAX_HELD and self._prefill.hold(event.router, dispatch, now)

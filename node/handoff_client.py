@@ -135,7 +135,9 @@ class HandoffClient:
         return pb_grpc.NodeStub(self._channel(address))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.pop(address, None) or self._credentials.channel(address, _CHANNEL_OPTIONS)
+        # Of `ipv4:1`, a host and a port, gRPC would make an address of its own that it cannot read: waiting for a connection
+        # there never gives the loop back, whatever time was set.
+        channel = self._channels.pop(address, None) or self._credentials.channel(f"dns:///{address}", _CHANNEL_OPTIONS)
         self._channels[address] = channel
         if len(self._channels) > MAX_CHANNELS:
             oldest = next(iter(self._channels))

@@ -15,7 +15,7 @@ from typing import Final
 
 from proto import baton_pb2 as pb
 from proto.block_key import KEY_BYTES
-from proto.bounds import MAX_LOGIT_BIASES, MAX_PROMPT_LOGPROBS
+from proto.bounds import MAX_LOGIT_BIASES, MAX_PORT, MAX_PROMPT_LOGPROBS, is_address
 
 PREFILLING: Final = frozenset({pb.ROLE_PREFILL, pb.ROLE_MIXED})  # roles that take a Dispatch to any node
 DECODING: Final = frozenset({pb.ROLE_DECODE, pb.ROLE_MIXED})  # roles that give leases
@@ -205,7 +205,12 @@ def _peer_problem(field: str, peer: pb.PeerId) -> str | None:
 
 
 def _target_problem(target: pb.Target) -> str | None:
-    return _peer_problem("target.node", target.node) or _id_problem("target.grpc_address", target.grpc_address)
+    if (problem := _peer_problem("target.node", target.node)) is not None:
+        return problem
+    address = target.grpc_address
+    if not is_address(address):  # gRPC reads others as it likes, and has been seen to hang over them
+        return f"target.grpc_address: {address[:64]!r}, must be host:port with a port from 1 to {MAX_PORT}"
+    return None
 
 
 def _ms_left_problem(ms_left: int) -> str | None:

@@ -10,18 +10,17 @@ Not here: gRPC and the clock (registry_server.py); who is alive, which only the 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
 from proto import baton_pb2 as pb
+from proto.bounds import MAX_PORT, is_address
 from runtime.session import Peer
 
 MAX_ENTRIES: Final = 4_096
 MAX_TEXT_CHARS: Final = 256
 MAX_GONE: Final = 4_096  # process incarnations that were replaced or deregistered
 
-_MAX_UINT16: Final = 65_535
 _FINGERPRINT_TEXTS: Final = ("architecture", "dtype", "weights", "kernels")
 _FINGERPRINT_SIZES: Final = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 _SIZES: Final = ("num_blocks", "max_num_seqs", "max_model_len")
@@ -49,8 +48,6 @@ class Unlisted:
 
 
 Change = Listed | Missed | Unlisted
-# A name as DNS takes it, an IPv4 address, or an IPv6 address in brackets: what a resolver can be asked without surprise.
-_HOST: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
 def entry_problem(entry: pb.NodeEntry) -> str | None:
@@ -65,9 +62,8 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
         if not 1 <= len(text) <= MAX_TEXT_CHARS or not text.isprintable():
             return f"{field} is {text[:64]!r}, it must have 1 to {MAX_TEXT_CHARS} printable characters."
     for field in ("grpc_address", "http_address"):
-        host, _, port = texts[field].rpartition(":")
-        if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= _MAX_UINT16:
-            return f"{field} is {texts[field]!r}, it must be host:port with a port from 1 to {_MAX_UINT16}."
+        if not is_address(texts[field]):
+            return f"{field} is {texts[field]!r}, it must be host:port with a port from 1 to {MAX_PORT}."
     sizes = {f"fingerprint.{name}": getattr(entry.fingerprint, name) for name in _FINGERPRINT_SIZES}
     sizes |= {name: getattr(entry, name) for name in _SIZES}
     for field, size in sizes.items():

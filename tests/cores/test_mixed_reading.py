@@ -163,6 +163,28 @@ def test_an_attempt_that_waits_for_the_pool_on_its_way_elsewhere_is_begun_by_nob
     node.assert_empty()
 
 
+@pytest.mark.covers("R04")
+@pytest.mark.parametrize("first_choice", [0, 1])
+def test_a_prompt_of_its_own_that_waits_for_the_pool_is_not_begun_for_another_node(first_choice: int) -> None:
+    """No right router asks for both; two sequences of one name ended the node, and who waited was never forgotten."""
+    node, prompt = Mixed(reads_kv_pool=True), prompt_of(4)
+    before = to_self([9] * 17)
+    before.request_id = "before"
+    look_before = only(node.send(before), ev.LookInPool)  # whose answer is overdue by then: who comes new does not wait
+    overdue_at = node.core.next_deadline()
+    assert overdue_at is not None
+    look = only(node.send(to_self(prompt, 2), overdue_at / 2), ev.LookInPool)
+    node.keep_plans(node.core.tick(overdue_at))
+    elsewhere = to_self(prompt, 2)
+    del elsewhere.branches[:first_choice]
+    elsewhere.target.CopyFrom(target_of(DECODE))
+    assert node.send(elsewhere, overdue_at) == [ev.Count("stale_refused")]
+    for each in (look, look_before):
+        node.feed(ev.PoolLooked(each.look_id, 0), overdue_at)
+    assert len(said_until_the_end(node)[1]) == 3
+    node.assert_empty()
+
+
 def test_no_more_wait_than_are_allowed_and_the_next_one_is_computed_at_once() -> None:
     node = Mixed(reads_kv_pool=True, num_blocks=600)
     for i in range(MAX_HELD):

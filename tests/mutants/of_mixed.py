@@ -135,6 +135,14 @@ MUTANTS: Final = (
         ("tests/node/test_validate.py",),
     ),
     Mutant(
+        "target-at-any-address",
+        "A Dispatch may name a target at an address that gRPC cannot read, which holds up the node's loop for good.",
+        "node/validate.py",
+        "if not is_address(address):",
+        "if not address:",
+        ("tests/node/test_validate.py",),
+    ),
+    Mutant(
         "prompts-take-the-whole-step",
         "The smaller budget of prompts beside decodes holds in steps without decodes only.",
         "engine/planning.py",
@@ -290,8 +298,16 @@ MUTANTS: Final = (
         "mixed-repeated-dispatch-goes-past-who-waits",
         "A Dispatch that comes again while the first one waits for the KV pool is begun beside it.",
         "mixed_node/core.py",
-        "elif any(map(self._prefill.looks_for, keys)):",
-        "elif not keys:",
+        "if any(map(self._waits, keys)):",
+        "if not keys:",
+        _READING,
+    ),
+    Mutant(
+        "mixed-other-choice-goes-past-who-waits",
+        "A Dispatch of the second choice alone goes past the one of both that waits for the KV pool: two sequences of one name.",
+        "mixed_node/core.py",
+        "or any(key in held.keys for held in self._held.values())",
+        "or key in self._held",
         _READING,
     ),
     Mutant(

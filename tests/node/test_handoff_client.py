@@ -101,6 +101,19 @@ def test_a_silent_and_a_dead_peer_delay_nobody_else_and_end_within_their_time(
     with_client(test)
 
 
+def test_a_host_that_is_named_like_one_of_grpcs_schemes_holds_up_nobody() -> None:
+    """An address of `ipv4:…` that gRPC could not read kept the loop for good once it was waited for."""
+
+    async def test(client: HandoffClient, outcomes: Outcomes) -> None:
+        async with serve_node(pb.ROLE_DECODE, grant) as node:
+            client.reserve(reserve("ipv4:1", 0.2, nowhere := AttemptKey("nowhere", 0, 0)))
+            client.reserve(reserve(node.address, 60.0, alive := AttemptKey("alive", 0, 0)))
+            answers = [await outcomes.next(), await outcomes.next()]
+            assert {each.key: each.reply is not None for each in answers} == {alive: True, nowhere: False}
+
+    with_client(test)
+
+
 @pytest.mark.covers("C04", "P04")
 def test_a_peer_that_is_cut_off_is_found_within_seconds_and_one_that_lets_a_reserve_wait_is_not() -> None:
     """Cut off before the first call connects, or while a call waits. Each call may take a minute."""

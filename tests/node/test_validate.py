@@ -21,6 +21,7 @@ from node.validate import (
     reserve_problem,
 )
 from proto import baton_pb2 as pb
+from proto.bounds import is_address
 from router.openai_types import CompletionBody, parse_body
 
 PREFILL = Bounds(role=pb.ROLE_PREFILL, vocab_size=100, max_model_len=32)
@@ -57,7 +58,7 @@ dispatches = st.builds(
     branches=st.lists(branches, max_size=2),
     prompt_token_ids=tokens,
     sampling=samplings,
-    target=st.builds(pb.Target, node=peers, grpc_address=names),
+    target=st.builds(pb.Target, node=peers, grpc_address=st.one_of(st.just("127.0.0.1:1"), names)),
     ms_left=u64,
 )
 reserves = st.builds(
@@ -119,7 +120,7 @@ def test_a_dispatch_that_passes_fits_the_model_and_no_dispatch_raises(dispatch: 
     assert len(dict(params.logit_bias)) == len(params.logit_bias) and all(abs(b) <= 100 for _, b in params.logit_bias)
     assert all(token < 100 for token in (*params.stop_token_ids, *dict(params.logit_bias)))
     assert params.num_logprobs is None or params.num_logprobs <= 20
-    assert dispatch.ms_left > 0 and dispatch.target.node.incarnation and dispatch.target.grpc_address
+    assert dispatch.ms_left > 0 and dispatch.target.node.incarnation and is_address(dispatch.target.grpc_address)
 
 
 @settings(deadline=None, max_examples=300)
@@ -225,6 +226,9 @@ def _set(path: str, value: object) -> Callable[[pb.Dispatch], None]:
         (_set("request_id", "x" * 257), "request_id"),
         (_set("ms_left", 0), "ms_left"),
         (_set("target.grpc_address", ""), "target.grpc_address"),
+        (_set("target.grpc_address", "ipv4:999.1.1.1:1"), "target.grpc_address: 'ipv4:999.1.1.1:1', must be host:port"),
+        (_set("target.grpc_address", "?a:1"), "target.grpc_address: '?a:1', must be host:port"),
+        (_set("target.grpc_address", "host:65536"), "target.grpc_address: 'host:65536', must be host:port"),
         (_set("target.node.incarnation", 0), "target.node.incarnation"),
         (lambda d: d.ClearField("target"), "target"),
         (lambda d: d.sampling.stop_token_ids.extend([1] * 2000), "stop_token_ids: 2001"),
