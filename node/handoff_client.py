@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import grpc
 
 from node.events import RenewAnswered, ReserveAnswered, SendRelease, SendRenew, SendReserve
+from node.peer_channels import PeerChannels, connects
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from runtime.credentials import NO_CREDENTIALS, Credentials
@@ -58,7 +59,7 @@ class HandoffClient:
         self._post = post
         self._spawn = spawn
         self._credentials = credentials
-        self._channels: dict[str, grpc.aio.Channel] = {}  # least recently used first
+        self._channels = PeerChannels(self._channel, MAX_CHANNELS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def reserve(self, action: SendReserve) -> None:
@@ -83,9 +84,7 @@ class HandoffClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
     def _track(self, call: Coroutine[None, None, None]) -> None:
         task = self._spawn(call)
@@ -94,14 +93,20 @@ class HandoffClient:
 
     async def _reserve(self, action: SendReserve) -> None:
         reply: pb.ReserveReply | None = None
-        if await self._is_connected(action.address, min(CONNECT_TIMEOUT_S, action.timeout_s)):
-            call = self._stub(action.address).Reserve(action.request, timeout=action.timeout_s)
-            reply = await _answer("reserve", action.address, call)
-        self._post(ReserveAnswered(action.key, reply))
+        async with self._channels.use(action.address) as channel:
+            # A port that refuses may be a node that restarts.
+            if await connects(channel, min(CONNECT_TIMEOUT_S, action.timeout_s)):
+                call = _stub(channel).Reserve(action.request, timeout=action.timeout_s)
+                reply = await _answer("reserve", action.address, call)
+            else:
+                log_event(LOG, logging.INFO, "no_answer", call="connect", peer=action.address)
+                self._channels.forget(action.address, channel)  # the next one shows the certificates of its day
+            self._post(ReserveAnswered(action.key, reply))
 
     async def _renew(self, action: SendRenew) -> None:
-        call = self._stub(action.address).Renew(action.request, timeout=action.timeout_s, wait_for_ready=True)
-        self._post(RenewAnswered(action.key, await _answer("renew", action.address, call)))
+        async with self._channels.use(action.address) as channel:
+            call = _stub(channel).Renew(action.request, timeout=action.timeout_s, wait_for_ready=True)
+            self._post(RenewAnswered(action.key, await _answer("renew", action.address, call)))
 
     async def _release(self, action: SendRelease) -> None:
         loop = asyncio.get_running_loop()
@@ -111,39 +116,23 @@ class HandoffClient:
         for attempt in range(RELEASE_TRIES):
             # Time passes between tries; the fence that the peer raises stands no longer than the request's deadline.
             request.ms_left = max(0, int((deadline - loop.time()) * 1000))
-            call = self._stub(action.address).Release(request, timeout=RELEASE_TIMEOUT_S)
-            if await _answer("release", action.address, call) is not None:
-                return
+            async with self._channels.use(action.address) as channel:
+                call = _stub(channel).Release(request, timeout=RELEASE_TIMEOUT_S)
+                if await _answer("release", action.address, call) is not None:
+                    return
             pause_s = RELEASE_BACKOFF_S * 2**attempt
             if loop.time() + pause_s >= deadline:
                 return
             await asyncio.sleep(pause_s)
 
-    async def _is_connected(self, address: str, timeout_s: float) -> bool:
-        """Whether there is a connection, or one comes about in time: a port that refuses may be a node that restarts."""
-        channel = self._channel(address)
-        try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
-        except (TimeoutError, grpc.aio.UsageError):  # UsageError: more peers than channels, and this one was closed
-            log_event(LOG, logging.INFO, "no_answer", call="connect", peer=address)
-            if self._channels.get(address) is channel:  # others may wait for it yet; it ends with the last of them
-                del self._channels[address]  # the next one shows the certificates of its day
-            return False
-        return True
-
-    def _stub(self, address: str) -> pb_grpc.NodeAsyncStub:
-        return pb_grpc.NodeStub(self._channel(address))
-
     def _channel(self, address: str) -> grpc.aio.Channel:
         # Of `ipv4:1`, a host and a port, gRPC would make an address of its own that it cannot read: waiting for a connection
         # there never gives the loop back, whatever time was set.
-        channel = self._channels.pop(address, None) or self._credentials.channel(f"dns:///{address}", _CHANNEL_OPTIONS)
-        self._channels[address] = channel
-        if len(self._channels) > MAX_CHANNELS:
-            oldest = next(iter(self._channels))
-            # Grace: its calls under way have time limits of their own.
-            self._track(self._channels.pop(oldest).close(grace=60.0))
-        return channel
+        return self._credentials.channel(f"dns:///{address}", _CHANNEL_OPTIONS)
+
+
+def _stub(channel: grpc.aio.Channel) -> pb_grpc.NodeAsyncStub:
+    return pb_grpc.NodeStub(channel)
 
 
 async def _answer(what: str, address: str, call: Awaitable[Reply]) -> Reply | None:

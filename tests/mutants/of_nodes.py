@@ -12,6 +12,7 @@ _PREFILL: Final = ("tests/cores/test_prefill_core.py",)
 _LOOP: Final = ("tests/node/test_loop.py",)
 _DRAIN: Final = ("tests/node/test_drain.py",)
 _CALLS: Final = ("tests/node/test_handoff_client.py",)
+_CHANNELS: Final = ("tests/node/test_peer_channels.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -365,5 +366,21 @@ MUTANTS: Final = (
         'SERVER_OPTIONS: Final = (("grpc.http2.min_ping_interval_without_data_ms", 100),)',
         "SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = ()",
         _CALLS,
+    ),
+    Mutant(
+        "gone-nodes-are-called-for-ever",
+        "Channels to nodes that have gone are kept, and gRPC connects on each of them four times a second for half an hour.",
+        "node/peer_channels.py",
+        "if line.channel.get_state() in _TRIES:",
+        "if line.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN:",
+        _CHANNELS,
+    ),
+    Mutant(
+        "waits-for-connections-add-up",
+        "A wait for a connection that does not come is cancelled, and gRPC keeps it for ever.",
+        "node/peer_channels.py",
+        "await asyncio.wait({ready}, timeout=timeout_s)",
+        "await asyncio.wait({asyncio.shield(ready)}, timeout=timeout_s), ready.cancel()",
+        _CHANNELS,
     ),
 )
