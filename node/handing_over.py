@@ -178,7 +178,7 @@ class Handovers:
             error = self.error(pb.TRANSFER_FAILED, f"{receiver_name} did not answer Reserve")
             return self.step(handover, SenderEvent.UNANSWERED, now, error)
         if reply.WhichOneof("result") == "error":
-            return self.step(handover, SenderEvent.REFUSED, now, messages.known_error(reply.error))
+            return self.step(handover, SenderEvent.REFUSED, now, messages.receivers_error(receiver_name, reply.error))
         if handover.state is SenderState.RESERVING:
             is_new = self._links.is_new_lease(messages.receiver_of(handover.offer), reply.lease.lease_id)
             if (flaw := messages.lease_flaw(handover.offer, reply.lease, self._block_size, is_new)) is not None:
@@ -243,7 +243,8 @@ class Handovers:
             self._out.append(ev.Count("unexpected_events"))  # too late to matter, or before it can have seen the Commit
             return []
         if answer.HasField("error"):
-            return self.step(handover, SenderEvent.COMMIT_REFUSED, now, messages.known_error(answer.error))
+            error = messages.receivers_error(handover.offer.target.node.name, answer.error)
+            return self.step(handover, SenderEvent.COMMIT_REFUSED, now, error)
         return self.step(handover, SenderEvent.ACKED, now)
 
     def _hear_late(self, lease: tuple[str, int], *, was_taken: bool) -> None:

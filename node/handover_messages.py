@@ -77,10 +77,11 @@ def receiver_of(offer: Offer) -> tuple[str, int]:
     return offer.target.node.name, offer.target.node.incarnation
 
 
-def known_error(error: pb.PDError) -> pb.PDError:
-    """A peer's error; one with a code that we do not know (a newer version's) counts as INTERNAL."""
+def receivers_error(receiver_name: str, error: pb.PDError) -> pb.PDError:
+    """A receiver's error, in its name whatever it says; a code that we do not know (a newer version's) counts as INTERNAL."""
     if error.code not in pb.ErrorCode.values():
         error.code = pb.INTERNAL
+    error.node_id = receiver_name
     return error
 
 

@@ -311,8 +311,12 @@ class RouterCore:
         branch, pair, side = found
         if error.code not in pb.ErrorCode.values():
             error.code = pb.INTERNAL  # a newer version's
+        sender, receiver = ends_of(branch.phase)
+        is_passed_on = side is Side.SENDER and error.node_id == receiver.name
+        if not is_passed_on:  # whomever it names
+            error.node_id = node.name
         if error.code == pb.DRAINING:
-            self._on_node_event(ev.NodeDrains(culprit(error, *ends_of(branch.phase))), now)
+            self._on_node_event(ev.NodeDrains(culprit(error, sender, receiver)), now)
         self._ends.hear(branch, pair, word_of_error(side, error.commit_unanswered), error, now)
 
     def _on_wants_move(self, node: ev.NodeRef, key: pb.AttemptKey, now: float) -> None:

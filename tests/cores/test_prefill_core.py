@@ -256,6 +256,16 @@ def test_a_lease_that_its_receiver_gave_up_to_end_ends_the_attempt_in_its_name()
     assert error.code == pb.DRAINING and error.retryable and error.node_id == "decode-0"
 
 
+@pytest.mark.covers("D08")
+def test_a_receivers_refusal_is_passed_on_in_its_name_whomever_it_names() -> None:
+    """A broken receiver must not have its sender taken for the node that is to end."""
+    prefill = Prefill()
+    prefill.dispatch(KEY, PROMPT, 4)
+    refusal = pb.PDError(code=pb.DRAINING, retryable=True, node_id="prefill-0")
+    error = messages(list(prefill.core.receive(ev.ReserveAnswered(KEY, pb.ReserveReply(error=refusal)), 0.0)))[0].error
+    assert error.code == pb.DRAINING and error.node_id == "decode-0"
+
+
 @pytest.mark.covers("R04")
 def test_a_dispatch_behind_its_own_cancel_is_refused_and_counted() -> None:
     prefill = Prefill()

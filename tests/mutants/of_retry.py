@@ -371,4 +371,20 @@ MUTANTS: Final = (
         "        if node.drains and node.session is Session.LOST:\n            change.drained.append(node.ref)\n",
         ("tests/router/test_core_draining.py",),
     ),
+    Mutant(
+        "speaks-for-whomever-it-names",
+        "A node that says of another that it drains is believed: a broken one takes the others' work from them.",
+        "router/core.py",
+        "if not is_passed_on:",
+        "if not error.node_id:",
+        ("tests/router/test_core_draining.py",),
+    ),
+    Mutant(
+        "refusal-in-any-name",
+        "A receiver's refusal is passed on in the name that it says, be it the sender's own.",
+        "node/handover_messages.py",
+        "    error.node_id = receiver_name\n",
+        "",
+        ("tests/cores/test_prefill_core.py",),
+    ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from proto import baton_pb2 as pb
 from router.events import NodeListed, NodeUnlisted, SessionLost
 from tests.router.core_world import ROLES, CoreWorld, node_entry, ref
 
@@ -69,3 +70,30 @@ def test_a_node_that_dies_without_having_said_so_costs_a_retry() -> None:
     drain(world, {"d1": "d2", "d2": "d1"}[holder])
     end(world, holder)
     assert costs(world) == ["nodes_lost", "retries"]
+
+
+@pytest.mark.covers("D08", "R04")
+@pytest.mark.parametrize(
+    ("speaker", "named", "drains"),
+    [
+        ("d1", "d1", "d1"),
+        ("d1", "p1", "d1"),
+        ("d1", "d2", "d1"),
+        ("p1", "p1", "p1"),
+        ("p1", "", "p1"),
+        ("p1", "d2", "p1"),
+        ("p1", "d1", "d1"),
+    ],
+    ids=lambda name: name or "nobody",
+)
+def test_a_node_says_for_itself_that_it_drains_and_passes_on_what_its_receiver_says(
+    speaker: str, named: str, drains: str
+) -> None:
+    """Who is put down as draining gets no work until the registry says something new of it: a broken node must not do that."""
+    world = CoreWorld.with_nodes("p1", "d1")
+    world.submit("a")
+    if speaker == "d1":
+        world.tokens_from("d1", "a", 0, [7])
+    world.join_all("d2")
+    world.error_from(speaker, "a", pb.DRAINING, node_id=named)
+    assert [node.ref.name for node, _ in world.core.nodes() if node.drains] == [drains]
