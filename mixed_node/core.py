@@ -37,8 +37,8 @@ class FetchingPart(ev.PartOfCore, Protocol):
     def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
         """Whether a prompt of the decode core waits for what the KV pool has, until `take_released` names its first branch."""
 
-    def looks_for(self, key: AttemptKey) -> bool:
-        """Whether an attempt waits there for what the KV pool has, its own or one of the decode core."""
+    def has(self, key: AttemptKey) -> bool:
+        """Whether an attempt is there: its own, or one of the decode core that waits for what the KV pool has."""
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody wants such a prompt any more."""
@@ -99,7 +99,7 @@ class MixedCore:
         self._scheduler = scheduler
         self._prefill = prefill
         self._decode = decode
-        decode.refuse_who(prefill.looks_for)
+        decode.refuse_who(prefill.has)
         self._parts = (prefill, decode)
         self._steps = StepsAhead(scheduler)
         self._num_draining = len(self._parts)  # those that have not said that they have drained
@@ -159,7 +159,7 @@ class MixedCore:
     def _dispatch(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> None:
         keys = [AttemptKey(dispatch.request_id, each.choice, dispatch.attempt) for each in dispatch.branches]
         has_lease = any(map(self._decode.holds, keys))  # no right router sends it to two nodes
-        if any(map(self._waits, keys)):
+        if any(map(self._is_here, keys)):
             self._out.append(ev.Count("stale_refused"))
         elif dispatch.target.node != self._self:
             if has_lease:
@@ -171,9 +171,9 @@ class MixedCore:
         else:
             self._held[keys[0]] = _Held(event, now, frozenset(keys))
 
-    def _waits(self, key: AttemptKey) -> bool:
-        """Whether this attempt waits for the KV pool already: it will be submitted under its key when it goes on."""
-        return self._prefill.looks_for(key) or any(key in held.keys for held in self._held.values())
+    def _is_here(self, key: AttemptKey) -> bool:
+        """Whether this attempt is the prefill core's, or waits with it: it is, or will be, submitted under its key."""
+        return self._prefill.has(key) or any(key in held.keys for held in self._held.values())
 
     def _may_hold(self, event: ev.FromRouter, dispatch: pb.Dispatch, now: float) -> bool:
         return len(self._held) < MAX_HELD and self._prefill.hold(event.router, dispatch, now)

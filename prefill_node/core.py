@@ -161,9 +161,9 @@ class PrefillCore:
         work = work_of(router, dispatch, self._key_seed, self._pool.block_size, now)
         return self._hold(work, now)
 
-    def looks_for(self, key: AttemptKey) -> bool:
-        """Whether an attempt, of this core or of somebody else, waits for blocks out of the KV pool."""
-        return key in self._fetching
+    def has(self, key: AttemptKey) -> bool:
+        """Whether an attempt is this core's, or waits here for blocks out of the KV pool for somebody else."""
+        return key in self._fetching or key in self._tasks
 
     def drop(self, key: AttemptKey) -> None:
         """Nobody wants it any more."""

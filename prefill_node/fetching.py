@@ -222,7 +222,10 @@ class Fetching:
 
     def _go_on(self, keys: Sequence[AttemptKey], now: float) -> list[AttemptKey]:
         """Of these, who has nothing more to wait for."""
-        released = [key for key in keys if key in self._held and not self._wait_on(key, now)]
+        waiting = [
+            key for key in dict.fromkeys(keys) if key in self._held
+        ]  # who was dropped and came again waits twice
+        released = [key for key in waiting if not self._wait_on(key, now)]
         for key in released:
             self.drop(key)
         return released

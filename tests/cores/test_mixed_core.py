@@ -220,7 +220,7 @@ class DrainingPart:
     def hold(self, router: ev.RouterId, dispatch: pb.Dispatch, now: float) -> bool:
         return False
 
-    def looks_for(self, key: AttemptKey) -> bool:
+    def has(self, key: AttemptKey) -> bool:
         return False
 
     def drop(self, key: AttemptKey) -> None:

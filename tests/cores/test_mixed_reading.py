@@ -164,6 +164,32 @@ def test_an_attempt_that_waits_for_the_pool_on_its_way_elsewhere_is_begun_by_nob
 
 
 @pytest.mark.covers("R04")
+def test_what_is_computed_for_another_node_does_not_wait_here_for_the_pool_under_the_same_name() -> None:
+    """No right router asks for both: it ended the node."""
+    node, prompt = Mixed(reads_kv_pool=True), prompt_of(4)
+    elsewhere = to_self(prompt)
+    elsewhere.target.CopyFrom(target_of(DECODE))
+    look = only(node.send(elsewhere), ev.LookInPool)
+    node.feed(ev.PoolLooked(look.look_id, 0))
+    assert node.plans
+    assert node.send(to_self(prompt)) == [ev.Count("stale_refused")]
+
+
+@pytest.mark.covers("R04")
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_who_ended_while_it_waited_for_the_pool_and_comes_again_goes_on_once(is_cancelled: bool) -> None:
+    """No right router asks so: it ended the node."""
+    node, prompt = Mixed(reads_kv_pool=True), prompt_of(4)
+    look = only(node.send(to_self(prompt)), ev.LookInPool)
+    fetch = only(node.feed(ev.PoolLooked(look.look_id, 4)), ev.FetchBlocks)
+    node.send(cancel()) if is_cancelled else node.feed(ev.RouterLost(ROUTER))
+    node.send(to_self(prompt))  # waits for the same fetch
+    fetch_brings(node, fetch, prompt)
+    assert len(said_until_the_end(node).get(0, [])) == (0 if is_cancelled else 3)
+    node.assert_empty()
+
+
+@pytest.mark.covers("R04")
 @pytest.mark.parametrize("first_choice", [0, 1])
 def test_a_prompt_of_its_own_that_waits_for_the_pool_is_not_begun_for_another_node(first_choice: int) -> None:
     """No right router asks for both; two sequences of one name ended the node, and who waited was never forgotten."""
