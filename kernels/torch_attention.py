@@ -12,7 +12,9 @@ A tile past the row's position, or before its window, adds exp(-inf) = 0 to each
 different lengths may share a batch and why a chunk may skip the tiles that a row cannot see. Values past a sequence's end are
 zeroed, because the memory there is somebody's old block: 0 * NaN would let one broken sequence into another.
 
-A batch element alone may be split over threads by the matrix library (measured), so single elements are doubled.
+A batch element alone may be split over threads by the matrix library (measured), so single elements are doubled. The library also
+adds up in an order that depends on where an element begins within 16 bytes (measured), so heads of 6, 10, 18 … numbers are widened
+by zeros until each element begins there as every other does.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from kernels.interface import AttentionBatch, RowSpan
 
 TILE: Final = 64  # positions
 GATHER_BYTES: Final = 64 << 20  # bound of what a group gathers, and of its scores
+_ALIGNED: Final = 4  # fp32 numbers: 16 bytes
 
 
 class _Tile(NamedTuple):
@@ -88,8 +91,8 @@ class TiledAttention:
         values = self._gather(group, 2 * layer + 1)
         for sequence, length in enumerate(group.lengths):
             values[sequence, :, length:] = 0
-        scaled = queries.float() * (1 / math.sqrt(head_dim))
-        scaled = scaled.view(num_rows, self._num_kv_heads, num_heads // self._num_kv_heads, head_dim)
+        scaled = _widened(queries.float() * (1 / math.sqrt(head_dim)))
+        scaled = scaled.view(num_rows, self._num_kv_heads, num_heads // self._num_kv_heads, -1)
         if group.has_own_kv:  # a batch element is one (row, KV head)
             mixed = _attend_tiles(scaled.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), group.tiles)
         else:  # one sequence: all rows share its KV, head by head
@@ -97,15 +100,15 @@ class TiledAttention:
             mixed = torch.stack(
                 [_attend_tiles(scaled[:, h].contiguous(), keys[:, h], values[:, h], group.tiles) for h in heads], 1
             )
-        return mixed.view(num_rows, num_heads, head_dim)
+        return mixed.view(num_rows, num_heads, -1)[..., :head_dim]
 
     def _gather(self, group: _Group, plane: int) -> Tensor:
-        """Copy one plane of the group's blocks to [num_sequences, num_kv_heads, num_tiles * TILE, head_dim] fp32."""
+        """Copy one plane of the group's blocks to [num_sequences, num_kv_heads, num_tiles * TILE, head_dim, widened] fp32."""
         index = group.block_ids * (2 * self._num_layers) + plane
         gathered = self._block_rows.index_select(0, index)
         gathered = gathered.view(len(group.lengths), -1, self._num_kv_heads, self._head_dim)
         gathered = gathered[:, : len(group.tiles) * TILE].transpose(1, 2)
-        return gathered.contiguous().float()
+        return _widened(gathered.contiguous().float())
 
     def _plan(self, window: int | None) -> list[_Group]:
         """Cut the step into groups within the memory bound. How it is cut changes no bit."""
@@ -178,6 +181,12 @@ def _tile(positions: np.ndarray, start: int, window: int | None) -> _Tile:
         seen_from = positions[rows, None]
         hidden = (columns[None, :] > seen_from) | (columns[None, :] <= seen_from - window)
     return _Tile(rows, torch.from_numpy(hidden)[:, None, :] if hidden.any() else None)
+
+
+def _widened(heads: Tensor) -> Tensor:
+    """The last dimension filled up with zeros to a multiple of 16 bytes."""
+    lacking = -heads.shape[-1] % _ALIGNED
+    return torch.nn.functional.pad(heads, (0, lacking)) if lacking else heads
 
 
 def _each_head(tile: _Tile, num_kv_heads: int) -> _Tile:

@@ -3,7 +3,8 @@
 Which operations keep that law was measured (torch 2.13, fp32 and bf16, 1 to 16 threads; tests/engine_torch repeats it):
 
     kept      oneDNN linears on packed weights, with and without a bias, from 2 rows up; batched matmul with a fixed shape
-              per element from 2 elements up; sums and means over a contiguous last dimension; exp, rsqrt, + - * / and casts
+              per element from 2 elements up, each of whole 16 bytes; sums and means over a contiguous last dimension; exp,
+              rsqrt, + - * / and casts
     broken    F.linear, matmul and SDPA in fp32 (the kernel is chosen by the number of rows); a packed linear with a single
               row (a matrix-vector kernel); sigmoid and silu (vector body and scalar tail of the loop differ in the last bit)
 

@@ -99,3 +99,28 @@ def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int, window: 
     queries = torch.randn(num_rows, 8, 32, generator=generator)
     whole = TiledAttention(kv, batch, num_heads=8).attend(0, queries, window)
     assert torch.equal(TiledAttention(kv, batch, 8, gather_bytes).attend(0, queries, window), whole)
+
+
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("heads", [(2, 2, 18), (5, 1, 6), (6, 2, 10), (7, 1, 14), (3, 1, 22)], ids=str)
+@pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
+def test_heads_of_any_size_have_the_same_bits_alone_and_behind_others(
+    kernels: Kernels, heads: tuple[int, int, int]
+) -> None:
+    """Of 18 numbers every second head begins in the middle of 16 bytes, where it does not when its row is alone."""
+    num_heads, num_kv_heads, head_dim = heads
+    generator = torch.Generator().manual_seed(head_dim)
+    num_rows, block_size = 9, 16
+    first, num_blocks = 70, 5
+    kv = torch.randn((num_blocks, 1, 2, block_size, num_kv_heads, head_dim), generator=generator)
+    queries = torch.randn(num_rows, num_heads, head_dim, generator=generator)
+    table = torch.arange(num_blocks)[None]
+
+    def attended(start: int, count: int) -> Tensor:
+        where = torch.arange(first + start, first + start + count)
+        batch = AttentionBatch(np.array([RowSpan(0, count, first + start)], np.int32), table, where)
+        return kernels.step_attention(kv, batch, num_heads).attend(0, queries[start : start + count])
+
+    alone = torch.cat([attended(row, 1) for row in range(num_rows)])
+    assert torch.equal(attended(0, num_rows), alone)
+    assert torch.equal(torch.cat([attended(0, 2), attended(2, 7)]), alone)

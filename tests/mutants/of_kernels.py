@@ -1,4 +1,4 @@
-"""Bugs of the Triton kernels and of what surrounds them: attention, products, graphs of decode steps."""
+"""Bugs of the Triton kernels and of what surrounds them: attention, products, graphs of decode steps; and of torch's attention."""
 
 from __future__ import annotations
 
@@ -91,5 +91,13 @@ MUTANTS: Final = (
         " or (spans[:, 1] != 1).any()",
         "",
         _GRAPHS,
+    ),
+    Mutant(
+        "heads-not-widened",
+        "Heads of 18 numbers begin in the middle of 16 bytes or not, by where their row is in the batch, and torch's sums differ.",
+        "kernels/torch_attention.py",
+        "    lacking = -heads.shape[-1] % _ALIGNED\n",
+        "    lacking = 0\n",
+        ("tests/engine_torch/test_attention.py",),
     ),
 )
