@@ -32,7 +32,7 @@ struct Mixing {
 // meanwhile, a chunk for every 8 lines of values. weights: [num_heads, group, TILE].
 template <class T, int M, int VECTORS>
 void mix_where_they_lie(const T *const *keys, size_t values, int column, const Mixing &mixing, const Mixable<T> *weights,
-                        const Nearer *ahead) {
+                        Nearer ahead) {
     constexpr int W = Step<T>::WIDTH;
     static const T nothing[2 * PANEL] = {};
     const int D = mixing.head_dim, low = mixing.low, high = mixing.high;
@@ -61,7 +61,7 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
         int i = low;
         if (i % W) mix(i - 1, nothing, keys[i] + values), i++;
         for (; i + 4 <= high; i += 4) {
-            bring(*ahead++);
+            bring(ahead++);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j += W) mix_whole(i + j);
         }
@@ -123,7 +123,7 @@ void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRo
             for (int column = 0; column < D;) {
                 const bool wide = D - column >= 2 * PANEL;
                 const int chunks = num_heads * 4;
-                const Nearer *ahead = stream.take(query ? 0 : chunks, chunks);
+                Nearer ahead = stream.take(query ? 0 : chunks, chunks);
                 if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, weights, ahead);
                 else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, weights, ahead);
                 column += wide ? 2 * PANEL : PANEL;

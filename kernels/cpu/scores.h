@@ -74,7 +74,7 @@ BATON_INLINE Floats add_quarters(Floats a, Floats b) {
 // scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
 template <class T, int M>
 void score_where_they_lie(const T *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim, float *scores,
-                          size_t score_stride, const Nearer *ahead) {
+                          size_t score_stride, Nearer ahead) {
     constexpr int W = Step<T>::WIDTH, PAIR = 2;
     for (int head = 0; head < num_heads; head++, queries += query_stride, scores += score_stride) {
         Floats halves[2][M];
@@ -86,7 +86,7 @@ void score_where_they_lie(const T *queries, size_t query_stride, const T *const 
             Floats sums[M][PAIR];
             clear(sums);
             for (int at = 0; at < head_dim; at += LANES * W) {
-                bring(*ahead++);
+                bring(ahead++);
                 Floats columns[PAIR][4];
 #pragma GCC unroll 2
                 for (int p = 0; p < PAIR; p++) transpose_quarters(rows[p], size_t(head) * head_dim + at, columns[p]);

@@ -2,9 +2,9 @@
 //
 // Blocks lie scattered, and hardware prefetchers begin anew at each. A line that is asked for into the first level of the cache
 // keeps one of its few places for misses until memory has answered (24 on Zen 4); one that is asked for into the second level
-// only until that level has taken the request, and that level has twice as many. So every line is asked for twice: far ahead into
-// the second level, and close before it is read into the first. Of each page, one line is asked for some blocks earlier: its
-// address is then translated when the others are wanted.
+// only until that level has taken the request, and that level has twice as many. Where there is no place a request is dropped. So
+// every line is asked for three times: far ahead into the second level, later into the first, and again close before it is read.
+// Of each page, one line is asked for some blocks earlier: its address is then translated when the others are wanted.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,7 @@ namespace baton {
 
 constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
 
-// What to bring into the second level, and what lies there already and is to come into the first.
-struct Nearer {
-    const char *far, *close;
-};
+constexpr int NUM_FAR = 32;    // chunks between the first request for a line and the last
 
 BATON_INLINE void bring_far(const char *chunk) {
 #pragma GCC unroll 8
@@ -31,45 +28,51 @@ BATON_INLINE void bring_close(const char *chunk) {
     for (size_t byte = 0; byte < CHUNK; byte += 64) __builtin_prefetch(chunk + byte, 0, 3);
 }
 
-BATON_INLINE void bring(const Nearer &chunks) { bring_far(chunks.far), bring_close(chunks.close); }
+// A place in the list of chunks in the order in which they will be read.
+using Nearer = const char *const *;
+
+BATON_INLINE void bring(Nearer at) { bring_far(*at), bring_close(at[-NUM_FAR / 2]), bring_close(at[-NUM_FAR]); }
 
 class KvStream {
   public:
     // Units first .. last, which are parts of spans.
     KvStream(const Cache &cache, const Batch &batch, const Unit *first, const Unit *last, int layer, int window,
              size_t number_bytes)
-        : cache_(cache), batch_(batch), last_(last), layer_(layer), window_(window),
-          read_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes), position_bytes_(cache.position_size * number_bytes) {
+        : cache_(cache), batch_(batch), last_(last), window_(window),
+          read_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes), position_bytes_(cache.position_size * number_bytes),
+          block_bytes_(size_t(cache.num_layers) * 2 * cache.block_size * position_bytes_),
+          layer_at_(static_cast<const char *>(cache.kv) + size_t(layer) * 2 * cache.block_size * position_bytes_) {
         go_to(first);
     }
 
-    // Chunks to be brought nearer: `fresh` new ones, the last one again where there are no more; `count` can be read.
-    const Nearer *take(int fresh, int count) {
-        if (int(taken_.size()) < count) taken_.resize(count, {chunk_, chunk_});
-        for (int i = 0; i < fresh; i++) {
+    // `count` chunks to be brought nearer: as many `fresh` ones, the last one again where there are no more, or those of before.
+    Nearer take(int fresh, int count) {
+        if (next_ + fresh > int(chunks_.size())) make_room(fresh, count);
+        const char **to = chunks_.data() + next_;
+        for (int left = fresh; left > 0;) {
             if (at_ >= end_) begin_next();
-            if (at_ < end_) chunk_ = at_, at_ += CHUNK;
-            const char *&oldest = far_[turn_of_far_];
-            taken_[i] = {chunk_, oldest};
-            oldest = chunk_;
-            turn_of_far_ = (turn_of_far_ + 1) % NUM_FAR;
+            const int there = at_ < end_ ? int((end_ - at_ + CHUNK - 1) / CHUNK) : 0, num = there ? std::min(there, left) : left;
+            const size_t step = there ? CHUNK : 0;
+            const char *from = there ? at_ : to[-1];
+            for (int i = 0; i < num; i++) to[i] = from + i * step;
+            at_ += num * step, to += num, left -= num;
         }
-        return taken_.data();
+        next_ += fresh;
+        return chunks_.data() + next_ - count;
     }
 
     // The thread begins with this unit. What it read without taking chunks need not be brought any more.
     void reach(const Unit *unit) {
         if (unit_ < unit) go_to(unit);
         if (!is_new_) return;
-        for (int i = 0; i < NUM_FAR; i++) bring_far(take(1, 1)->far);
-        for (int i = 0; i < NUM_CLOSE; i++) bring(*take(1, 1));
+        for (int i = 0; i < NUM_FAR; i++) bring_far(*take(1, 1));
+        for (int i = 0; i < NUM_CLOSE; i++) bring(take(1, 1));
         is_new_ = false;
     }
 
   private:
-    static constexpr int NUM_COMING = 5;  // stretches whose pages were asked for
-    static constexpr int NUM_FAR = 24;    // chunks on their way into the second level, or there
-    static constexpr int NUM_CLOSE = 8;   // chunks on their way from there into the first
+    static constexpr int NUM_COMING = 8;  // stretches whose pages were asked for
+    static constexpr int NUM_CLOSE = 12;  // chunks that were asked for three times, and are not read yet
 
     struct Stretch {
         const char *begin, *end;
@@ -81,6 +84,13 @@ class KvStream {
         at_ = end_ = nullptr;
         is_new_ = true;
         for (Stretch &each : coming_) each = coming();
+    }
+
+    void make_room(int fresh, int count) {
+        const int kept = std::min(next_, NUM_FAR + count);
+        if (int(chunks_.size()) < 4 * (kept + fresh)) chunks_.resize(4 * (kept + fresh));
+        std::copy(chunks_.begin() + (next_ - kept), chunks_.begin() + next_, chunks_.begin());
+        next_ = kept;
     }
 
     void begin_next() {
@@ -101,45 +111,51 @@ class KvStream {
     // Go to the first position that is read of the unit, or of the next one that has any.
     void begin_unit() {
         for (plane_ = 0; unit_ < last_; unit_++) {
-            const int seen_from = window_ ? std::max(0, batch_.spans[unit_->span].first_position - window_ + 1) : 0;
+            const Span &span = batch_.spans[unit_->span];
+            const int seen_from = window_ ? std::max(0, span.first_position - window_ + 1) : 0;
             position_ = std::max(unit_->head * PART, seen_from / TILE * TILE);
-            if (position_ < unit_end()) return;
+            unit_end_ = std::min((unit_->head + 1) * PART, span.first_position + span.num_rows);
+            if (position_ >= unit_end_) continue;
+            block_ = batch_.tables + unit_->span * batch_.table_stride + position_ / cache_.block_size;
+            offset_ = position_ % cache_.block_size;
+            return begin_tile();
         }
     }
-    int unit_end() const {
-        const Span &span = batch_.spans[unit_->span];
-        return std::min((unit_->head + 1) * PART, span.first_position + span.num_rows);
+    void begin_tile() {
+        tile_ = position_, tile_end_ = std::min(position_ / TILE * TILE + TILE, unit_end_);
+        block_of_tile_ = block_, offset_of_tile_ = offset_;
     }
 
     // The positions of one block in one plane, or, where others' heads lie between them, one; of a tile the keys first.
     Stretch next_stretch() {
         if (unit_ >= last_) return {};
-        const int offset = position_ % cache_.block_size, end = unit_end();
-        const int tile = position_ / TILE * TILE, tile_end = std::min(tile + TILE, end);
-        const int count = read_bytes_ < position_bytes_ ? 1 : std::min(cache_.block_size - offset, tile_end - position_);
-        const int64_t block = batch_.tables[unit_->span * batch_.table_stride + position_ / cache_.block_size];
-        const char *from = static_cast<const char *>(cache_.kv);
-        from += (((size_t(block) * cache_.num_layers + layer_) * 2 + plane_) * cache_.block_size + offset) * position_bytes_;
-        position_ += count;
-        if (position_ == tile_end) {
-            if (plane_ == 0) position_ = tile;
-            plane_ ^= 1;
-        }
-        if (position_ == end && plane_ == 0) unit_++, begin_unit();
+        const int count = read_bytes_ < position_bytes_ ? 1 : std::min(cache_.block_size - offset_, tile_end_ - position_);
+        const char *from = layer_at_ + size_t(*block_) * block_bytes_ + (plane_ * cache_.block_size + offset_) * position_bytes_;
+        position_ += count, offset_ += count;
+        if (offset_ == cache_.block_size) block_++, offset_ = 0;
+        if (position_ == tile_end_) end_plane();
         return {from, from + count * read_bytes_};
+    }
+    void end_plane() {
+        plane_ ^= 1;
+        if (plane_) position_ = tile_, block_ = block_of_tile_, offset_ = offset_of_tile_;
+        else if (position_ < unit_end_) begin_tile();
+        else unit_++, begin_unit();
     }
 
     const Cache &cache_;
     const Batch &batch_;
     const Unit *unit_ = nullptr, *const last_;
-    const int layer_, window_;
-    const size_t read_bytes_, position_bytes_;  // of a position, and from it to the next
-    int position_ = 0, plane_ = 0, turn_ = 0;
+    const int window_;
+    const size_t read_bytes_, position_bytes_, block_bytes_;  // of a position, from it to the next, from a block to the next
+    const char *const layer_at_;                              // its keys in block 0
+    const int64_t *block_ = nullptr, *block_of_tile_ = nullptr;
+    int position_ = 0, offset_ = 0, plane_ = 0;  // offset_: of the position in its block
+    int tile_ = 0, offset_of_tile_ = 0, tile_end_ = 0, unit_end_ = 0, turn_ = 0;
     bool is_new_ = true;
-    const char *at_ = nullptr, *end_ = nullptr, *chunk_ = nullptr;
-    std::vector<Nearer> taken_;
-    const char *far_[NUM_FAR] = {};  // the last ones, from the oldest at turn_of_far_ on
-    int turn_of_far_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
+    std::vector<const char *> chunks_ = std::vector<const char *>(NUM_FAR + 1);  // taken, up to next_; of earlier ones the last
+    int next_ = NUM_FAR + 1;
     Stretch coming_[NUM_COMING];
 };
 

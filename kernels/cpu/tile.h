@@ -104,10 +104,12 @@ template <class T> struct TileRows {
         : values(size_t(cache.block_size) * cache.position_size) {
         const int size = cache.block_size;
         int index = start / size, offset = start % size;
-        for (; count < TILE && start + count < end; index++, offset = 0) {
+        const int most = std::min(TILE, end - start);
+        for (; count < most; index++, offset = 0) {
             const T *row = cache.at<T>(layer, 0, table[index], offset);
-            for (; offset < size && count < TILE && start + count < end; offset++, row += cache.position_size)
-                keys[count++] = row;
+            const int num = std::min(size - offset, most - count);
+            for (int i = 0; i < num; i++) keys[count + i] = row + i * size_t(cache.position_size);
+            count += num;
         }
         for (int i = count; count && i < ceil_div(count, LANES) * LANES; i++) keys[i] = keys[count - 1];
     }
