@@ -222,9 +222,8 @@ class Fetching:
 
     def _go_on(self, keys: Sequence[AttemptKey], now: float) -> list[AttemptKey]:
         """Of these, who has nothing more to wait for."""
-        waiting = [
-            key for key in dict.fromkeys(keys) if key in self._held
-        ]  # who was dropped and came again waits twice
+        # Once each: who was dropped and came again is there twice.
+        waiting = [key for key in dict.fromkeys(keys) if key in self._held]
         released = [key for key in waiting if not self._wait_on(key, now)]
         for key in released:
             self.drop(key)

@@ -138,9 +138,8 @@ class _Choice:
     whole: Piece = field(default_factory=Piece)  # all pieces, for an answer that is no stream
     texts: list[str] = field(default_factory=list)
     calls: ChoiceCalls | None = None  # of tools, where there are any
-    told: list[Told] = field(
-        default_factory=list
-    )  # what they make of the texts: read as those come, since it takes its time
+    # What they make of the texts: read as those come, since it takes its time.
+    told: list[Told] = field(default_factory=list)
     usual: ChunkTemplate | None = None  # of its chunks, once one has been written
 
     def text_of(self, piece: Piece) -> str:

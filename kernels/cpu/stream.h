@@ -15,7 +15,6 @@
 namespace baton {
 
 constexpr size_t CHUNK = 512;  // bytes that are brought nearer at a time
-
 constexpr int NUM_FAR = 32;    // chunks between the first request for a line and the last
 
 BATON_INLINE void bring_far(const char *chunk) {

@@ -30,24 +30,6 @@ from runtime.registry_client import RegistryUnreachable
 from tests.security.member_server import code_of, grpc_server
 from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
 
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --tls-dir of a cluster's host."""
-    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of another cluster's."""
-    return make_certificates(tmp_path_factory.mktemp("others") / "certs")
-
-
-def copied(directory: Path, to: Path) -> Path:
-    shutil.copytree(directory, to)
-    return to
-
-
 # ---------------------------------------------------------------- files
 
 
@@ -128,7 +110,7 @@ def test_what_cannot_be_made_is_one_line(
 @pytest.mark.covers("X03")
 def test_what_is_wrong_with_a_directory_is_one_sentence(ours: Path, others: Path, tmp_path: Path) -> None:
     def spoiled(spoil: Callable[[Path], object]) -> str:
-        directory = copied(ours, tmp_path / f"spoiled{len(list(tmp_path.iterdir()))}")
+        directory = shutil.copytree(ours, tmp_path / f"spoiled{len(list(tmp_path.iterdir()))}")
         spoil(directory)
         with pytest.raises(CredentialsError) as caught:
             Credentials(directory)

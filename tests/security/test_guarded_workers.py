@@ -18,7 +18,7 @@ import pytest
 from bench.fleet import wait_until
 from tests.e2e.cluster import BATON, Cluster, started_cluster
 from tests.registry.redis_server import started_redis
-from tests.security.strangers import make_certificates, members_context
+from tests.security.strangers import members_context
 from tests.stopping import resume, stop
 
 KEY: Final = "sk-of-the-test-0123456789"
@@ -26,11 +26,6 @@ LIMITED: Final = "sk-with-a-limit-0123456789"
 LIMIT: Final = 12  # requests a minute
 BOUND_S: Final = 100.0
 PAGES_S: Final = 0.9  # a little less than the worker that is asked waits for what the others tell
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
 
 
 @pytest.fixture(scope="module")

@@ -32,21 +32,11 @@ from runtime.credentials import NO_CREDENTIALS, Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.unheard import Unheard
 from tests.router.tiny_model import write_model_text
-from tests.security.strangers import GARBAGE, make_certificates, members_context, say, stranger_channels
+from tests.security.strangers import GARBAGE, members_context, say, stranger_channels
 
 _OWN_CONNECTION: Final = (("grpc.use_local_subchannel_pool", 1),)  # else channels to one address share one
 BOUND_S: Final = 100.0
 PATIENCE_S: Final = 4.0  # many times what a handshake takes under load, and longer than this process stands still
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("others") / "certs")
 
 
 class Answers(RegistryServicer, NodeServicer):

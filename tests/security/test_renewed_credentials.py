@@ -15,25 +15,8 @@ import pytest
 
 from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
 from tests.security.member_server import code_of, grpc_server
-from tests.security.strangers import expire, make_certificates, sign_anew
+from tests.security.strangers import expire, sign_anew
 from tests.without_root import without_root
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --tls-dir of a cluster's host."""
-    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of another cluster's."""
-    return make_certificates(tmp_path_factory.mktemp("others") / "certs")
-
-
-def copied(directory: Path, to: Path) -> Path:
-    shutil.copytree(directory, to)
-    return to
 
 
 @pytest.mark.covers("X03")
@@ -42,7 +25,7 @@ def test_certificates_that_are_renewed_count_without_a_restart(
 ) -> None:
     """Of a server and of a client; a bad file in between changes nothing."""
     caplog.set_level(logging.INFO)
-    directory = copied(ours, tmp_path / "mine")
+    directory = shutil.copytree(ours, tmp_path / "mine")
 
     async def becomes(is_met: Callable[[], object], channel: Callable[[], grpc.aio.Channel]) -> None:
         async with asyncio.timeout(100):
@@ -74,8 +57,8 @@ def test_a_renewed_key_that_nobody_may_read_counts_once_its_mode_is_mended(
 ) -> None:
     """Root copies, and only then gives it away: neither what is in it nor when it was written changes any more."""
     caplog.set_level(logging.INFO)
-    directory = copied(ours, tmp_path / "mine")
-    copied(others, directory / "new")
+    directory = shutil.copytree(ours, tmp_path / "mine")
+    shutil.copytree(others, directory / "new")
 
     def renew() -> None:
         for new in Path("new").iterdir():
@@ -107,7 +90,7 @@ def test_a_renewed_certificate_that_this_hosts_clock_finds_too_early_counts_once
 ) -> None:
     """Its signer's clock is ahead; the files do not change again, and the old ones are about to end."""
     caplog.set_level(logging.INFO)
-    directory = copied(ours, tmp_path / "mine")
+    directory = shutil.copytree(ours, tmp_path / "mine")
 
     async def run() -> None:
         mine = Credentials(directory)
@@ -124,8 +107,8 @@ def test_a_renewed_certificate_that_this_hosts_clock_finds_too_early_counts_once
 @pytest.mark.covers("X03")
 def test_of_two_authorities_the_one_that_has_signed_counts(ours: Path, others: Path, tmp_path: Path) -> None:
     """While one follows another both are in the file, and the older, which comes first, ends one day."""
-    directory = copied(ours, tmp_path / "mine")
-    ended = copied(others, tmp_path / "others")
+    directory = shutil.copytree(ours, tmp_path / "mine")
+    ended = shutil.copytree(others, tmp_path / "others")
     shutil.copy(others / "ca.crt", ended / "tls.crt")
     expire(ended, others.parent)
     bundle = (ended / "tls.crt").read_bytes() + (ours / "ca.crt").read_bytes()

@@ -25,22 +25,12 @@ from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import NodeStub
 from tests.e2e.cluster import BATON, Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
-from tests.security.strangers import GARBAGE, make_certificates, members_context, say, stranger_channels
+from tests.security.strangers import GARBAGE, members_context, say, stranger_channels
 
 KEY: Final = "sk-of-the-test-0123456789"
 AUTHORIZED: Final = {"Authorization": f"Bearer {KEY}"}
 LONG: Final = 1500  # tokens: more than are generated before a node is killed
 NODE_FLAGS: Final = ("--max-model-len", "2048", "--num-blocks", "600")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("ours") / "certs")
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("others") / "certs")
 
 
 @pytest.fixture(scope="module")
