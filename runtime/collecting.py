@@ -52,7 +52,10 @@ class FullWalks:
 async def collect_at_rest(
     is_at_rest: Callable[[], bool], look_every_s: float = LOOK_EVERY_S, rest_s: float = REST_S
 ) -> None:
-    """Walk when it is due, until cancelled; nothing that is here at the beginning is ever walked over."""
+    """Walk when it is due, until cancelled; nothing that is here at the beginning is ever walked over.
+
+    Not by the interpreter's walks as it ends either, which take longer than all else then.
+    """
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_YOUNG, _NEVER, _NEVER)
@@ -64,4 +67,3 @@ async def collect_at_rest(
                 gc.collect()
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
