@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -22,6 +23,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 _FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -59,13 +61,20 @@ class ChatTemplate:
         takes_tools = "tools" in find_undeclared_variables(environment.parse(tool_source))
         self.tool_source = tool_source if takes_tools else None  # None: it never mentions them
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **more: object) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any] = NO_KWARGS,
+        **more: object,
+    ) -> str:
         """The text; raises TemplateRefusal, also where it would silently say nothing of calls and what they have brought.
 
         Nor of what a developer says: that is told by the system where the template has no word for the role.
+        `kwargs`: what the client tells the template besides; one that has no word for it says nothing of it.
         """
         template = self._with_tools if tools else self._plain
-        told: dict[str, Any] = {"tools": tools or None, "documents": None, **more}
+        told: dict[str, Any] = {"documents": None, **kwargs, "tools": tools or None, **more}
         told["strftime_now"] = datetime.now().strftime  # one instant: what is written twice here is to be the same text
         messages, text = _with_developers(template, messages, told)
         for name, others in (

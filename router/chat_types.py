@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
@@ -18,11 +19,21 @@ MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 256 << 10  # of all definitions together, as JSON
 MAX_TOOL_DEPTH: Final = 64  # of a function's parameters, or of a call's arguments
 MAX_CALLS_PER_MESSAGE: Final = 256
+MAX_KWARGS_BYTES: Final = 64 << 10  # of what a client tells the chat template, as JSON
+MAX_KWARGS_DEPTH: Final = 64
 _FUNCTION_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FUNCTION_NAME_RULE: Final = "must be 1 to 64 letters, digits, _, - or ."
 _EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
 _LITELLMS: Final = (
     "provider_specific_fields"  # it sends back under this name what it did not know, such as a refusal that is null
+)
+# What a chat template is told by the request, the model and the router; a client that could say it again would contradict them.
+_TOLD_BY_OTHERS: Final = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+        *("strftime_now", "raise_exception"),
+    }
 )
 _CHOICE_WORDS: Final = ("none", "auto", "required")
 
@@ -131,6 +142,7 @@ class ChatBody(GenerationBody):
         Any, SkipValidation, WithJsonSchema({"anyOf": [{"enum": list(_CHOICE_WORDS)}, {"type": "object"}]})
     ] = "auto"
     parallel_tool_calls: Flag = True
+    chat_template_kwargs: dict[StrictStr, Any] = Field(default_factory=dict)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -152,6 +164,7 @@ class ChatBody(GenerationBody):
             if message.tool_call_id is not None and message.role != "tool":
                 raise bad_request(f"messages.{position}.tool_call_id", f"only a tool has one, not a {message.role}")
         check_tools([tool.function for tool in self.tools], "tools.{}.function")
+        check_kwargs(self.chat_template_kwargs)
         names = [tool.function.name for tool in self.tools]
         check_choice(self.tool_choice, names, '{"type": "function", "function": {"name": ...}}')
         return self
@@ -178,14 +191,28 @@ def check_tools(functions: list[Function], field: str) -> None:
         if depth_of(function.parameters) > MAX_TOOL_DEPTH:
             raise bad_request(f"{where}.parameters", f"must be nested at most {MAX_TOOL_DEPTH} deep")
     definitions = [[each.name, each.description, each.parameters] for each in functions]
-    try:
-        size = len(json.dumps(definitions, ensure_ascii=False, allow_nan=False).encode())
-    except UnicodeEncodeError as error:
-        raise bad_request("tools", NO_CHARACTER) from error
-    except ValueError as error:
-        raise bad_request("tools", NOT_FINITE) from error
-    if size > MAX_TOOL_BYTES:
+    if (size := _json_bytes("tools", definitions)) > MAX_TOOL_BYTES:
         raise bad_request("tools", f"must have at most {MAX_TOOL_BYTES} bytes together, not {size}")
+
+
+def check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Of a chat template: names that are the client's to tell, and values that are bounded."""
+    field = "chat_template_kwargs"
+    if taken := sorted(_TOLD_BY_OTHERS & kwargs.keys()):
+        raise bad_request(field, f"{taken[0]} is not told here: the request's other fields, the model or the router do")
+    if depth_of(kwargs) > MAX_KWARGS_DEPTH:
+        raise bad_request(field, f"must be nested at most {MAX_KWARGS_DEPTH} deep")
+    if (size := _json_bytes(field, kwargs)) > MAX_KWARGS_BYTES:
+        raise bad_request(field, f"must have at most {MAX_KWARGS_BYTES} bytes, not {size}")
+
+
+def _json_bytes(field: str, value: object) -> int:
+    try:
+        return len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except UnicodeEncodeError as error:
+        raise bad_request(field, NO_CHARACTER) from error
+    except ValueError as error:
+        raise bad_request(field, NOT_FINITE) from error
 
 
 def check_choice(choice: object, names: list[str], by_name: str) -> None:

@@ -131,7 +131,8 @@ class Intake:
         messages = [message.for_template() for message in body.messages]
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
-            return _Prompt("messages", self._text.encode_chat(messages, tools, most_tokens=most_tokens), None)
+            token_ids = self._text.encode_chat(messages, tools, body.chat_template_kwargs, most_tokens=most_tokens)
+            return _Prompt("messages", token_ids, None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
         except TextTooLong as error:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from router.chat_template import ModelDirectoryError, TemplateRefusal, read_template
+from router.chat_template import NO_KWARGS, ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
@@ -72,6 +72,7 @@ class ModelText:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] = NO_KWARGS,
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
@@ -79,12 +80,13 @@ class ModelText:
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks; the template writes all special tokens.
 
+        `kwargs`: what the client tells the template besides.
         Raises TemplateRefusal if there is no template or it refuses the messages, and as encode_prompt.
         """
         if self._template is None:
             raise TemplateRefusal("this model has no chat template")
         text = self._template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            messages, tools, kwargs, add_generation_prompt=add_generation_prompt, **self._special_tokens
         )
         return self._encode(text, add_special_tokens, most_tokens)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fastapi import Request
 from pydantic import Field, StrictInt, StrictStr
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from router.chat_template import TemplateRefusal
-from router.chat_types import MAX_TOOLS, Message, Tool, check_tools
+from router.chat_types import MAX_TOOLS, Message, Tool, check_kwargs, check_tools
 from router.gate import account_of
 from router.intake import off_loop
 from router.json_parts import Sliced, dump_ascii, json_parts
@@ -38,6 +38,7 @@ class TokenizeBody(CheckedBody):
     prompt: StrictStr | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    chat_template_kwargs: dict[StrictStr, Any] = Field(default_factory=dict)
     add_special_tokens: Flag | None = None  # left out: as generation does, for a prompt but not for a conversation
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
@@ -108,6 +109,9 @@ class Tokenizing:
             check_tools([tool.function for tool in body.tools], "tools.{}.function")
             if body.messages is None or self._text.tool_template is None:
                 raise bad_request("tools", "needs messages, and a chat template that has tools")
+        check_kwargs(body.chat_template_kwargs)
+        if body.chat_template_kwargs and body.messages is None:
+            raise bad_request("chat_template_kwargs", "needs messages")
         field = "prompt" if body.messages is None else "messages"
         try:
             return await off_loop(num_bytes, self._told_tokens, body, self._max_model_len())
@@ -128,6 +132,7 @@ class Tokenizing:
         return self._text.encode_chat(
             [message.for_template() for message in body.messages],
             [tool.for_template() for tool in body.tools],
+            body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens is True,
         )

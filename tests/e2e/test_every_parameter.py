@@ -33,7 +33,8 @@ NUM_THREADS: Final = 12
 # Of the bodies' fields, those that are not drawn: how a request is sent, and what has a test of its own below.
 NOT_DRAWN: Final = {
     *("stream", "stream_options", "generated_token_ids", "response_format"),
-    *("tools", "tool_choice", "parallel_tool_calls"),  # this model's template has none
+    # This model's template has none of these.
+    *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
 }
 
 # What draws alone would give most times: nothing but the two bytes of a character, each less likely the more it was said.

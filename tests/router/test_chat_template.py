@@ -6,7 +6,7 @@ So do a developer's words. And `strftime_now` and `tojson` are those of `transfo
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -100,6 +100,35 @@ def test_a_template_writes_todays_date(template: str) -> None:
     before = datetime.now()
     written = ChatTemplate(template, template).render([ASKED], [])
     assert written in {before.strftime("%Y-%m-%d"), datetime.now().strftime("%Y-%m-%d")}
+
+
+# As Qwen3's does it.
+THINKING: Final = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+
+
+@pytest.mark.covers("A13", "M03")
+@pytest.mark.parametrize(
+    ("kwargs", "written"),
+    [
+        ({}, ""),
+        ({"enable_thinking": True}, ""),
+        ({"enable_thinking": False}, "<think></think>"),
+        ({"what": "it has no word for"}, ""),
+        ({"documents": [{"title": "On time"}]}, "On time"),
+    ],
+)
+def test_a_template_hears_what_a_client_tells_it_besides(kwargs: dict[str, Any], written: str) -> None:
+    template = ALL_ROLES + THINKING + "{% if documents %}{{ documents[0].title }}{% endif %}"
+    told = ChatTemplate(template, template).render([ASKED], [], kwargs)
+    assert told.removeprefix(ChatTemplate(ALL_ROLES, ALL_ROLES).render([ASKED], [])) == written
+
+
+@pytest.mark.covers("A11")
+def test_what_a_template_leaves_out_is_found_whatever_a_client_tells_it() -> None:
+    template = "{% if loud %}" + ALL_ROLES + "{% else %}" + TWO_ROLES + "{% endif %}"
+    assert "noon" in ChatTemplate(template, template).render([ASKED, BROUGHT], [], {"loud": True})
+    with pytest.raises(TemplateRefusal, match="leaves messages of role tool out"):
+        ChatTemplate(template, template).render([ASKED, BROUGHT], [], {"loud": False})
 
 
 @pytest.mark.covers("X01")

@@ -65,6 +65,22 @@ def test_special_tokens_the_generation_prompt_and_strings_come_as_asked(model: P
     play(model, scenario)
 
 
+@pytest.mark.covers("A13", "M03")
+def test_a_chat_template_hears_what_the_client_tells_it(model: Path) -> None:
+    told: Any = {"tone": "dry"}
+
+    async def scenario(router: LiveRouter) -> None:
+        chat = (await router.post("/tokenize", messages=HI, chat_template_kwargs=told)).json()
+        assert bytes(each for each in chat["tokens"] if each < BOS_ID).endswith(b"assistant: (dry) ")
+        await router.post("/v1/chat/completions", messages=HI, max_tokens=5, chat_template_kwargs=told)
+        assert chat["tokens"] == list(router.pair.prefill.dispatches[0].prompt_token_ids)
+        for nothing in (dict[str, Any](), None):
+            plain = (await router.post("/tokenize", messages=HI, chat_template_kwargs=nothing)).json()
+            assert bytes(each for each in plain["tokens"] if each < BOS_ID).endswith(b"assistant: ")
+
+    play(model, scenario)
+
+
 @pytest.mark.covers("A13")
 def test_every_text_comes_back(model: Path) -> None:
     draw = random.Random(5)
@@ -83,6 +99,9 @@ def test_every_text_comes_back(model: Path) -> None:
     play(model, scenario)
 
 
+NESTED: Any = {}
+for _ in range(65):
+    NESTED = {"x": NESTED}
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/tokenize", {"model": MODEL_NAME}, 400, "prompt: give either prompt or messages"),
     ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt: give either prompt or messages"),
@@ -90,6 +109,18 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/tokenize", {"prompt": "\ud800"}, 400, "half a surrogate pair"),
     ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, 400, "the chat template refuses the messages"),
     ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400, "continue_final_message: not supported"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs: needs messages"),
+    *(
+        ("/tokenize", {"messages": HI, "chat_template_kwargs": given}, 400, f"chat_template_kwargs: {words}")
+        for given, words in (
+            ({"tools": []}, "tools is not told here: the request's other fields, the model or the router do"),
+            ({"x": 1, "bos_token": ""}, "bos_token is not told here"),
+            ({"x": "a" * (64 << 10)}, "must have at most 65536 bytes, not 65545"),
+            (NESTED, "must be nested at most 64 deep"),
+            ({"x": "\ud800"}, "holds half a surrogate pair"),
+            ([], "must be an object"),
+        )
+    ),
     ("/tokenize", {"prompt": "a", "colour": 1}, 400, "colour: unknown parameter"),
     ("/tokenize", {"prompt": "a", "model": "other"}, 404, 'model: this router serves tiny, not "other"'),
     ("/tokenize", {"prompt": "a" * (1 << 20)}, 413, "larger than 1048576 bytes"),

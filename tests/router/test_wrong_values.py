@@ -106,6 +106,7 @@ GOOD: Final[list[tuple[str, dict[str, Any]]]] = [
     ("completions", SHORT | {"structured_outputs": {"json_object": True}}),
     ("chat", GENERATION | {"messages": CHAT, "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 4}),
     ("chat", {"model": NAME, "messages": CHAT[:1], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}),
+    ("chat", {"model": NAME, "messages": CHAT[:1], "chat_template_kwargs": {"enable_thinking": False}}),
     (
         "chat",
         {
@@ -127,6 +128,7 @@ GOOD: Final[list[tuple[str, dict[str, Any]]]] = [
     ),
     ("tokenize", SHORT | {"add_special_tokens": True, "add_generation_prompt": True, "return_token_strs": True}),
     ("tokenize", {"model": NAME, "messages": CHAT, "tools": TOOLS, "continue_final_message": False}),
+    ("tokenize", {"model": NAME, "messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}),
     ("detokenize", {"model": NAME, "tokens": [1, 2]}),
 ]
 # Words of pydantic and of Python, which a client has nothing to do with.

@@ -18,7 +18,7 @@ CHAT_TEMPLATE: Final = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{{ message['role'] }}: {{ message['content'] }}<turn>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant: {% if tone %}({{ tone }}) {% endif %}{% endif %}"
 )
 
 
