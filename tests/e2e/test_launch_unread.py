@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.cluster import Watch, started_cluster
 
 
+@pytest.fixture
+def heard_hangups() -> Iterator[None]:
+    """Under nohup SIGHUP is ignored, by our children, too."""
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, inherited)
+
+
+@pytest.mark.usefixtures("heard_hangups")
 def test_a_launcher_that_nobody_reads_keeps_its_cluster_and_ends_it_in_good_order(
     tiny_model: Path, tmp_path: Path
 ) -> None:
