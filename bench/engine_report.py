@@ -5,11 +5,12 @@ One run for each number of threads and each back end; one model. A cell is empty
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from bench.result_files import results_of
 
 Run = Mapping[str, Any]
 
@@ -114,9 +115,11 @@ def _parts(run: Run) -> Iterator[str]:
         yield _row([case["case"], *(f"{1000 * seconds:.2f}" for seconds in sums)])
 
 
-def main(paths: Sequence[str]) -> int:
-    """Print the text of these files."""
-    sys.stdout.write(markdown([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]))
+def main(argv: Sequence[str]) -> int:
+    """Print the text of the files that these arguments name."""
+    about = "What runs of bench.engine found, side by side, as text."
+    runs = results_of("bench.engine_report", about, [{"engine"}], argv, has_more=True)
+    sys.stdout.write(markdown(runs))
     return 0
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
+
+from bench.result_files import results_of
 
 _STORES: Final = {"memcpy": "memory", "file": "directory", "redis": "server"}  # what is under a store -> the store
 _STORE_HEADINGS: Final = (
@@ -100,4 +100,6 @@ def _step_row(way: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(markdown(*(json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3])))
+    about = "What bench.kv_pool and bench.kv_pool_step found, in this order, as text."
+    stores, steps = results_of("bench.kv_pool_report", about, [{"kv_pool"}, {"kv_pool_step"}], sys.argv[1:])
+    sys.stdout.write(markdown(stores, steps))

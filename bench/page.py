@@ -5,6 +5,7 @@ Knows the results of bench.transport, exposed, interference, crossover, grammar_
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +13,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.peers_report import markdown
+from bench.result_files import bench_of
 
 Result = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 2 for what is no result that has a page."""
-    paths = [Path(each) for each in (sys.argv[1:] if argv is None else argv)]
-    for path in paths:
+    parser = argparse.ArgumentParser(
+        "python -m bench.page", description="Writes the page of a benchmark's result beside it."
+    )
+    known = ", ".join(f"bench.{each}" for each in PAGES)
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="RESULT.json", help=f"what one of these has written: {known}"
+    )
+    for path in parser.parse_args(argv).results:
         try:
             written = write_page(path)
         except (OSError, ValueError) as error:
@@ -38,8 +46,7 @@ def write_page(path: Path) -> Path:
 
 def page(result: Result) -> str:
     """The page of a result; ValueError for one that has none."""
-    name = str(result.get("command", "")).removeprefix("python -m bench.").split(" ")[0]
-    if name not in PAGES:
+    if (name := bench_of(result)) not in PAGES:
         raise ValueError(f"a result of {name or 'nothing known'}, of which there is no page")
     title, write = PAGES[name]
     machine = result["machine"]

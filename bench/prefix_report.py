@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from bench.distribution import summarize
+from bench.result_files import results_of
 
 _Facts = Mapping[str, Any]
 
@@ -122,4 +121,6 @@ def _cases(facts: _Facts) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    about = "What a benchmark of prefix caches found, as text."
+    [found] = results_of("bench.prefix_report", about, [("prefix", "prefix_model", "block_index")], sys.argv[1:])
+    sys.stdout.write(markdown(found))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
+
+from bench.result_files import results_of
 
 _HEADINGS: Final = (
     "what is left of it | pause, median | least to most | share of the pause with neither | tokens of the sequence "
@@ -64,4 +64,6 @@ def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    about = "The rescheduling benchmark's figures as text."
+    [found] = results_of("bench.reschedule_report", about, [{"reschedule"}], sys.argv[1:])
+    sys.stdout.write(markdown(found))

@@ -5,11 +5,14 @@ The text of the page is written by hand; what stands between its marks is made o
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from bench.result_files import read_result
+from runtime.process import fatal
 
 _Facts = Mapping[str, Any]
 _Table = tuple[Sequence[str], list[list[str]]]  # headings, rows
@@ -118,7 +121,21 @@ def with_figures(page: str, files: Sequence[_Facts]) -> str:
     return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
+def main(argv: Sequence[str]) -> int:
+    """Put the figures of these files into the page; 2 for a page that has no place for them."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.router_report", description="Puts bench.router's figures into a page."
+    )
+    parser.add_argument("page", type=Path, metavar="PAGE.md", help="what stands between its marks is written anew")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="what bench.router has written")
+    asked = parser.parse_args(argv)
+    page, told = asked.page, [read_result("bench.router_report", path, {"router"}) for path in asked.results]
+    try:
+        page.write_text(with_figures(page.read_text(encoding="utf-8"), told), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        fatal(f"python -m bench.router_report: {page}: {error}")
+    return 0
+
+
 if __name__ == "__main__":
-    page, *files = map(Path, sys.argv[1:])
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    page.write_text(with_figures(page.read_text(encoding="utf-8"), told), encoding="utf-8")
+    sys.exit(main(sys.argv[1:]))
