@@ -143,6 +143,22 @@ MUTANTS: Final = (
         ("tests/node/test_validate.py",),
     ),
     Mutant(
+        "mixed-begins-for-others-what-waits-here",
+        "A mixed node begins an attempt for another node that waits for the KV pool here as a choice of several, and ends itself.",
+        "mixed_node/core.py",
+        "return self._prefill.has(key) or any(key in held.keys for held in self._held.values())",
+        "return self._prefill.has(key)",
+        _READING,
+    ),
+    Mutant(
+        "mixed-waits-here-for-what-it-computes-for-others",
+        "An attempt that a mixed node computes for another node waits for the KV pool here, too, under the same name.",
+        "prefill_node/core.py",
+        "return key in self._fetching or key in self._tasks",
+        "return key in self._fetching",
+        _READING,
+    ),
+    Mutant(
         "prompts-take-the-whole-step",
         "The smaller budget of prompts beside decodes holds in steps without decodes only.",
         "engine/planning.py",
