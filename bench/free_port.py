@@ -6,6 +6,7 @@ has a share of the ports of its own while it lives; nor this one again, until it
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import socket
@@ -44,6 +45,7 @@ class _Share:
     def __init__(self) -> None:
         # An abstract name is gone with the process, and belongs to one network, as ports do.
         self._claim = socket.socket(socket.AF_UNIX)
+        atexit.register(self._claim.close)
         number = next((each for each in range(_NUM_SHARES) if self._is_ours(each)), None)
         if number is None:
             self._claim.close()
