@@ -24,6 +24,7 @@ import httpx
 
 from bench.cluster import BATON, ClusterProblem, environment_of_a_cluster
 from bench.fleet import wait_until
+from bench.free_port import free_port
 from bench.http_exchange import Server
 from bench.router_load import Said, cpu_s, wait_s
 from bench.stepping import Pace
@@ -152,8 +153,7 @@ class Started:
         and {spare} for another free port."""
         prefill = self._speaker("bench.mock_backend", ["--role", "prefill"], self._cores.rest)
         decode = self._speaker("bench.mock_backend", ["--role", "decode"], self._cores.rest)
-        with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
-            port, spare = listener.getsockname()[1], other.getsockname()[1]
+        port, spare = free_port(), free_port()
         places = {"port": str(port), "spare": str(spare), "prefill": prefill.told["url"], "decode": decode.told["url"]}
         words = [word.format(**places) for word in shlex.split(command)]
         process = self._process("peer", words, self._cores.measured())

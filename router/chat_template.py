@@ -24,6 +24,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# What a template is told by the request, the model and the router; a client that could say it again would contradict them.
+TOLD_BY_OTHERS: Final = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("strftime_now", "raise_exception", *SPECIAL_TOKENS),
+    }
+)
 _FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -129,7 +137,7 @@ def _with_developers(
 
 def _write(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
     try:
-        return template.render(messages=messages, **told)
+        return template.render({**told, "messages": messages})
     except _FAULTS as fault:
         raise TemplateRefusal(f"the chat template refuses the messages: {fault}") from fault
 
@@ -157,7 +165,7 @@ def _without_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[
 def _is(text: str, template: jinja2.Template, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> bool:
     """Whether the template writes these messages as the very same text; no, if it cannot write them."""
     try:
-        return template.render(messages=messages, **told) == text
+        return template.render({**told, "messages": messages}) == text
     except _FAULTS:
         return False
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, SkipValidation, StrictInt, StrictStr, WithJsonSchema, model_validator
 
+from router.chat_template import TOLD_BY_OTHERS
 from router.openai_types import MAX_LOGPROBS, Flag, GenerationBody, Nested, bad_request
 from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
@@ -26,14 +27,6 @@ _FUNCTION_NAME_RULE: Final = "must be 1 to 64 letters, digits, _, - or ."
 _EMPTY_IN_MESSAGES: Final = ("annotations", "tool_calls")  # lists that say nothing if there is nothing in them
 _LITELLMS: Final = (
     "provider_specific_fields"  # it sends back under this name what it did not know, such as a refusal that is null
-)
-# What a chat template is told by the request, the model and the router; a client that could say it again would contradict them.
-_TOLD_BY_OTHERS: Final = frozenset(
-    {
-        *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
-        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
-        *("strftime_now", "raise_exception"),
-    }
 )
 _CHOICE_WORDS: Final = ("none", "auto", "required")
 
@@ -198,7 +191,7 @@ def check_tools(functions: list[Function], field: str) -> None:
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Of a chat template: names that are the client's to tell, and values that are bounded."""
     field = "chat_template_kwargs"
-    if taken := sorted(_TOLD_BY_OTHERS & kwargs.keys()):
+    if taken := sorted(TOLD_BY_OTHERS & kwargs.keys()):
         raise bad_request(field, f"{taken[0]} is not told here: the request's other fields, the model or the router do")
     if depth_of(kwargs) > MAX_KWARGS_DEPTH:
         raise bad_request(field, f"must be nested at most {MAX_KWARGS_DEPTH} deep")

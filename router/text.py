@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from router.chat_template import NO_KWARGS, ModelDirectoryError, TemplateRefusal, read_template
+from router.chat_template import NO_KWARGS, SPECIAL_TOKENS, ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
@@ -21,7 +21,6 @@ from router.spelling import Spelling
 from router.token_bounds import characters_of_longest_token
 
 _MANY_TOKENS: Final = 4096  # whose text takes so long that others must run meanwhile
-_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class TextTooLong(Exception):
@@ -40,7 +39,7 @@ class ModelText:
         settings = _read_json(directory / "tokenizer_config.json", is_required=False)
 
         self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
-        self._special_tokens = {name: _spelling(settings[name]) for name in _SPECIAL_NAMES if settings.get(name)}
+        self._special_tokens = {name: _spelling(settings[name]) for name in SPECIAL_TOKENS if settings.get(name)}
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )

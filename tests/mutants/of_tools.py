@@ -130,7 +130,7 @@ MUTANTS: Final = (
         "client-tells-the-template-of-other-tools",
         "What a client tells the chat template besides may name the tools, or the special tokens, that the request has already.",
         "router/chat_types.py",
-        "if taken := sorted(_TOLD_BY_OTHERS & kwargs.keys()):",
+        "if taken := sorted(TOLD_BY_OTHERS & kwargs.keys()):",
         "if taken := list[str]():",
         ("tests/router/test_tokenizing.py",),
     ),

@@ -113,7 +113,7 @@ THINKING: Final = "{% if enable_thinking is defined and enable_thinking is false
         ({}, ""),
         ({"enable_thinking": True}, ""),
         ({"enable_thinking": False}, "<think></think>"),
-        ({"what": "it has no word for"}, ""),
+        ({"what": "it has no word for", "self": 1, "range": 2}, ""),
         ({"documents": [{"title": "On time"}]}, "On time"),
     ],
 )
