@@ -198,6 +198,8 @@ def load_model(
     kernels, shortfall = _chosen_kernels(kernels_name, TORCH_DTYPES[dtype], device, weight_dtype, split)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
+        if config.ties_embeddings:
+            files.check_tied("lm_head.weight", to="model.embed_tokens.weight")
         reader = WeightReader(files, kernels, TORCH_DTYPES[dtype], device, split)
         layers = tuple(_read_layer(reader, config, f"model.layers.{index}") for index in range(config.num_layers))
         ends = ModelEnds(

@@ -83,7 +83,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     source = read_settings(model_dir / "config.json")
     architecture = _architecture(source)
     family = _FAMILIES[architecture]
-    _refuse_what_is_ignored(source)
+    _refuse_what_is_ignored(source, architecture)
+    _refuse_adapters(model_dir)
     hidden_size, num_layers = source.count("hidden_size"), source.count("num_hidden_layers", most=MAX_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(source, family, hidden_size)
     max_positions = source.count("max_position_embeddings", family.max_positions)
@@ -122,8 +123,16 @@ def _architecture(source: Settings) -> str:
     return str(names[0])
 
 
-def _refuse_what_is_ignored(source: Settings) -> None:
-    """Settings that change a model's arithmetic and that nothing here computes."""
+def _refuse_what_is_ignored(source: Settings, architecture: str) -> None:
+    """Settings that change a model's arithmetic, or its weights, and that nothing here computes."""
+    model_type = source.values.get("model_type")  # what transformers goes by
+    if model_type not in (None, architecture.removesuffix("ForCausalLM").lower()):
+        raise ModelError(f"config.json: model_type {model_type!r} is not that of {architecture}")
+    if not source.flag("is_causal", True):
+        raise ModelError("config.json: is_causal false is not supported: no row sees what comes after it")
+    weights = source.values.get("transformers_weights")
+    if weights is not None:
+        raise ModelError(f"config.json: transformers_weights {weights!r} is not supported, only the usual names")
     activation = source.values.get("hidden_act")
     if activation not in (None, "silu"):
         raise ModelError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
@@ -131,6 +140,14 @@ def _refuse_what_is_ignored(source: Settings) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(f"config.json: quantization {method!r} is not supported")
+
+
+def _refuse_adapters(model_dir: Path) -> None:
+    """Where peft is installed, transformers adds it to the model in the same directory."""
+    if (model_dir / "adapter_config.json").exists():
+        raise ModelError(
+            f"{model_dir} has an adapter_config.json: LoRA is not supported, unless it is merged into the weights"
+        )
 
 
 def _heads(source: Settings, family: _Family, hidden_size: int) -> tuple[int, int, int]:

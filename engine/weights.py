@@ -22,6 +22,7 @@ from engine.split import WHOLE, Split
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+_ROWS_COMPARED: Final = 4096  # at one go: two embeddings in fp32 may be gigabytes
 _READABLE_DTYPES: Final = ("F32", "BF16", "F16")
 # Everything else that weights come in, for the sentence that refuses it.
 _REFUSED_SUFFIXES: Final = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -32,6 +33,11 @@ def find_weight_files(model_dir: Path) -> tuple[Path, ...]:
     index_path = model_dir / INDEX_FILE
     if index_path.exists():
         names = sorted(set(_read_weight_map(index_path).values()))
+        # transformers would read the one file, vLLM the others.
+        if SINGLE_FILE not in names and (model_dir / SINGLE_FILE).exists():
+            raise ModelError(
+                f"{model_dir} has {SINGLE_FILE}, and {INDEX_FILE}, which names other files: one is too many"
+            )
     elif (model_dir / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
     else:
@@ -101,6 +107,17 @@ class TensorFiles:
         extra = sorted(self._readers.keys() - expected.keys() - ignored)
         if extra:
             raise ModelError(f"tensor {extra[0]} is extra: {len(extra)} that the architecture does not have")
+
+    def check_tied(self, name: str, to: str) -> None:
+        """Raise ModelError where the tensor `name` is stored, and is not the checked tensor `to` that stands for it."""
+        if name not in self._readers:
+            return
+        self.check({name: tuple(self._readers[to].get_slice(to).get_shape())}, frozenset(self._readers))
+        rows, others = self._readers[name].get_slice(name), self._readers[to].get_slice(to)
+        for start in range(0, rows.get_shape()[0], _ROWS_COMPARED):
+            part = slice(start, start + _ROWS_COMPARED)
+            if not torch.equal(rows[part].float(), others[part].float()):
+                raise ModelError(f"tensor {name} is not {to}, as tie_word_embeddings in config.json has it")
 
     def read(self, name: str, dtype: torch.dtype, split: Split = WHOLE) -> Tensor:
         """Copy one checked tensor, or a rank's part of its rows, into memory of its own."""

@@ -8,8 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from engine.config_values import ModelError
 from engine.fingerprint import Fingerprint, fingerprint_fields
+from engine.model import load_model
 from proto import baton_pb2 as pb
 
 
@@ -70,6 +74,31 @@ def test_a_changed_byte_inside_a_sample_of_a_large_file_changes_the_fingerprint(
     )  # between samples: the price of not reading it all
     flip_byte(weights, sampled)
     assert fingerprint_fields(own_model_dir, "fp32", 16, "torch") != before
+
+
+@pytest.mark.covers("H02")
+def test_a_changed_tensor_changes_the_fingerprint_wherever_it_lies(own_model_dir: Path) -> None:
+    """A merged adapter changes a few matrices, and each of them may lie between two samples of the file."""
+    tensors = {f"layers.{index}.weight": torch.zeros(256, 64, dtype=torch.bfloat16) for index in range(300)}
+    weights = own_model_dir / "model.safetensors"
+    save_file(tensors, weights)
+    found = {fingerprint_fields(own_model_dir, "fp32", 16, "torch").weights}
+    for index in range(0, 300, 30):
+        name = f"layers.{index}.weight"
+        save_file({**tensors, name: torch.ones_like(tensors[name])}, weights)
+        found.add(fingerprint_fields(own_model_dir, "fp32", 16, "torch").weights)
+    assert len(found) == 11
+
+
+@pytest.mark.parametrize("header", [b"{", b"[]", b'{"x": 1}', b'{"x": {"data_offsets": [-5, 99]}}', b"[" * 100_000])
+def test_a_header_that_is_none_has_a_fingerprint_and_whoever_loads_it_refuses_it(
+    own_model_dir: Path, header: bytes
+) -> None:
+    weights = own_model_dir / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1000))
+    assert fingerprint_fields(own_model_dir, "fp32", 16, "torch").weights
+    with pytest.raises(ModelError):
+        load_model(own_model_dir, "fp32")
 
 
 @pytest.mark.covers("H02")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,30 @@ def test_a_tied_head_is_the_embedding_whether_stored_again_or_not(own_model_dir:
 
 @pytest.mark.covers("M02")
 @pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        (
+            lambda embedding: embedding.index_fill(0, torch.tensor([259]), 1.0),
+            "is not model.embed_tokens.weight, as tie_",
+        ),
+        (lambda embedding: embedding[:-1].clone(), r"has shape \[259, 32\], config.json asks for \[260, 32\]"),
+        (lambda embedding: embedding.to(torch.float8_e4m3fn), "has dtype F8_E4M3"),
+    ],
+    ids=["other numbers", "fewer rows", "eight bits"],
+)
+def test_a_head_that_is_stored_and_is_not_what_it_is_tied_to_is_refused(
+    own_model_dir: Path, head: Callable[[Tensor], Tensor], sentence: str
+) -> None:
+    """transformers 5 does not tie it then, 4 did: whoever ignores it says other tokens than one of them."""
+    embedding = load_file(own_model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(own_model_dir, **{"lm_head.weight": head(embedding)})
+    edit_json(own_model_dir / "config.json", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=rf"^tensor lm_head.weight {sentence}"):
+        load_model(own_model_dir, "fp32")
+
+
+@pytest.mark.covers("M02")
+@pytest.mark.parametrize(
     ("stored", "auto"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp32")], ids=str
 )
 def test_weights_stored_in_any_of_three_dtypes_load_as_asked(
@@ -142,6 +167,23 @@ def test_an_index_that_puts_a_tensor_where_it_is_not_is_refused(own_model_dir: P
         load_model(own_model_dir, "fp32")
 
 
+@pytest.mark.covers("M02")
+def test_one_file_beside_an_index_of_others_is_one_too_many(own_model_dir: Path) -> None:
+    """Left behind by a model that was here before: transformers would read the one file, vLLM the others."""
+    before = (own_model_dir / "model.safetensors").read_bytes()
+    shard(own_model_dir)
+    (own_model_dir / "model.safetensors").write_bytes(before)
+    with pytest.raises(ModelError, match=r"has model.safetensors, and model.safetensors.index.json, which names other"):
+        load_model(own_model_dir, "fp32")
+
+
+@pytest.mark.covers("M03")
+def test_an_adapter_beside_the_model_is_refused(own_model_dir: Path) -> None:
+    (own_model_dir / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"has an adapter_config.json: LoRA is not supported"):
+        load_model(own_model_dir, "fp32")
+
+
 def test_an_index_that_cannot_be_read_is_named(own_model_dir: Path) -> None:
     (index := shard(own_model_dir)).unlink()
     index.mkdir()
@@ -181,6 +223,9 @@ def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None
         ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters per layer \(full_attention\) is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"is_causal": False}, "is_causal false is not supported"),
+        ({"model_type": "mistral"}, "model_type 'mistral' is not that of LlamaForCausalLM"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights 'other.safetensors' is not supported"),
         ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
         ({"layer_types": ["sliding_attention"]}, "layer_types 'sliding_attention' is not supported for this LlamaForC"),
         ({"layer_types": ["chunked_attention"]}, "layer_types 'chunked_attention' is not supported"),

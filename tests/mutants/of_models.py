@@ -1,0 +1,37 @@
+"""Bugs of what is read of a model directory: settings, tensors, what tells two models apart."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+_DIRECTORY: Final = ("tests/engine_torch/test_model_directory.py",)
+_FINGERPRINT: Final = ("tests/engine_torch/test_fingerprint.py",)
+
+MUTANTS: Final = (
+    Mutant(
+        "tensors-between-samples",
+        "Two models whose changed matrices lie between the samples of a file have one fingerprint, and mix their KV.",
+        "engine/fingerprint.py",
+        "        parts += [\n",
+        "        parts = parts or [\n",
+        _FINGERPRINT,
+    ),
+    Mutant(
+        "another-head-ignored",
+        "A stored head that is not the embedding it is tied to is dropped in silence.",
+        "engine/weights.py",
+        "            if not torch.equal(rows[part].float(), others[part].float()):\n",
+        "            if rows[part].shape != others[part].shape:\n",
+        _DIRECTORY,
+    ),
+    Mutant(
+        "rows-that-see-what-follows",
+        "A model whose rows see all of a text is computed as if they saw what is before them.",
+        "engine/model_config.py",
+        '    if not source.flag("is_causal", True):\n',
+        '    if source.flag("is_causal", True) is None:\n',
+        _DIRECTORY,
+    ),
+)
