@@ -42,7 +42,10 @@ class ChildProcess:
         """Run `python -m <command>` with a log and a ready file in `run_dir`; `keeps_log`: behind what the log has already."""
         log_path, ready_path = run_dir / f"{name}.log", run_dir / f".{name}.ready.json"
         ready_path.unlink(missing_ok=True)
-        with log_path.open("ab" if keeps_log else "wb") as log:
+        if not keeps_log:
+            log_path.open("wb").close()
+        # Appended to: who cuts the file off while it is written, such as logrotate with copytruncate, has the room back.
+        with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # the current directory is the user's: a folder called `node` there is not ours

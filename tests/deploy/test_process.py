@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.child_process import ChildProcess
 from runtime.logs import log_event, set_up_logging
 from runtime.process import (
     CannotWrite,
@@ -51,6 +53,13 @@ WAITER = (
     "    await asyncio.sleep(600)\n"
     "asyncio.run(main())\n"
 )
+TALKER = """
+import signal, sys
+while True:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    print("a line", flush=True)
+    signal.sigwait([signal.SIGUSR1])
+"""
 
 
 INIT = (
@@ -301,3 +310,33 @@ def test_a_log_line_can_be_json_whatever_is_logged() -> None:
     )
     assert failed["event"] == "request_failed" and failed["path"] == "/x" and "ValueError: v" in failed["traceback"]
     assert plain["event"] == "log" and plain["message"] == "plain words = nothing"
+
+
+async def said(read: Callable[[], str], text: str) -> None:
+    """Wait until a log has that in it, and nothing else."""
+    async with asyncio.timeout(60):
+        while (content := read()) != text:
+            assert len(content) <= len(text), content
+            await asyncio.sleep(0.005)
+
+
+def test_a_log_that_is_cut_off_while_it_is_written_begins_anew_and_one_that_is_kept_goes_on(tmp_path: Path) -> None:
+    """As logrotate's copytruncate does it, and whoever needs room on a full disk: Python's processes reopen no file."""
+    (tmp_path / "talker.py").write_text(TALKER)
+    log = tmp_path / "node.log"
+    log.write_text("of a run before\n")
+
+    async def run() -> None:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        for keeps_log, before in ((False, ""), (True, "a line\n")):
+            child = await ChildProcess.start("node", ["talker"], tmp_path, environment, keeps_log=keeps_log)
+            try:
+                await said(log.read_text, f"{before}a line\n")
+                os.truncate(log, 0)
+                os.kill(child.pid, signal.SIGUSR1)
+                await said(log.read_text, "a line\n")
+            finally:
+                child.kill()
+                await child.ended()
+
+    asyncio.run(run())

@@ -21,6 +21,14 @@ MUTANTS: Final = (
         ("tests/deploy/test_heedless.py",),
     ),
     Mutant(
+        "logs-not-appended-to",
+        "A log that is cut off while it is written goes on where it was, behind zeros, and its room is not to be had back.",
+        "deploy/child_process.py",
+        '        with log_path.open("ab") as log:',
+        '        with log_path.open("r+b") as log:',
+        ("tests/deploy/test_process.py",),
+    ),
+    Mutant(
         "any-origin-kills",
         "Another site in the same browser may have a node killed.",
         "router/kill_rules.py",
