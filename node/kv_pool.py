@@ -102,5 +102,6 @@ class KvPoolThreads:
         return {
             "staging_blocks": self._writer.num_slots,
             "staging_blocks_used": self._writer.num_used,
+            "calls_waiting": self._reader.num_waiting,
             "circuits": {side: circuit.state for side, circuit in self._circuits.items()},
         }

@@ -6,8 +6,9 @@
 
 A store may hang for ever, and a thread inside it cannot be ended. So a thread reads into a buffer of its own, and what it brings
 is copied to KV memory only if its call is not answered yet: from the answer on nobody writes into those blocks. A thread that
-hung takes the next call when the store lets it go; until then calls run out of time, the circuit opens, and they are answered at
-once. A call that waited behind others for too long tells nothing of the store, if that came back meanwhile.
+hung takes the next call when the store lets it go; until then calls run out of time, and are kept no longer, the circuit opens,
+and they are answered at once. A call that waited behind others for too long tells nothing of the store, if that came back
+meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from threading import Lock
+from threading import Condition, Lock
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -53,6 +53,44 @@ class _Call(Generic[_A]):
         return not was_answered
 
 
+class _Line(Generic[_A]):
+    """Calls that no thread has taken: those that hang take none, for days perhaps, and what was answered meanwhile goes."""
+
+    def __init__(self) -> None:
+        self._calls: dict[_Call[_A], None] = {}  # the oldest first
+        self._is_ending = False
+        self._changed = Condition()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def put(self, call: _Call[_A]) -> None:
+        """Have a thread take it, or have it dropped."""
+        with self._changed:
+            self._calls[call] = None
+            self._changed.notify()
+
+    def take(self) -> _Call[_A] | None:
+        """The oldest, as soon as there is one; None: there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._calls or self._is_ending)
+            call = next(iter(self._calls), None)
+            if call is not None:
+                del self._calls[call]
+            return call
+
+    def drop(self, call: _Call[_A]) -> None:
+        """It was answered; without effect where a thread has it."""
+        with self._changed:
+            self._calls.pop(call, None)
+
+    def end(self) -> None:
+        """There will be no more."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+
+
 class PoolReader:
     """Made and told on the loop's thread."""
 
@@ -77,15 +115,19 @@ class PoolReader:
         self._post, self._word = says
         self._measures = measures
         self._loop = asyncio.get_running_loop()
-        self._looks: SimpleQueue[_Call[LookInPool] | None] = SimpleQueue()
-        self._fetches: SimpleQueue[_Call[FetchBlocks] | None] = SimpleQueue()
+        self._looks = _Line[LookInPool]()
+        self._fetches = _Line[FetchBlocks]()
         self._heard_at = {LookInPool: 0.0, FetchBlocks: 0.0}  # when the store last came back from one
-        self._num_readers = num_readers
         names = [f"kv-pool-reader-{number}" for number in range(num_readers)]
         self.ended: tuple[Future[None], ...] = (
             started_thread("kv-pool-looker", self._look_all),
             *(started_thread(name, self._read_all) for name in names),
         )
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that no thread has taken."""
+        return len(self._looks) + len(self._fetches)
 
     def look(self, action: LookInPool) -> None:
         """PoolLooked answers."""
@@ -107,15 +149,14 @@ class PoolReader:
 
     def end(self) -> None:
         """End the threads behind the calls already made."""
-        self._looks.put(None)
-        for _ in range(self._num_readers):
-            self._fetches.put(None)
+        self._looks.end()
+        self._fetches.end()
 
     # ------------------------------------------------------------ looks
 
     def _look_all(self) -> None:
         self._word.say()  # whose it is, before anybody asks for anything
-        while (call := self._looks.get()) is not None:
+        while (call := self._looks.take()) is not None:
             if call.is_answered:
                 continue
             call.is_begun = True
@@ -134,6 +175,7 @@ class PoolReader:
     ) -> None:
         if not call.claim():
             return
+        self._looks.drop(call)
         match outcome:
             case "late" if self._is_only_busy(call):
                 self._circuit.said_nothing()
@@ -152,7 +194,7 @@ class PoolReader:
     def _read_all(self) -> None:
         block_bytes = self._kv_bytes.shape[1]
         buffer = np.empty((max(1, _READ_BYTES // block_bytes), block_bytes), np.uint8)
-        while (call := self._fetches.get()) is not None:
+        while (call := self._fetches.take()) is not None:
             if call.is_answered:
                 continue
             call.is_begun, began_at = True, time.monotonic()
@@ -197,6 +239,7 @@ class PoolReader:
     def _answer_fetch(self, call: _Call[FetchBlocks], outcome: str, began_at: float, why: str = "") -> None:
         if not call.claim():
             return
+        self._fetches.drop(call)
         num_read, num_asked = call.num_read, len(call.action.blocks)
         match outcome:
             case "refused":

@@ -191,6 +191,30 @@ def test_what_hangs_is_answered_in_time_and_what_it_brings_later_goes_nowhere() 
 
 
 @pytest.mark.covers("W08")
+def test_calls_that_were_answered_wait_no_longer_for_a_store_that_hangs_for_days() -> None:
+    async def test() -> None:
+        async with pool_bed(bounds=PATIENT) as bed:
+            await stored(bed, 4)
+            bed.store.may_read.clear()
+            for number in range(2):
+                bed.pool.look(LookInPool(number, tuple(KEYS[:4])))
+                bed.pool.fetch(FetchBlocks(number, ((KEYS[0], 9 + number),)))
+            await bed.until(lambda: sorted(bed.store.asked) == ["look", "read", "read"])
+            for number in range(2, 12):
+                bed.pool.look(LookInPool(number, tuple(KEYS[:4])))
+                bed.pool.fetch(FetchBlocks(number, ((KEYS[0], 9 + number),)))
+            assert bed.pool.snapshot()["calls_waiting"] == 21, "three are with the store's threads"
+            bed.let_time_pass(LONG_S)
+            await bed.until(lambda: len(bed.events) == 24)
+            assert bed.pool.snapshot()["calls_waiting"] == 0
+            bed.store.may_read.set()
+            assert (await bed.looked(LookInPool(12, tuple(KEYS[:4])))).num_blocks == 4, "the thread that hung goes on"
+            assert bed.store.asked.count("look") == 2, "and does nothing for who has had an answer"
+
+    run(test())
+
+
+@pytest.mark.covers("W08")
 def test_a_fetch_that_runs_out_of_time_keeps_what_it_has() -> None:
     async def test() -> None:
         async with pool_bed(block_bytes=1 << 20, num_blocks=32, bounds=PATIENT) as bed:

@@ -163,6 +163,14 @@ MUTANTS: Final = (
         _THREADS,
     ),
     Mutant(
+        "kv-answered-calls-wait-on",
+        "What was asked of a store that hangs is kept until it comes back, answered or not: days of it.",
+        "node/kv_pool_reader.py",
+        "        self._looks.drop(call)\n",
+        "",
+        _THREADS,
+    ),
+    Mutant(
         "kv-empty-claims-are-no-failure",
         "A pool that claims blocks and never gives one is asked for ever.",
         "node/kv_pool_reader.py",
