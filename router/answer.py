@@ -164,6 +164,7 @@ class Answer:
         self.choices = choices
         self.fail = fail
         self.first_token_at: float | None = None
+        self.is_dispatched = False  # a node was asked to compute the prompt
         self.untold = set(range(len(choices)))  # those whose timelines lack their first or second token
         self.uncounted = set(range(len(choices)))  # those whose end no metric has
 

@@ -29,7 +29,7 @@ from router.answer import Arrival, Asked, Delivery
 from router.canary import AlreadyLooking, DeepLook
 from router.chat_types import ChatBody
 from router.dashboard import Dashboard
-from router.gate import account_of
+from router.gate import OVER_LIMIT, account_of
 from router.intake import Intake, IntakeLimits, off_loop
 from router.launcher_link import LauncherLink
 from router.openai_answers import AnswerOptions, AnswerWriter, ChatForm, CompletionForm, unix_seconds
@@ -273,9 +273,9 @@ class Api:
             if account is not None:
                 account.take_prompt(sum(len(each.request.prompt_token_ids) for each in asked))
         except ApiError as error:
-            return refusal(error, headers)
+            return self._refused(error, headers)
         except TimeoutError:
-            return refusal(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
+            return self._refused(ApiError(408, "The request did not arrive in time.", code="timeout"), headers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         headers.setdefault(REQUEST_ID, asked[0].request.request_id)
@@ -284,6 +284,12 @@ class Api:
         delivery = Delivery(asked, Arrival(seen_at, client_id, *told))
         on_end = None if account is None else account.owe
         return GenerationResponse(self._shell, delivery, writer, is_stream=body.stream, headers=headers, on_end=on_end)
+
+    def _refused(self, error: ApiError, headers: dict[str, str]) -> Response:
+        """Counted here: the core, which counts all others, never hears of it. A key's limits are counted by its account."""
+        if error.code != OVER_LIMIT:
+            self._shell.metrics.turned_away(error.code)
+        return refusal(error, headers)
 
     async def _asked(self, body: AnyBody, arrived_at: float, num_bytes: int) -> list[Asked]:
         if not isinstance(body, ResponsesBody):

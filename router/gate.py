@@ -27,6 +27,7 @@ from router.rate_limit import Over, RateLimits, Taken, What
 from router.refusals import id_header, refusal
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+OVER_LIMIT: Final = "rate_limit_exceeded"  # what who has used up a limit of its key is told
 _ACCOUNT: Final = "account"  # in a request's state
 
 Tell = Callable[[Taken], None]
@@ -69,7 +70,7 @@ class Account:
         self.metrics.turned_away(f"{over.what}_limit")
         wait_s = max(1, -int(-over.retry_after_s // 1))
         message = f"The limit of {self.client.name} is {over.limit} {over.what} a minute; there is room in {wait_s} s."
-        raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
+        raise ApiError(429, message, code=OVER_LIMIT, retry_after_s=over.retry_after_s)
 
 
 def account_of(request: Request) -> Account | None:

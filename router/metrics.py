@@ -1,5 +1,8 @@
 """The router's Prometheus metrics, in a registry of their own.
 
+What is counted by cause is shown as 0 before it first happens: a rate needs a beginning, and who watches the increase of a counter
+that begins with 1 never hears of the first.
+
 Counters are raised by the shell; gauges are read from the core when somebody scrapes, so nothing has to be kept in step. What names
 clients is in a registry by itself: only who has shown a key is shown it (gate.py).
 """
@@ -12,6 +15,12 @@ from typing import Any, Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from proto import baton_pb2 as pb
+from router.events import RESCHEDULED
+from router.retry import COST, Cost
+from router.waiting import KINDS
+from runtime.http_protocol import REASONS
 
 # Counters of the core (events.Count): name -> (help, name of its label).
 CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
@@ -35,6 +44,30 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "pd_errors": ("PD Errors of current attempts, by code", "code"),
     "repeated_batches": ("token batches that repeated known tokens, such as a receiver's first", None),
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
+}
+_PD_ERRORS: Final = tuple(name for name, code in pb.ErrorCode.items() if code != pb.ERROR_UNSPECIFIED)
+_ENDS_OF_CHOICES: Final = ("stop", "length", RESCHEDULED)
+# What a client is told whose request is refused before the core hears of it (api.py).
+_REFUSALS: Final = (
+    *("invalid_value", "context_length_exceeded", "model_not_found", "body_too_large", "timeout"),
+    *("NO_NODES", "SHUTTING_DOWN"),
+)
+# Counter -> the values of its label that are known beforehand.
+KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    "dispatches": KINDS,
+    "retries": tuple(
+        name for name in _PD_ERRORS if COST.get(pb.ErrorCode.Value(name), Cost.NOTHING) is not Cost.NOTHING
+    ),
+    "moves": ("begun", "done", "off", "no_room"),
+    "pd_errors": _PD_ERRORS,
+    "stale_messages": ("tokens", "error", "wants_move", "cache", "unknown", "oversized"),
+    "requests": (
+        *(*_ENDS_OF_CHOICES, "mixed", "aborted", *_PD_ERRORS),
+        *("OVERLOADED", "LATE", "NO_NODES", "SHUTTING_DOWN", "context_length_exceeded"),
+    ),
+    "choices": _ENDS_OF_CHOICES,
+    "tokens": ("prompt", "completion"),
+    "turned_away": ("no_key", "unknown_key", "requests_limit", "tokens_limit", "tls", *REASONS, *_REFUSALS),
 }
 # What is known of nodes' prefix caches, where placement asks for it: name -> help.
 CACHE_GAUGES: Final[Mapping[str, str]] = {
@@ -91,9 +124,12 @@ M = TypeVar("M", Counter, Histogram)
 class _Labelled(dict[str, M]):
     """A metric with one label, by the label's value: found without prometheus_client's lock and its joining of names."""
 
-    def __init__(self, metric: M) -> None:
+    def __init__(self, metric: M, known: Iterable[str] = ()) -> None:
+        """`known`: labels that are shown from the beginning."""
         super().__init__()
         self._metric: M = metric
+        for label in known:
+            self[label]  # makes it
 
     def __missing__(self, label: str) -> M:
         found: M = self._metric.labels(label)
@@ -109,11 +145,14 @@ class RouterMetrics:
         self._registry = registry = CollectorRegistry()
         self._of_clients = CollectorRegistry()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"baton_router_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"baton_router_{name}", text, registry=registry)
+
+        def counters(name: str, text: str, label: str) -> _Labelled[Counter]:
+            return _Labelled(Counter(f"baton_router_{name}", text, [label], registry=registry), KNOWN_LABELS[name])
 
         self._core = {
-            name: _Labelled(counter(name, text, label)) if label else counter(name, text)
+            name: counters(name, text, label) if label else counter(name, text)
             for name, (text, label) in CORE_COUNTERS.items()
         }
         self._of_registry = {name: counter(f"registry_{name}", text) for name, text in REGISTRY_COUNTERS.items()}
@@ -121,16 +160,17 @@ class RouterMetrics:
             "requests that ended (one per prompt), by outcome: the finish reason of its choices, or mixed; aborted; "
             "the code of its error"
         )
-        self._ends = _Labelled(counter("requests", text, "outcome"))
-        self._choices = _Labelled(counter("choices", "choices that finished, by finish reason", "finish_reason"))
-        self._tokens = _Labelled(
-            counter("tokens", "tokens of requests that ended, by kind: prompt, completion", "kind")
-        )
+        self._ends = counters("requests", text, "outcome")
+        self._choices = counters("choices", "choices that finished, by finish reason", "finish_reason")
+        text = "tokens of requests that ended, by kind: prompt (where a node was asked to compute it), completion"
+        self._tokens = counters("tokens", text, "kind")
         text = (
             "requests and connections refused before any node heard of them, by why: no_key, unknown_key; requests_limit and "
-            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that failed)"
+            "tokens_limit of a key; connections, head, slow, pipelined, malformed (bounds of HTTP); tls (a handshake that "
+            "failed); else the code that the client was told: " + ", ".join(_REFUSALS) + "; "
+            "who finds the queue full is among the requests that ended"
         )
-        self._turned_away = _Labelled(counter("turned_away", text, "reason"))
+        self._turned_away = counters("turned_away", text, "reason")
         text = "connections to the registry's port that were refused: no call came over them, for want of a certificate or of TLS"
         self._refused_grpc = counter("refused_grpc", text)
         text = "requests of those who have keys; shown to who shows a key"
@@ -169,7 +209,7 @@ class RouterMetrics:
             self.observe("output_token", seconds_per_token)
 
     def request_ended(self, outcome: str, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
-        """A request ended: with a finish reason, a failure's code, or "aborted"."""
+        """A request ended: with a finish reason, a failure's code, or "aborted"; `prompt_tokens`: that nodes were asked for."""
         self._ends[outcome].inc()
         self.observe("request", seconds)
         self._tokens["prompt"].inc(prompt_tokens)

@@ -264,9 +264,7 @@ class RouterShell:
                     if (answer := self._answers.get(request_id)) is not None:
                         answer.choices[choice].put_prompt_logprobs(logprobs)
                 case Noted():
-                    self.timelines.noted(action, self.now())
-                    if self._spans is not None:
-                        self._spans.noted(action)
+                    self._note(action)
                 case Timed(timing):
                     self.timelines.timed(timing)
                 case Finished():
@@ -281,6 +279,13 @@ class RouterShell:
                 case HangUp(node):
                     log_event(_LOG, logging.INFO, "node_forgotten", node=node.name)
                     self._dialer.hang_up(node.name, node.incarnation)
+
+    def _note(self, note: Noted) -> None:
+        if note.what == "dispatched" and (answer := self._answers.get(note.request_id)) is not None:
+            answer.is_dispatched = True
+        self.timelines.noted(note, self.now())
+        if self._spans is not None:
+            self._spans.noted(note)
 
     def _emit(self, emitted: Emitted, now: float) -> None:
         answer = self._answers.get(emitted.request_id)
@@ -342,7 +347,8 @@ class RouterShell:
         if record is not None:
             self.metrics.request_parted(*record.parts())
         num_prompt_tokens = len(answer.request.prompt_token_ids)
-        self.metrics.request_ended(outcome, seconds, num_prompt_tokens, answer.num_tokens)
+        num_to_compute = num_prompt_tokens if answer.is_dispatched else 0
+        self.metrics.request_ended(outcome, seconds, num_to_compute, answer.num_tokens)
         if self._spans is not None:
             self._spans.ended(request_id, outcome, answer.num_tokens, None if end is None else outcome)
         client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None

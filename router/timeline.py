@@ -29,6 +29,7 @@ TO_SECOND: Final = (RESERVE_WAIT, TRANSFER, ADMIT, FIRST_STEP)
 _MAX_CHUNKS: Final = 64  # kept of an attempt, whatever a node tells
 _OF_NODES: Final = (QUEUE, PREFILL, RESERVE_WAIT, ADMIT, FIRST_STEP)  # as in pb.Timing
 HANDOVERS: Final = frozenset({"handoff", "move"})
+MOVE_OFF: Final = "move_off"  # the end of a move that has come to nothing: what was to move has never been there
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Attempt:
     receiver: str  # node that generates
     at: float  # Dispatch, or Move
     ended_at: float | None = None
-    end: str | None = None  # PD Error code, finish reason, or "moved"
+    end: str | None = None  # PD Error code, finish reason, "moved", or MOVE_OFF
     parts: dict[str, float] = field(default_factory=dict)  # seconds, as its nodes told them
     chunk_ends: tuple[float, ...] = ()  # of the prefill, seconds from its beginning: of all chunks but the last
 
@@ -124,6 +125,7 @@ class Track:
         self.attempts: dict[int, Attempt] = {}
         self.num_attempts = 0
         self.current: Attempt | None = None
+        self._move: Attempt | None = None  # that has begun, and nobody knows yet what comes of it
         self.num_tokens = 0  # that were emitted, up to two
         self.finish_reason: str | None = None
         self._mark = submitted_at  # up to here the leg's time is spent
@@ -143,18 +145,27 @@ class Track:
 
     def move(self, attempt: Attempt) -> None:
         """It may go to another node; its current attempt goes on."""
-        self.attempts[attempt.number] = attempt
+        self.move_off(attempt.at)
+        self.attempts[attempt.number] = self._move = attempt
         self.num_attempts += 1
 
     def moved(self, number: int, now: float) -> None:
         """It has gone there."""
         attempt = self.attempts.get(number)
         if attempt is not None:
+            self._move = None if attempt is self._move else self._move
             self._end("moved", now)
             self.current = attempt
 
+    def move_off(self, now: float) -> None:
+        """The move that has begun, if one has, comes to nothing."""
+        if self._move is not None:
+            self._move.ended_at, self._move.end = now, MOVE_OFF
+            self._move = None
+
     def fail(self, code: str, now: float) -> None:
-        """Its attempt has come to nothing."""
+        """Its attempt has come to nothing, and a move of it, too."""
+        self.move_off(now)
         self._end(code, now)
         self.current = None
         self._spend(RETRY, now)
@@ -185,6 +196,7 @@ class Track:
 
     def finish(self, reason: str, now: float) -> None:
         """It has its end."""
+        self.move_off(now)
         self.finish_reason = reason
         self._end(reason, now)
 

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from router.timeline import MOVE_OFF
+
 MAX_RETRIES_DRAWN: Final = 3
 WIRE: Final = "wire"
 ROUTER: Final = "router"
@@ -101,7 +103,7 @@ def _bars(timeline: Mapping[str, Any], choice: Mapping[str, Any], end: float) ->
             kind = RETRY if is_retry else span["name"]
             is_estimated, cuts = span.get("estimated", False), tuple(span.get("cuts", ()))
             yield Bar(span["lane"], kind, start, stop, span["attempt"], is_estimated, cuts)
-    attempts = choice["attempts"]
+    attempts = _attempts(choice)
     for position, attempt in enumerate(attempts):
         yield from _bars_of(timeline, choice, attempt, end, is_last=position == len(attempts) - 1)
 
@@ -174,8 +176,7 @@ def _marks(timeline: Mapping[str, Any], choice: Mapping[str, Any], end: float) -
 def _retries(choice: Mapping[str, Any], bars: Sequence[Bar], end: float) -> list[tuple[float, float]]:
     """When an attempt failed, and when the next one generated or failed as well."""
     found = []
-    attempts = choice["attempts"]
-    for attempt, following in pairwise(attempts):
+    for attempt, following in pairwise(_attempts(choice)):
         if attempt["ended_at"] is None or following["kind"] == MOVE or attempt["end"] == "moved":
             continue
         resumed = [bar.start for bar in bars if bar.attempt == following["attempt"] and bar.kind == DECODE]
@@ -186,8 +187,13 @@ def _retries(choice: Mapping[str, Any], bars: Sequence[Bar], end: float) -> list
 
 
 def _has_failed_before(choice: Mapping[str, Any], instant: float) -> bool:
-    ends = [each["ended_at"] for each in choice["attempts"] if each["end"] != "moved"]
+    ends = [each["ended_at"] for each in _attempts(choice) if each["end"] != "moved"]
     return any(each is not None and each <= instant + 1e-9 for each in ends)
+
+
+def _attempts(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where it was: a move that came to nothing is not drawn."""
+    return [each for each in choice["attempts"] if each["end"] != MOVE_OFF]
 
 
 def _second_token_at(choice: Mapping[str, Any]) -> float | None:

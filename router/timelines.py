@@ -72,6 +72,8 @@ class Timelines:
                 track.move(Attempt(note.attempt, "move", note.nodes[0], note.nodes[1], now))
             case "moved":
                 track.moved(note.attempt, now)
+            case "move_off":
+                track.move_off(now)
             case "failed":
                 track.fail(note.code, now)
 

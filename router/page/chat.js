@@ -155,7 +155,9 @@ class Answer {
     const changes = timeline.events.filter((event) => RESUMED.includes(event.what));
     for (const event of changes.slice(this.takeovers)) this.#mark(event, timeline);
     this.takeovers = changes.length;
-    const attempts = timeline.choices[0].attempts;
+    // A move that is under way, or has come to nothing, is not where the answer is.
+    const moved = timeline.events.filter((event) => event.what === "moved").map((event) => event.attempt);
+    const attempts = timeline.choices[0].attempts.filter((each) => each.kind !== "move" || moved.includes(each.attempt));
     const last = attempts[attempts.length - 1];
     if (!last) return;
     this.node = last.receiver;

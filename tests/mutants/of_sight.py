@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 _TIMELINE: Final = ("tests/router/test_timeline.py",)
 _CANARY: Final = ("tests/router/test_canary.py",)
 _CORES: Final = ("tests/cores/test_timings.py",)
+_METRICS: Final = ("tests/router/test_metrics.py",)
 
 MUTANTS: Final = (
     Mutant(
@@ -58,6 +59,54 @@ MUTANTS: Final = (
         "        self._spend(RETRY, now)\n",
         "        self._spend(QUEUE, now)\n",
         _TIMELINE,
+    ),
+    Mutant(
+        "a-move-that-is-off-lasts",
+        "A move that came to nothing has no end: it is drawn for as long as somebody looks, and the retry behind it is not.",
+        "router/timelines.py",
+        "                track.move_off(now)\n",
+        "                pass\n",
+        (*_TIMELINE, "tests/router/test_timeline_picture.py"),
+    ),
+    Mutant(
+        "a-move-outlasts-what-was-to-move",
+        "A move is under way for ever whose holder was lost meanwhile.",
+        "router/timeline.py",
+        'and a move of it, too."""\n        self.move_off(now)\n',
+        'and a move of it, too."""\n',
+        _TIMELINE,
+    ),
+    Mutant(
+        "refused-and-not-counted",
+        "A request that the API itself refuses is in no metric.",
+        "router/api.py",
+        "            self._shell.metrics.turned_away(error.code)\n",
+        "            pass\n",
+        _METRICS,
+    ),
+    Mutant(
+        "refused-by-its-key-and-counted-twice",
+        "A request over its key's limit is counted by its account, and again by the API.",
+        "router/api.py",
+        "        if error.code != OVER_LIMIT:\n",
+        "        if error.code:\n",
+        ("tests/router/test_gate.py",),
+    ),
+    Mutant(
+        "prompts-that-nobody-computes",
+        "The prompts of requests that were turned away count as prompts to compute.",
+        "router/shell.py",
+        "num_to_compute = num_prompt_tokens if answer.is_dispatched else 0",
+        "num_to_compute = num_prompt_tokens",
+        _METRICS,
+    ),
+    Mutant(
+        "counters-that-begin-with-one",
+        "A counter is not there before it first counts: the first retry shows in no rate.",
+        "router/metrics.py",
+        "            self[label]  # makes it\n",
+        "            pass\n",
+        _METRICS,
     ),
     Mutant(
         "happenings-without-bound",

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from router.api import ApiSettings
 from router.api_keys import KeyFileError
-from router.gate import Gate
+from router.gate import OVER_LIMIT, Gate
 from router.key_file import KeyFile
 from router.shell import RouterShell
 from tests.router.live_router import MAX_MODEL_LEN, MODEL_NAME, LiveRouter, live_router, until
@@ -176,6 +176,7 @@ def test_over_its_limit_of_requests_a_client_is_told_when_to_come_back(model: Pa
             assert (await ask(router, OTHER)).status_code == 200
             assert (await router.client.get("/v1/models", headers=bearer(KEY))).status_code == 200, "no generation"
             assert count(router, "turned_away", reason="requests_limit") == 1
+            assert OVER_LIMIT not in router.shell.metrics.render().decode(), "it is counted once"
             assert count(router, "client_requests", client="alice") == 2
 
     asyncio.run(run())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto import baton_pb2 as pb
+from router.entrance import RouterCoreConfig
 from router.metrics import HISTOGRAMS
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
@@ -108,7 +113,7 @@ def test_a_choice_that_a_stop_string_ends_is_counted_once(model: Path, is_stream
         now = await measured(router)
         assert now["requests_total stop"] == 1
         assert now["choices_total stop"] == now["time_per_output_token_seconds_count"] == n
-        assert not [name for name in now if name.startswith("choices_total ") and name != "choices_total stop"]
+        assert sum(value for name, value in now.items() if name.startswith("choices_total ")) == n
         (record,) = router.shell.timelines.newest()
         finished = [each for each in record.happenings if each.what == "finished"]
         assert [each.code for each in finished] == ["stop"] * n and {each.choice for each in finished} == {*range(n)}
@@ -130,5 +135,74 @@ def test_retries_are_counted_by_cause(model: Path) -> None:
         now = await measured(router)
         assert now["retries_total CHECKSUM"] == now["pd_errors_total CHECKSUM"] == 2
         assert (now["queue_seconds_count"], now["dispatches_total handoff"]) == (4, 3)  # the second ones go alone
+
+    play(model, scenario, script)
+
+
+@pytest.mark.covers("O01")
+def test_a_request_that_no_node_hears_of_is_counted_once_by_what_its_client_was_told(model: Path) -> None:
+    """Where it is wrong in itself, or there is nobody to serve it; those refused by the queue are among the requests that ended."""
+    wrong: list[dict[str, Any]] = [{"temperature": -1}, {"prompt": ""}, {"model": "other"}, {"max_tokens": 10**6}]
+    wrong.append({"prompt": "x" * (1 << 20)})
+
+    async def scenario(router: LiveRouter) -> None:
+        codes = [(await router.post(**body)).json()["error"]["code"] for body in wrong]
+        router.shell.drain()
+        codes.append((await router.post()).json()["error"]["code"])
+        assert len(set(codes)) > 4
+        now = await measured(router)
+        away = {name.split()[1]: value for name, value in now.items() if name.startswith("turned_away_total ")}
+        assert {code: number for code, number in away.items() if number} == Counter(codes)
+        assert sum(value for name, value in now.items() if name.startswith("requests_total ")) == 0
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("O01")
+def test_a_prompt_that_no_node_was_asked_to_compute_is_no_prompt_to_compute(model: Path) -> None:
+    """What share of the prompts was computed is asked of these counts: who is turned away would make it small."""
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        await until(lambda: is_full.is_set())
+        await replying(b"hey")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        served = [asyncio.create_task(router.post(prompt="abc")) for _ in range(2)]
+        await until(lambda: router.shell.snapshot()["queued"] == 1)
+        assert (await router.post(prompt="x" * 100)).status_code == 429
+        is_full.set()
+        assert [(await each).status_code for each in served] == [200, 200]
+        now = await measured(router)
+        assert now["requests_total OVERLOADED"] == 1 and now["requests_total length"] == 2
+        assert now["tokens_total prompt"] == 2 * (1 + len("abc"))
+
+    is_full = asyncio.Event()
+    play(model, scenario, script, core_config=RouterCoreConfig(max_queue=1, max_inflight_prefills=1))
+
+
+@pytest.mark.covers("O01")
+def test_what_is_counted_by_cause_is_there_before_it_happens(model: Path) -> None:
+    """A rate needs a beginning: who watches `increase` of a counter that begins with 1 never hears of the first."""
+    expected = {
+        *("retries_total NODE_LOST", "retries_total PREEMPTED", "pd_errors_total NO_BLOCKS"),
+        *("choices_total pd_reschedule", "requests_total OVERLOADED", "requests_total aborted", "moves_total no_room"),
+        *("dispatches_total local_absent", "stale_messages_total tokens", "turned_away_total slow"),
+        *("turned_away_total invalid_value", "tokens_total completion"),
+    }
+
+    async def script(attempt: ScriptedAttempt) -> None:
+        if attempt.dispatch.attempt == 0:
+            attempt.prefill_fails(pb.CHECKSUM)
+        else:
+            await replying(b"ok")(attempt)
+
+    async def scenario(router: LiveRouter) -> None:
+        before = await measured(router)
+        assert {name for name in expected if before.get(name) != 0} == set()
+        for n, temperature in ((1, 0), (2, 0), (1, -1)):
+            await router.post(n=n, temperature=temperature)
+        now = await measured(router)
+        counted = {name for name in now if re.match(r"\w+_total( |$)", name)}
+        assert counted == {name for name in before if re.match(r"\w+_total( |$)", name)}
 
     play(model, scenario, script)

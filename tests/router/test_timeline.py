@@ -220,6 +220,36 @@ def test_a_request_that_moved_says_where_and_when() -> None:
     assert [(span["start"], span["seconds"]) for span in queued] == [(0.0, 1.0), (5.0, 1.0)]
 
 
+@pytest.mark.covers("O03")
+@pytest.mark.parametrize("word", ["move_off", "failed", "finished"])
+def test_a_move_that_came_to_nothing_has_an_end_and_is_where_nobody_was(word: str) -> None:
+    """Called off, or over with the attempt that was to move: it does not last for as long as somebody looks."""
+    timelines = Timelines(10)
+    begun(timelines)
+    timelines.noted(dispatched(0), 1.0)
+    timelines.noted(Noted(NAME, 0, "move_begun", 1, ("d", "e")), 3.0)
+    if word == "move_off":
+        timelines.noted(Noted(NAME, 0, "move_off", 0, ("e",)), 4.0)
+        timelines.noted(Noted(NAME, 0, "move_begun", 2, ("d", "f")), 5.0)
+        timelines.noted(Noted(NAME, 0, "moved", 2, ("f",)), 6.0)
+    elif word == "failed":
+        timelines.noted(Noted(NAME, 0, "failed", 0, ("d",), "NODE_LOST"), 4.0)
+        timelines.noted(dispatched(2), 6.0)
+    timelines.finished(NAME, 0, "length", 8.0)
+    timelines.ended(NAME, "length", 9, 8.0)
+    record = timelines.find(NAME)
+    assert record is not None
+    shown = timeline(record, 99.0)
+    first, move, *more = shown["choices"][0]["attempts"]
+    ends = {"move_off": ("moved", 6.0, 4.0), "failed": ("NODE_LOST", 4.0, 4.0), "finished": ("length", 8.0, 8.0)}
+    assert (first["end"], first["ended_at"], move["ended_at"]) == ends[word]
+    assert (move["kind"], move["end"]) == ("move", "move_off")
+    assert [each["end"] for each in more] == ["length"] * (word != "finished")
+    assert max(span["start"] + span["seconds"] for span in shown["spans"]) == 8.0
+    queued = [(span["start"], span["seconds"]) for span in shown["spans"] if span["name"] == "queue"]
+    assert queued == [(0.0, 1.0), (4.0, 2.0)][: 2 if word == "failed" else 1]
+
+
 # ---------------------------------------------------------------- whatever is said
 
 

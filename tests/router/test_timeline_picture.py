@@ -122,6 +122,32 @@ def test_a_move_is_a_bar_on_the_wire_and_no_failure() -> None:
     assert {each["kind"] for each in whole["marks"]} == {"first_token", "moved", "ended"}
 
 
+@pytest.mark.covers("O03")
+def test_a_move_that_came_to_nothing_hides_no_retry_and_is_none() -> None:
+    """The holder dies behind it: the retry is what the client waited for."""
+    story = Story()
+    story.dispatch("p", "d0")
+    story.hand_over("d0")
+    story.at += 1.0
+    story.note("move_begun", "d0", "d1", attempt=1)
+    story.at += 0.5
+    story.note("move_off", "d1")
+    story.at += 0.5
+    assert [panel["kind"] for panel in story.drawn()["panels"]] == ["beginning", "whole"]
+    story.note("failed", "d0", code="NODE_LOST")
+    died_at = story.at
+    story.attempt = 1
+    story.dispatch("p", "d2")
+    story.hand_over("d2")
+    resumed_at = story.at
+    story.at += 1.0
+    story.end()
+    _, retry, whole = story.drawn()["panels"]
+    assert retry["kind"] == "retry" and retry["start"] < died_at < resumed_at < retry["end"] < died_at + 0.1
+    assert not bars(whole, MOVE) and not bars(whole, LOST) and "d1" not in whole["lanes"]
+    assert [bar["lane"] for bar in bars(whole, DECODE)] == ["d0", "d2"]
+
+
 def test_an_attempt_that_came_to_nothing_is_drawn_as_lost_and_one_that_lives_is_not() -> None:
     story = Story()
     story.dispatch("p", "d0")

@@ -80,7 +80,7 @@ def ends_of(url: str, worker: int) -> dict[str, float]:
     until(lambda: by_worker(url, "live_requests").get(worker) == 0)
     metrics = httpx.get(f"{url}/metrics", timeout=60, verify=NO_CERTIFICATES).text
     found = re.findall(rf'baton_router_requests_total{{worker="{worker}",outcome="(\w+)"}} (\S+)', metrics)
-    return {outcome: float(number) for outcome, number in found}
+    return {outcome: float(number) for outcome, number in found if float(number)}
 
 
 async def stream(url: str, num_tokens: int = NUM_TOKENS) -> str:
