@@ -97,18 +97,43 @@ class ChatTemplate:
 
 
 def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """The chat template of its own file, else of the tokenizer's config: one text, or several with names."""
-    own_file = directory / "chat_template.jinja"
-    source: object = own_file.read_text(encoding="utf-8") if own_file.is_file() else settings.get("chat_template")
-    named = {each.get("name"): each.get("template") for each in source} if isinstance(source, list) else {}
-    if isinstance(source, list):
-        source = named.get("default")
+    """The chat template of files of its own, else of the tokenizer's config: one text, or several with names."""
+    named = _files(directory) or _named(directory, settings.get("chat_template"))
+    source = named.get("default")
     if source is None:
         return None
     try:
-        return ChatTemplate(str(source), str(named.get("tool_use") or source))
+        return ChatTemplate(source, named.get("tool_use") or source)
     except jinja2.TemplateError as error:
         raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """Templates by name, as transformers writes several: `default` in the one file, each other in a file of its own."""
+    found = {"default": directory / "chat_template.jinja"}
+    found |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    return {name: _read_text(path) for name, path in found.items() if path.is_file()}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelDirectoryError(f"{path}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ModelDirectoryError(f"{path}: is not UTF-8: {error}") from error
+
+
+def _named(directory: Path, said: object) -> dict[str, str]:
+    """The same of what tokenizer_config.json says: a text, or several with names."""
+    named = {"default": said} if said is None or isinstance(said, str) else said
+    if isinstance(said, list) and all(isinstance(each, dict) for each in said):
+        named = {str(each.get("name")): each.get("template") for each in said}
+    if not isinstance(named, dict) or not all(isinstance(each, str | None) for each in named.values()):
+        raise ModelDirectoryError(
+            f"{directory / 'tokenizer_config.json'}: chat_template is neither a text nor texts with names"
+        )
+    return {name: source for name, source in named.items() if source is not None}
 
 
 def _with_developers(

@@ -1,7 +1,8 @@
 """Text in and out of token ids, as the model directory says: tokenizer, template, stop tokens; and its sampling defaults.
 
-Reads `tokenizer.json`, `tokenizer_config.json`, `config.json`, `generation_config.json` and `chat_template.jinja` once, at
-start. Not here: the template (chat_template.py); the incremental way back (detokenizer.py); weights.
+Reads `tokenizer.json`, `tokenizer_config.json`, what older directories have of it in `special_tokens_map.json` and
+`added_tokens.json`, `config.json`, `generation_config.json` and templates' own files once, at start. Not here: added tokens
+(added_tokens.py); the template (chat_template.py); the incremental way back (detokenizer.py); weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from router.added_tokens import WrongTokens, add_told_tokens
 from router.chat_template import NO_KWARGS, SPECIAL_TOKENS, ModelDirectoryError, TemplateRefusal, read_template
 from router.choice_text import ChoiceText, TextRules
 from router.detokenizer import IncrementalDetokenizer
@@ -37,8 +39,17 @@ class ModelText:
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json", is_required=False)
         settings = _read_json(directory / "tokenizer_config.json", is_required=False)
+        if "added_tokens_decoder" not in settings:  # transformers before 4.34 had it say less, and reads this one still
+            settings |= _read_json(directory / "special_tokens_map.json", is_required=False)
 
+        self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        try:
+            ids = _read_json(directory / "added_tokens.json", is_required=False)
+            add_told_tokens(self._tokenizer, settings, ids, self.vocab_size)
+        except WrongTokens as error:
+            raise ModelDirectoryError(f"{directory}: {error}") from error
+        self._tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
         self._special_tokens = {name: _spelling(settings[name]) for name in SPECIAL_TOKENS if settings.get(name)}
         self._special_ids = frozenset(
             token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -47,7 +58,6 @@ class ModelText:
         self._template = read_template(directory, settings)
         self.spelling = Spelling(self._tokenizer)
         self._longest_token = characters_of_longest_token(self._tokenizer)
-        self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
         self.stop_token_ids = self._find_stop_token_ids(directory, config, generation)
         try:
             self.sampling_defaults = parse_defaults(generation)

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _DIRECTORY: Final = ("tests/engine_torch/test_model_directory.py",)
+_TOKENIZER: Final = ("tests/router/test_tokenizer_files.py",)
 _FINGERPRINT: Final = ("tests/engine_torch/test_fingerprint.py",)
 
 MUTANTS: Final = (
@@ -33,5 +34,29 @@ MUTANTS: Final = (
         '    if not source.flag("is_causal", True):\n',
         '    if source.flag("is_causal", True) is None:\n',
         _DIRECTORY,
+    ),
+    Mutant(
+        "blanks-stay-with-their-token",
+        "What tokenizer_config.json says of a token that tokenizer.json has, too, is not heard.",
+        "router/added_tokens.py",
+        "        elif found == token_id:  #",
+        "        elif found == token_id and not found:  #",
+        _TOKENIZER,
+    ),
+    Mutant(
+        "tools-without-their-template",
+        "Tools are written by the template that is for conversations without any.",
+        "router/chat_template.py",
+        """named.get("tool_use") or source""",
+        "source",
+        _TOKENIZER,
+    ),
+    Mutant(
+        "older-directories-begin-nowhere",
+        "Where only special_tokens_map.json names the token that a conversation begins with, it has none.",
+        "router/text.py",
+        """        if "added_tokens_decoder" not in settings:""",
+        """        if "added_tokens_decoder" in settings:""",
+        _TOKENIZER,
     ),
 )

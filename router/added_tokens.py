@@ -1,0 +1,53 @@
+"""What a directory's other files say of added tokens: tokenizer.json is not all that transformers reads of them.
+
+Tokens that are cut out of a text before anything else, and what blanks beside them go with them, change a prompt's ids. Where
+`tokenizer_config.json` tells them by id, it is the last word; before transformers 4.34 `special_tokens_map.json` named the special
+ones and `added_tokens.json` had the ids of those that were added. Not here: what is special in a chat template (text.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from tokenizers import AddedToken, Tokenizer
+
+_FLAGS: Final = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
+
+
+class WrongTokens(ValueError):
+    """The files contradict each other, or one of them holds something else; the message says what."""
+
+
+def add_told_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], ids: Mapping[str, Any], vocab_size: int) -> None:
+    """Let the tokenizer cut texts as the settings of tokenizer_config.json, and added_tokens.json's `ids`, have it.
+
+    Ids from `vocab_size` on, such as that of a padding token, are none of the model's: they stay text. Raises WrongTokens.
+    """
+    told = settings.get("added_tokens_decoder")
+    if told is None:
+        own = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        told = {token_id: {"content": content} for content, token_id in ids.items() if content not in own}
+    for token_id, token in sorted(_tokens(told), key=lambda each: each[0]):
+        found = tokenizer.token_to_id(token.content)
+        if found is None and token_id < vocab_size:  # a new one gets the next id
+            tokenizer.add_tokens([token])
+            found = tokenizer.token_to_id(token.content)
+            if found != token_id:
+                raise WrongTokens(
+                    f"token {token.content!r} is to be {token_id}, and would be {found} behind those of tokenizer.json"
+                )
+        elif found == token_id:  # else it is one file's word against the other's, and ids are tokenizer.json's
+            tokenizer.add_tokens([token])
+
+
+def _tokens(told: object) -> Iterator[tuple[int, AddedToken]]:
+    if not isinstance(told, dict):
+        raise WrongTokens("added_tokens_decoder is not an object of tokens by id")
+    for key, each in told.items():
+        flags = {name: each[name] for name in _FLAGS & each.keys()} if isinstance(each, dict) else {}
+        content = each.get("content") if isinstance(each, dict) else None
+        is_id = isinstance(key, int) or (isinstance(key, str) and key.isascii() and key.isdigit())
+        if not is_id or not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+            raise WrongTokens(f"added token {key!r} is not an id with its content and flags")
+        yield int(key), AddedToken(content, **flags)

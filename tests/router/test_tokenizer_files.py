@@ -1,0 +1,145 @@
+"""Whichever of its files a model's directory says it in, a prompt has the token ids that transformers gives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from router.chat_template import ModelDirectoryError
+from router.text import ModelText
+from tests.router.tiny_model import VOCAB_SIZE, write_model_text
+
+TEXTS: Final = ("hi <turn> there", "<s>x</s>", " <think> a", "é<turn>\n", "a[PAD]b")
+TEMPLATE: Final = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+TOOL: Final = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+CHAT: Final = [{"role": "user", "content": "hi"}]
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+    return {"content": content} | plain | flags
+
+
+def settings(directory: Path, **changes: Any) -> None:
+    """Change keys of tokenizer_config.json; None removes one."""
+    path = directory / "tokenizer_config.json"
+    told = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"} | changes
+    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+
+
+def write(directory: Path, **files: Any) -> None:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+
+
+def several_templates(directory: Path) -> None:
+    settings(directory, chat_template="not this one")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools: " + TEMPLATE)
+
+
+def named_by_the_map(directory: Path) -> None:
+    settings(directory, bos_token="x", eos_token=None)
+    write(directory, special_tokens_map={"bos_token": "<s>", "eos_token": added("</s>")})
+
+
+def named_in_both(directory: Path) -> None:
+    settings(directory, added_tokens_decoder={"256": added("<s>", special=True)})
+    write(directory, special_tokens_map={"bos_token": "</s>"})
+
+
+WAYS: Final[dict[str, Callable[[Path], None]]] = {
+    "as it is": settings,
+    "split": lambda directory: settings(directory, split_special_tokens=True),
+    "named by the map": named_by_the_map,
+    "named in both": named_in_both,
+    "blanks": lambda directory: settings(
+        directory, added_tokens_decoder={"258": added("<turn>", lstrip=True, rstrip=True)}
+    ),
+    "shown": lambda directory: settings(directory, added_tokens_decoder={"258": added("<turn>")}),
+    "one more": lambda directory: settings(directory, added_tokens_decoder={"261": added("<think>")}),
+    "one more, long ago": lambda directory: write(directory, added_tokens={"<think>": 261}),
+    "begins none": lambda directory: settings(directory, add_bos_token=False),
+    "templates in files": several_templates,
+    "templates by name": lambda directory: settings(
+        directory, chat_template={"default": TEMPLATE, "tool_use": "tools " + TEMPLATE}
+    ),
+}
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_have_the_ids_that_transformers_gives_them(tmp_path: Path, way: str) -> None:
+    from transformers import AutoTokenizer
+
+    directory = write_model_text(tmp_path)
+    write(directory, config={"vocab_size": VOCAB_SIZE, "model_type": "llama"})
+    settings(directory)
+    WAYS[way](directory)
+    ours, theirs = ModelText(directory), AutoTokenizer.from_pretrained(directory)
+    for text in TEXTS:
+        token_ids = ours.encode_prompt(text)
+        assert token_ids == theirs.encode(text)
+        assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+        detokenizer = ours.detokenizer()
+        assert detokenizer.push(token_ids) + detokenizer.finish() == ours.decode(token_ids)
+    for tools in ([], [TOOL]):
+        chat = theirs.apply_chat_template(CHAT, tools=tools or None, return_dict=False)
+        assert ours.encode_chat(CHAT, tools, add_generation_prompt=False) == chat
+
+
+@pytest.mark.covers("M03")
+def test_a_token_that_the_model_cannot_embed_is_text(tmp_path: Path) -> None:
+    directory = write_model_text(tmp_path)
+    as_text = ModelText(directory).encode_prompt("a[PAD]b")
+    write(directory, added_tokens={"[PAD]": VOCAB_SIZE})
+    assert ModelText(directory).encode_prompt("a[PAD]b") == as_text
+
+
+@pytest.mark.covers("M03")
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ({"300": added("<think>")}, "token '<think>' is to be 300, and would be 261 behind those of tokenizer.json"),
+        (["<think>"], "added_tokens_decoder is not an object of tokens by id"),
+        ({"261": "<think>"}, "added token '261' is not an id with its content and flags"),
+        ({"261": added("<think>") | {"special": "yes"}}, "added token '261' is not an id with its content and flags"),
+        ({"last": added("<think>")}, "added token 'last' is not an id with its content and flags"),
+        ({"261": {"content": 5}}, "added token '261' is not an id with its content and flags"),
+    ],
+    ids=str,
+)
+def test_added_tokens_that_cannot_be_are_one_sentence(tmp_path: Path, told: Any, sentence: str) -> None:
+    directory = write_model_text(tmp_path)
+    settings(directory, added_tokens_decoder=told)
+    with pytest.raises(ModelDirectoryError) as failure:
+        ModelText(directory)
+    assert str(failure.value) == f"{directory}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{}"),
+        ("additional_chat_templates/tool_use.jinja", b"\xff"),
+        ("tokenizer_config.json", b'{"chat_template": [5]}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": {"default": 5}}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": ["a"]}]}'),
+        ("special_tokens_map.json", b"[]"),
+        ("added_tokens.json", b'{"<think>": "last"}'),
+    ],
+)
+def test_a_file_that_holds_something_else_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    directory = write_model_text(tmp_path)
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_bytes(content)
+    with pytest.raises(ModelDirectoryError) as failure:
+        ModelText(directory)
+    assert str(directory) in str(failure.value)
+    assert "\n" not in str(failure.value)
