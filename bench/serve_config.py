@@ -14,6 +14,7 @@ from bench.goodput import Slo
 from bench.http_exchange import Server
 from bench.trace import TRACE_BLOCK
 from runtime.config import knob
+from runtime.unanswered import check_key
 
 BARE_FLAGS: Final = ("--sweep",)  # as people write them: without `on`
 NUM_REQUESTS: Final = 100  # where nothing bounds a run of random requests
@@ -122,6 +123,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         self._check_texts()
         self._check_load()
+        check_key(self.api_key)
         if self.trace is not None and not self.trace.is_file():
             what = "is a folder; name one of its files" if self.trace.is_dir() else "is no file"
             raise ValueError(f"--trace {self.trace}: {what}")

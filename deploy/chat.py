@@ -27,6 +27,7 @@ from deploy.chat_talk import CUT_SHORT, HELP, Answer, Command, Say, Talk, Typing
 from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.process import fatal
+from runtime.unanswered import check_key
 
 PROG: Final = "baton chat"
 INTERRUPTED: Final = 130
@@ -69,6 +70,7 @@ class ChatConfig:
             raise ValueError(f"--url {self.url}: must be http(s)://HOST[:PORT]")
         if self.question is not None and not self.question.strip():
             raise ValueError("--question: is empty")
+        check_key(self.api_key)
         if self.ca is not None and not self.ca.is_file():
             raise ValueError(f"--ca {self.ca}: is no file")
         if self.history is not None and not self.history.absolute().parent.is_dir():
@@ -88,8 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdin", "stdout"):
         if getattr(sys, name) is None:
             fatal(f"{PROG}: {name} is closed; what is not needed can be </dev/null or >/dev/null")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a diff of old files is no UTF-8, an old terminal knows few characters
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         with ChatServer(config.url, config.api_key, config.ca, config.timeout_s) as server:
@@ -265,7 +270,10 @@ def _line_history(path: Path | None) -> Iterator[None]:
         yield
     finally:
         readline.set_history_length(_HISTORY_LINES)
-        readline.write_history_file(path)
+        try:
+            readline.write_history_file(path)
+        except OSError as error:  # the disk is full meanwhile, say
+            sys.stderr.write(f"{PROG}: --history {path}: was not kept: {error.strerror}\n")
 
 
 @contextmanager

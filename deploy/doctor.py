@@ -53,7 +53,7 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            check_asked(self.url, self.tls_dir)
+            check_asked(self.url, self.api_key, self.tls_dir)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

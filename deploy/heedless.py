@@ -50,7 +50,8 @@ def _heedless(stream: TextIO, *, of_all: bool) -> TextIO:
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),  # the first with PYTHONUNBUFFERED
         encoding=stream.encoding,
-        errors=stream.errors,
+        # A file's name or a model's text may have what this locale does not: then that is spelled, and ends nothing.
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import httpx
 
 from runtime.command_words import as_flags
-from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
+from runtime.unanswered import check_key, why_no_authority, why_no_entry, why_no_http
 
 ASK_TIMEOUT_S: Final = 10.0
 NODE_TIMEOUT_S: Final = 3.0
@@ -35,10 +35,11 @@ def with_url(words: Sequence[str]) -> list[str]:
     return as_flags(words, ("--url",), BARE_FLAGS)
 
 
-def check_asked(url: str, tls_dir: Path | None) -> None:
+def check_asked(url: str, api_key: str | None, tls_dir: Path | None) -> None:
     """Raises ValueError, one sentence, where no router can be asked with these."""
     if not re.fullmatch(r"https?://[^/:\s]\S*", url):
         raise ValueError(f"--url {url}: must be http(s)://HOST[:PORT]")
+    check_key(api_key)
     if tls_dir is not None and not (tls_dir / "ca.crt").is_file():
         raise ValueError(f"--tls-dir {tls_dir}: there is no ca.crt in it")
 

@@ -66,7 +66,7 @@ class StatusConfig:
     requests: int = knob(10, "newest requests to show", low=0, high=1000)
 
     def __post_init__(self) -> None:
-        check_asked(self.url, self.tls_dir)
+        check_asked(self.url, self.api_key, self.tls_dir)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

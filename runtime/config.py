@@ -224,6 +224,8 @@ class Knob:
             if text not in ("on", "off"):
                 raise self._wrong(where)
             return text == "on"
+        if self.kind is not Path and not _is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
+            raise ConfigError(f"{where}: must be text in UTF-8")
         if self.kind is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if self.kind is Path and not text:  # it would be the current directory
@@ -348,6 +350,15 @@ def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Seque
             raise ConfigError(f"{name}: unexpected argument; every setting is a flag, see {prog} --help")
         raise ConfigError(f"{name}: unknown flag{_suggest(name, ['--config', *(each.flag for each in knobs)])}")
     return vars(found)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be told to others; what is not UTF-8 comes as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _toml_form(each: Knob) -> str:

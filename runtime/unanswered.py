@@ -57,6 +57,12 @@ def why_no_entry(has_key: bool) -> str:
     return f"does not know the key that it was shown: {flag}" if has_key else f"wants a key: {flag}"
 
 
+def check_key(key: str | None) -> None:
+    """Raises ValueError, one sentence without the key, for one that cannot be shown: no HTTP header holds it."""
+    if key is not None and not re.fullmatch(r"[ -~]+", key):
+        raise ValueError("--api-key: keys are printable ASCII; it has another character, a line's end perhaps")
+
+
 def why_no_authority(error: OSError) -> str:
     """Of a file that was to hold a certificate authority."""
     return "holds no certificate, as PEM" if isinstance(error, ssl.SSLError) else f"cannot be read: {error.strerror}"

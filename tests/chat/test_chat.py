@@ -75,12 +75,14 @@ def test_a_question_prints_just_the_answer_from_the_command_line_or_a_pipe() -> 
             flags = ("--system", "Be brief.", "--seed", "7")
             assert await asked_of(url, "hi", *flags) == (0, "Hello\n", "")
             assert await asked_of(url, stdin=b"hi\n") == (0, "Hello\n", "")
+            assert await asked_of(url, stdin=b"caf\xe9") == (0, "Hello\n", ""), "a diff of what is no UTF-8"
 
     asyncio.run(run())
-    first, second = bodies
+    first, second, third = bodies
     assert first["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert (first["model"], first["seed"], first["stream"]) == ("the-model", 7, True)
     assert second["messages"] == [{"role": "user", "content": "hi\n"}] and "seed" not in second
+    assert third["messages"] == [{"role": "user", "content": "caf\ufffd"}]
 
 
 def test_an_answer_that_nobody_reads_any_more_is_not_waited_for() -> None:
@@ -163,10 +165,14 @@ def test_where_there_is_no_answer_there_is_one_sentence_and_exit_code_1(
         (("--temperature", "3"), 2, "--temperature 3: must be a number between 0 and 2"),
         (("hi", "--ca", "/nowhere"), 2, "--ca /nowhere: is no file"),
         (("hi", "there"), 2, "there: unexpected argument"),
+        ((b"caf\xe9",), 2, "--question caf\\udce9: must be text in UTF-8"),
+        (("hi", "--system", b"caf\xe9"), 2, "--system caf\\udce9: must be text in UTF-8"),
+        (("hi", "--api-key", "clé"), 2, "--api-key: keys are printable ASCII"),
+        (("hi", "--api-key", "key\r"), 2, "--api-key: keys are printable ASCII"),
         ((), 2, "stdin holds no question"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(words: tuple[str, ...], code: int, sentence: str) -> None:
+def test_what_the_user_can_mend_is_one_line(words: tuple[str | bytes, ...], code: int, sentence: str) -> None:
     ended = subprocess.run(
         [BATON, "chat", *words], input="", capture_output=True, text=True, timeout=BOUND_S, check=False
     )

@@ -109,6 +109,8 @@ def test_a_rooms_table_wins_over_the_top_level_and_other_rooms_tables_are_not_re
         (["--model", ""], {}, "", "--model: must be a path"),
         ([], {}, 'model = ""', "{toml}: model = '': must be a path"),
         (["--model", "m", "--block-size", "13", "--dtype", "fp32"], {}, "", "--block-size 13 goes with bf16 only"),
+        (["--name", "caf\udce9"], {}, "", "--name caf\udce9: must be text in UTF-8"),
+        ([], {"BATON_ROUTERS": "a,\udce9"}, "", "BATON_ROUTERS=a,\udce9: must be text in UTF-8"),
         ([], {"BATON_BLOCK_SIZE": "big"}, "", "BATON_BLOCK_SIZE=big: must be a whole number between 1 and 1024"),
         ([], {}, "block_size = true", "{toml}: block_size = True: must be a whole number between 1 and 1024"),
         ([], {}, 'block_size = "8"', "{toml}: block_size = '8': must be a whole number between 1 and 1024"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from deploy import chat
 
 SAYS = "import sys\nfor _ in range(100):\n    print('x' * 1000, flush=True)\n    sys.stderr.write('y\\n')\nsys.exit(3)"
 
@@ -58,6 +61,16 @@ def test_what_is_said_while_a_command_runs_is_read_while_it_runs(tmp_path: Path,
         assert process.wait(60) == 0
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_what_a_locale_does_not_know_is_spelled_and_ends_no_command(tmp_path: Path, encoding: str) -> None:
+    """A run directory's name is any bytes, and `baton up` ended its cluster over it."""
+    (tmp_path / "says.py").write_text("import os\nprint('logs in', os.fsdecode(b'caf\\xe9'))\nprint('there')")
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path), PYTHONIOENCODING=encoding)
+    command = [sys.executable, "-m", "deploy.quiet_stop", "says"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "logs in caf\\udce9\nthere\n", "")
+
+
 @pytest.mark.parametrize("open_nowhere", [no_pipe, no_terminal])
 def test_a_command_comes_to_its_own_end_whoever_has_stopped_reading(
     tmp_path: Path, open_nowhere: Callable[[], int]
@@ -69,3 +82,13 @@ def test_what_a_full_disk_does_not_take_is_an_error_but_where_all_is_forgiven(tm
     assert ending(tmp_path, no_disk()) not in (0, 3)
     forgiving = "from deploy.heedless import outlive_readers\noutlive_readers(of_all=True)\n"
     assert ending(tmp_path, no_disk(), forgiving) == 3
+
+
+def test_a_chats_lines_that_a_disk_does_not_take_in_the_end_are_a_line_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = tmp_path / "folder" / "lines"
+    history.parent.mkdir()
+    with chat._line_history(history):
+        shutil.rmtree(history.parent)
+    assert capsys.readouterr().err == f"baton chat: --history {history}: was not kept: No such file or directory\n"

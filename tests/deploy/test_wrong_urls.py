@@ -100,6 +100,10 @@ def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsy
     [
         (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
         (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT]"),
+        (
+            ["http://h", "--api-key", "key\n"],
+            "--api-key: keys are printable ASCII; it has another character, a line's end perhaps",
+        ),
         (["https://h", "--tls-dir", "/nowhere"], "--tls-dir /nowhere: there is no ca.crt in it"),
     ],
 )
