@@ -84,9 +84,11 @@ _ROWS: Final[dict[str, tuple[_Panel, ...]]] = {
     "Who has room": (
         _Panel("Nodes up", "short", (("max by (node) (baton_router_node_up)", "{{node}}"),), is_stacked=True),
         _Panel(
-            "Blocks of decode nodes, by state",
+            "Blocks of nodes that decode, by state",
             "short",
-            (('sum by (state) (baton_node_blocks{role="decode"})', "{{state}}"),),
+            (  # as they say themselves: roles change
+                ("sum by (state) (baton_node_blocks and on (job, instance) (baton_node_decodes == 1))", "{{state}}"),
+            ),
             is_stacked=True,
         ),
         _Panel("Sequences that run", "short", (("sum by (instance) (baton_node_sequences_running)", "{{instance}}"),)),

@@ -17,7 +17,7 @@ from node.grammar_threads import Flaw
 from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
-from node.validate import MAX_CHOICE, Bounds, cancel_problem, dispatch_problem, move_problem
+from node.validate import MAX_CHOICE, MAX_ID_BYTES, Bounds, cancel_problem, dispatch_problem, move_problem
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 from runtime.logs import log_event
@@ -79,14 +79,16 @@ class Routers:
 
     def _refuse(self, router: RouterId, dispatch: pb.Dispatch, problem: str) -> None:
         self._counters.count("malformed_messages")
-        log_event(LOG, logging.WARNING, "dispatch_refused", router=router.name, node=self._name, problem=problem)
+        named = {"request": dispatch.request_id[:MAX_ID_BYTES], "router": router.name, "node": self._name}
+        log_event(LOG, logging.WARNING, "dispatch_refused", **named, problem=problem)
         # No other node would find it sound.
         self._give_back(router, dispatch, pb.INTERNAL, problem, is_retryable=False)
 
     def _turn_away(self, event: FromRouter, flaw: Flaw) -> None:
         """A grammar that the request asks for cannot be had. What is wrong with it is the client's, not for the log."""
-        code = pb.ErrorCode.Name(flaw.code)
-        log_event(LOG, logging.INFO, "grammar_refused", router=event.router.name, node=self._name, code=code)
+        request_id, code = event.message.dispatch.request_id, pb.ErrorCode.Name(flaw.code)
+        named = {"request": request_id, "router": event.router.name, "node": self._name}
+        log_event(LOG, logging.INFO, "grammar_refused", **named, code=code)
         is_retryable = flaw.code == pb.BUSY
         self._give_back(event.router, event.message.dispatch, flaw.code, flaw.reason, is_retryable=is_retryable)
 

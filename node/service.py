@@ -23,7 +23,7 @@ from node.identity import NodeIdentity
 from node.metrics import Counters
 from node.pd_error import pd_error
 from node.roles import role_named
-from node.validate import Bounds, release_problem, renew_problem, reserve_problem
+from node.validate import MAX_ID_BYTES, Bounds, release_problem, renew_problem, reserve_problem
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from proto.attempt_key import attempt_key
@@ -126,7 +126,7 @@ class NodeService(pb_grpc.NodeServicer):
             )
         problem = reserve_problem(request, self._bounds)
         if problem is not None:
-            self._malformed("Reserve", problem)
+            self._malformed("Reserve", request.key, problem)
             return self._refused(request, pb.INTERNAL, problem, False)
         flaw = None
         if self._knows_router(request) and request.HasField("grammar"):
@@ -149,7 +149,7 @@ class NodeService(pb_grpc.NodeServicer):
             return pb.RenewReply(life_ms=0)
         problem = renew_problem(request, self._bounds)
         if problem is not None:
-            self._malformed("Renew", problem)
+            self._malformed("Renew", request.key, problem)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         return await self._calls.renew(request, self._gate.post)
 
@@ -160,7 +160,7 @@ class NodeService(pb_grpc.NodeServicer):
             return pb.ReleaseReply()
         problem = release_problem(request, self._bounds)
         if problem is not None:
-            self._malformed("Release", problem)
+            self._malformed("Release", request.key, problem)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         self._gate.post(ReleaseAsked(request))
         return pb.ReleaseReply()
@@ -192,13 +192,16 @@ class NodeService(pb_grpc.NodeServicer):
         async for progress in self._ending.watch_change():
             yield progress
 
-    def _malformed(self, call: str, problem: str) -> None:
+    def _malformed(self, call: str, key: pb.AttemptKey, problem: str) -> None:
         self._counters.count("malformed_messages")
-        log_event(LOG, logging.WARNING, "call_refused", call=call, node=self._identity.name, problem=problem)
+        named = {"request": key.request_id[:MAX_ID_BYTES], "node": self._identity.name}
+        log_event(LOG, logging.WARNING, "call_refused", call=call, **named, problem=problem)
 
     def _refused(
         self, request: pb.ReserveRequest, code: pb.ErrorCode.ValueType, reason: str, is_retryable: bool
     ) -> pb.ReserveReply:
+        """The core counts those that it answers itself."""
+        self._counters.count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}")
         error = pd_error(code, reason, attempt_key(request.key), self._identity.name)
         error.retryable = is_retryable
         return pb.ReserveReply(error=error)

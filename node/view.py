@@ -9,13 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from connector.tally import Tally
 from engine.sequence import Phase
 from node.ending import Ending
 from node.events import NodeCore
@@ -25,6 +26,9 @@ from node.metrics import CODED_COUNTERS, PLAIN_COUNTERS, Counters
 from node.sizes import EngineSizes
 from proto import baton_pb2 as pb
 from runtime.version import versions
+
+_CODES: Final = tuple(name for name, code in pb.ErrorCode.items() if code != pb.ERROR_UNSPECIFIED)
+_COUNTED_BY_TRANSPORTS: Final = ("kv_bytes_sent", "kv_bytes_received", "links_refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,17 @@ class NodeView(Collector):
     def __init__(self, facts: NodeFacts, sources: Sources) -> None:
         self._facts = facts
         self._sources = sources
+        # What transports of earlier roles have counted: each begins with 0, and a counter may not fall.
+        self._past = {name: Tally() for name in _COUNTED_BY_TRANSPORTS}
         self._registry = CollectorRegistry()  # of its own: nothing is global
         self._registry.register(self)
 
     def show(self, facts: NodeFacts, sources: Sources) -> None:
         """Look at these from now on: the process has taken another role."""
+        last = self._sources.transport()
+        for name, past in self._past.items():
+            for key, number in _counts(last, name).items():
+                past.add(key, number)
         self._facts, self._sources = facts, sources
 
     @property
@@ -112,8 +122,8 @@ class NodeView(Collector):
             "leases": _number(snapshot, "leases"),
             "scheduler": _scheduler_state(cast(Mapping[str, object], snapshot.get("scheduler", {}))),
             "attempts": {name: value for name, value in snapshot.items() if name not in ("leases", "scheduler")},
-            "kv_bytes_sent": transport["kv_bytes_sent"],
-            "kv_bytes_received": transport["kv_bytes_received"],
+            "kv_bytes_sent": self._counted(transport, "kv_bytes_sent"),
+            "kv_bytes_received": self._counted(transport, "kv_bytes_received"),
             "transport": {name: value for name, value in transport.items() if not name.startswith("kv_bytes_")},
             "kv_pool": sources.kv_pool(),
             "counters": sources.counters.counts() | sources.counters.counts_by_code() | sources.measures.amounts(),
@@ -132,6 +142,13 @@ class NodeView(Collector):
         yield GaugeMetricFamily(
             "baton_node_ranks", "Processes that compute together (--tp)", value=self._facts.num_ranks
         )
+        role = self._facts.role
+        yield GaugeMetricFamily(
+            "baton_node_prefills", "1 while its role takes prompts (prefill, mixed), else 0", value=role != "decode"
+        )
+        yield GaugeMetricFamily(
+            "baton_node_decodes", "1 while its role generates (decode, mixed), else 0", value=role != "prefill"
+        )
         blocks = GaugeMetricFamily(
             "baton_node_blocks", "KV blocks by state, which add up to the pool", labels=["state"]
         )
@@ -149,7 +166,8 @@ class NodeView(Collector):
         for name, help_text in PLAIN_COUNTERS.items():
             yield CounterMetricFamily(f"baton_node_{name}", help_text, value=counts[name])
         for name, help_text in CODED_COUNTERS.items():
-            yield _family(f"baton_node_{name}", help_text, "code", by_code[name])
+            # 0 before the first one: a rate needs a beginning.
+            yield _family(f"baton_node_{name}", help_text, "code", dict.fromkeys(_CODES, 0) | by_code[name])
         yield from sources.measures.collect()
         yield GaugeMetricFamily(
             "baton_node_kv_pool_staged_blocks",
@@ -161,12 +179,23 @@ class NodeView(Collector):
             "baton_node_transfer_bytes", "KV handed to a link, or landed in place", labels=["peer", "direction"]
         )
         for direction in ("sent", "received"):
-            for peer, number in cast(Mapping[str, int], transport[f"kv_bytes_{direction}"]).items():
+            for peer, number in self._counted(transport, f"kv_bytes_{direction}").items():
                 moved.add_metric([peer, direction], number)
         yield moved
-        refused = cast(Mapping[str, int], transport.get("links_refused", {}))
+        refused = self._counted(transport, "links_refused")
         help_text = "Links that other processes tried to open and had no right to, by transport"
         yield _family("baton_node_links_refused", help_text, "transport", refused)
+
+    def _counted(self, transport: Mapping[str, object], name: str) -> dict[str, int]:
+        """Since the process began, in whichever role."""
+        counts = self._past[name].snapshot()
+        for key, number in _counts(transport, name).items():
+            counts[key] = counts.get(key, 0) + number
+        return dict(sorted(counts.items()))
+
+
+def _counts(transport: Mapping[str, object], name: str) -> Mapping[str, int]:
+    return cast(Mapping[str, int], transport.get(name, {}))
 
 
 def _scheduler_state(scheduler: Mapping[str, object]) -> dict[str, object]:

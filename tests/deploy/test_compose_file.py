@@ -128,6 +128,31 @@ def test_grafana_would_take_the_dashboard_and_the_file_is_what_the_code_makes() 
     }
 
 
+def labels_documented() -> dict[str, set[str]]:
+    """By metric, the labels that its process gives it."""
+    router = re.findall(r"^\| `(baton_router_[a-z_]+)` \| \w+ \|([^|]*)\|", (DOCS / "metrics.md").read_text(), re.M)
+    nodes = re.findall(r"^\| `([a-z_]+)` \|([^|]*)\|", (DOCS / "metrics_nodes.md").read_text(), re.M)
+    found = {name: set(re.findall(r"\w+", labels)) for name, labels in router}
+    return found | {f"baton_node_{name}": set(re.findall(r"`(\w+)`", labels)) for name, labels in nodes}
+
+
+def test_the_dashboard_asks_for_labels_that_a_process_gives_or_every_prometheus() -> None:
+    """One that somebody's scrape configuration gives may not be there, and does not change with what it tells of."""
+    documented = labels_documented()
+    num_asked = 0
+    for panel in dashboard()["panels"]:
+        for query in (target["expr"] for target in panel.get("targets", ())):
+            names = set(re.findall(r"baton_[a-z_]+", query))
+            given = {label for name in names for label in documented[re.sub(r"_(bucket|sum|count)$", "", name)]}
+            chosen = re.findall(r"(\w+)(?:!=|=~|=)\"", query)
+            grouped = [
+                word for words in re.findall(r"(?:by|on) \(([^)]*)\)", query) for word in re.findall(r"\w+", words)
+            ]
+            num_asked += len(chosen) + len(grouped)
+            assert {*chosen, *grouped} <= given | {"instance", "job", "le"}, query
+    assert num_asked > 20
+
+
 def test_every_metric_of_the_dashboard_is_documented() -> None:
     documented = set(re.findall(r"`(baton_router_[a-z_]+)`", (DOCS / "metrics.md").read_text()))
     documented |= {

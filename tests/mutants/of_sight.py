@@ -109,6 +109,22 @@ MUTANTS: Final = (
         _METRICS,
     ),
     Mutant(
+        "refused-before-the-core-and-not-counted",
+        "A Reserve that its core never hears of is refused, and no counter says so.",
+        "node/service.py",
+        '        self._counters.count(f"reserve_refused_{pb.ErrorCode.Name(code).lower()}")\n',
+        "",
+        ("tests/node/test_service.py",),
+    ),
+    Mutant(
+        "counters-that-fall-with-the-role",
+        "A node that takes another role forgets what bytes it has moved.",
+        "node/view.py",
+        "                past.add(key, number)\n",
+        "                pass\n",
+        ("tests/node/test_http.py",),
+    ),
+    Mutant(
         "happenings-without-bound",
         "A request that is refused for hours fills the memory.",
         "router/timeline.py",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ from node.http import make_app
 from node.identity import NodeIdentity
 from node.measures import Measures
 from node.metrics import Counters
+from node.roles import RoleName
 from node.sizes import EngineSizes
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
@@ -51,23 +52,40 @@ def transport() -> Mapping[str, object]:
     return {"kv_bytes_sent": {"decode-0": 4096}, "kv_bytes_received": {"prefill-0": 512}, "links": 1}
 
 
-async def _get(counters: Counters, measures: Measures, *paths: str, is_draining: bool = False) -> list[httpx.Response]:
+def seen(
+    counters: Counters,
+    measures: Measures,
+    role: RoleName = "decode",
+    moved: Callable[[], Mapping[str, object]] = transport,
+) -> tuple[NodeFacts, Sources]:
+    """A node of this role. On the loop."""
     facts = NodeFacts(
         identity=NodeIdentity("n0", 0xAB),
-        role="decode",
+        role=role,
         threads=2,
         is_bit_exact=True,
         fingerprint=pb.Fingerprint(dtype="fp32", block_size=16),
         sizes=EngineSizes(16, 25, 256),
     )
-    core = LoadedCore()
-    ending = Ending(25.0, "decode", frozenset())
+    core, ending = LoadedCore(), Ending(25.0, role, frozenset())
     ending.take_up(core)
+    return facts, Sources(core, counters, measures, moved, lambda: {"peers": {}}, dict, ending, lambda: True)
+
+
+def samples_of(text: str) -> dict[tuple[str, ...], float]:
+    """Each by its name and its labels' values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def _get(counters: Counters, measures: Measures, *paths: str, is_draining: bool = False) -> list[httpx.Response]:
+    facts, sources = seen(counters, measures)
     if is_draining:
-        ending.ask("the test")
-    view = NodeView(
-        facts, Sources(core, counters, measures, transport, lambda: {"peers": {}}, dict, ending, lambda: True)
-    )
+        sources.ending.ask("the test")
+    view = NodeView(facts, sources)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with (
@@ -119,11 +137,7 @@ def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     measures.observe("transfer_seconds", 0.25)
     measures.add("tokens_computed", "decode", 3)
     (answer,) = get(counters, "/metrics", measures=measures)
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
+    samples = samples_of(answer.text)
     assert samples["baton_node_blocks", "leased"] == 6  # not free
     assert samples["baton_node_blocks", "free"] == 3
     assert samples["baton_node_leases",] == 8
@@ -134,6 +148,8 @@ def test_metrics_count_leased_blocks_as_taken_and_parse() -> None:
     assert samples["baton_node_reserve",] == 0.5
     assert samples["baton_node_sequences_waiting",] == 1
     assert samples["baton_node_reserve_refused_total", "BUSY"] == 2
+    assert samples["baton_node_reserve_refused_total", "NO_BLOCKS"] == 0  # there before the first one
+    assert samples["baton_node_writes_refused_total", "CHECKSUM"] == 0
     assert samples["baton_node_transfer_bytes_total", "sent", "decode-0"] == 4096
     assert samples["baton_node_transfer_bytes_total", "received", "prefill-0"] == 512
     assert samples["baton_node_transfer_seconds_count",] == 1
@@ -155,6 +171,52 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there() -> No
     shown = {f.name.removeprefix("baton_node_") + ("_total" if f.type == "counter" else "") for f in families}
     assert all(family.name.startswith("baton_node_") and family.documentation for family in families)
     assert shown == set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.covers("O01")
+def test_what_a_node_has_moved_and_refused_in_an_earlier_role_is_counted_on() -> None:
+    """Each role has a transport of its own, which counts from 0; a counter that falls is a process that was restarted."""
+    first = {
+        "kv_bytes_sent": {"decode-0": 4096, "decode-1": 1},
+        "kv_bytes_received": {},
+        "links_refused": {"shm": 0, "zmq": 2},
+    }
+    second = {
+        "kv_bytes_sent": {"decode-1": 8},
+        "kv_bytes_received": {"prefill-0": 512},
+        "links_refused": {"shm": 1, "zmq": 0},
+    }
+
+    async def run() -> None:
+        view = NodeView(*seen(Counters(), Measures(), "prefill", lambda: first))
+        before = samples_of(view.metrics().decode())
+        view.show(*seen(Counters(), Measures(), "decode", lambda: second))
+        state, now = view.state(), samples_of(view.metrics().decode())
+        assert state["kv_bytes_sent"] == {"decode-0": 4096, "decode-1": 9}
+        assert state["kv_bytes_received"] == {"prefill-0": 512}
+        moved = "baton_node_transfer_bytes_total"
+        assert (now[moved, "sent", "decode-0"], now[moved, "sent", "decode-1"]) == (4096, 9)
+        assert now[moved, "received", "prefill-0"] == 512
+        refused = "baton_node_links_refused_total"
+        assert (now[refused, "shm"], now[refused, "zmq"]) == (1, 2)
+        counted = [name for name in before if name[0].endswith("_total")]
+        assert all(now[name] >= before[name] for name in counted)
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("O01")
+@pytest.mark.parametrize(("role", "prefills", "decodes"), [("prefill", 1, 0), ("decode", 0, 1), ("mixed", 1, 1)])
+def test_a_node_says_what_its_role_does_now(role: RoleName, prefills: int, decodes: int) -> None:
+    """Whoever scrapes it knows the role that it began with, at most."""
+
+    async def run() -> None:
+        view = NodeView(*seen(Counters(), Measures()))
+        view.show(*seen(Counters(), Measures(), role))
+        samples = samples_of(view.metrics().decode())
+        assert samples["baton_node_prefills",] == prefills and samples["baton_node_decodes",] == decodes
+
+    asyncio.run(run())
 
 
 @pytest.mark.covers("D08")

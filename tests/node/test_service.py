@@ -13,7 +13,7 @@ from node import events as ev
 from node.grammar_gate import GrammarGate
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
-from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
+from tests.node.grpc_node import INCARNATION, ROUTER, GrpcNode, serve_node
 from tests.node.test_validate import good_dispatch, good_reserve
 from tests.session.ends import until
 
@@ -138,6 +138,33 @@ def test_a_malformed_reserve_is_answered_with_an_error_that_names_the_field() ->
     error = call(pb.ROLE_DECODE, test)
     assert error.code == pb.INTERNAL and not error.retryable
     assert error.message.startswith("PD Error") and "block_keys" in error.message
+
+
+@pytest.mark.covers("O01", "O05")
+def test_a_reserve_or_a_dispatch_that_the_core_never_hears_of_is_counted_and_logged_by_its_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(node: GrpcNode, stub: pb_grpc.NodeAsyncStub) -> None:
+        strange = reserve_for(INCARNATION)
+        strange.router.incarnation += 1
+        wrong = reserve_for(INCARNATION)
+        wrong.block_keys.append(b"short")
+        codes = [
+            (await stub.Reserve(each)).error.code for each in (strange, wrong, reserve_for(INCARNATION - 1), wrong)
+        ]
+        assert codes == [pb.BUSY, pb.INTERNAL, pb.TRANSFER_FAILED, pb.INTERNAL]
+        counted = {"BUSY": 1, "INTERNAL": 2, "TRANSFER_FAILED": 1}
+        assert node.counters.counts_by_code()["reserve_refused"] == counted
+        dispatch = good_dispatch()
+        dispatch.prompt_token_ids.append(10**6)
+        node.routers.on_message(ROUTER, pb.RouterMessage(dispatch=dispatch))
+        assert node.events == []
+        said = {record.getMessage().split()[0]: record.getMessage() for record in caplog.records}
+        assert f" request={good_reserve().key.request_id} " in said["call_refused"]
+        assert f" request={dispatch.request_id} " in said["dispatch_refused"]
+
+    with caplog.at_level("INFO"):
+        call(pb.ROLE_DECODE, test)
 
 
 def test_a_prefill_node_takes_no_reserve() -> None:
