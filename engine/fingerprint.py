@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -63,6 +64,19 @@ def fingerprint_fields(model_dir: Path, dtype: str, block_size: int, kernels: st
         weights=digest.hexdigest(),
         kernels=kernels,
     )
+
+
+def files_state(model_dir: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes when a file is replaced or written to: equal before and after, what was read in between is one model's.
+
+    For each of config.json, indices and weights its name, inode, size and time.
+    """
+    found = []
+    for path in sorted([model_dir / "config.json", *model_dir.glob("*.safetensors*")]):
+        with suppress(OSError):  # whoever reads it says so
+            stat = path.stat()
+            found.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
 
 
 def _file_digest(path: Path) -> bytes:

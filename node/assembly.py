@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from engine.block_pool import BlockPool
+from engine.config_values import ModelError
 from engine.device import check_devices, choose_device, free_device_bytes, rank_device
-from engine.fingerprint import fingerprint_fields
+from engine.fingerprint import Fingerprint, files_state, fingerprint_fields
 from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
 from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
@@ -96,6 +97,7 @@ def build_engine(
     """
     torch.set_num_threads(config.threads_per_rank)
     device = choose_device(config.device)
+    state = files_state(config.model)
     model_config = read_model_config(config.model)
     check_split(model_config, config.tp)
     check_devices(device, config.tp)
@@ -110,7 +112,7 @@ def build_engine(
         _one_rank(config, sizes, dtype, device) if config.tp == 1 else _several_ranks(config, sizes, dtype, device)
     )
     model = machine.model
-    fields = fingerprint_fields(config.model, dtype, config.block_size, model.kernels.name)
+    fields = _fingerprint(config, dtype, model.kernels.name, state)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
     scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
@@ -137,6 +139,20 @@ def build_engine(
     )
     found = (machine.inexactness, model.shortfall)
     return NodeEngine(model_config, sizes, machine.memory, runner, grammars, machine.ranks, parts, *found)
+
+
+def _fingerprint(config: NodeConfig, dtype: str, kernels: str, state: object) -> Fingerprint:
+    """Of the very files that were read: were it the next model's, this one's KV would go into its sequences.
+
+    `state`: of the files before the first was read. Raises ModelError.
+    """
+    try:
+        fields = fingerprint_fields(config.model, dtype, config.block_size, kernels)
+        if files_state(config.model) == state:
+            return fields
+    except OSError:
+        pass  # one has gone meanwhile
+    raise ModelError(f"{config.model} was changed while it was read: start again once nobody writes to it")
 
 
 class _Machine(NamedTuple):

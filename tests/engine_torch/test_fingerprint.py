@@ -6,14 +6,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.config_values import ModelError
 from engine.fingerprint import Fingerprint, fingerprint_fields
-from engine.model import load_model
+from engine.model import Model, load_model
+from node.assembly import build_engine
+from node.config import NodeConfig
+from node.identity import NodeIdentity
 from proto import baton_pb2 as pb
 
 
@@ -110,3 +114,30 @@ def test_dtype_and_block_size_are_part_of_it(own_model_dir: Path) -> None:
         fingerprint_fields(own_model_dir, "fp32", 32, "torch"),
     ]
     assert len({one.to_bytes(), *(other.to_bytes() for other in others)}) == 3
+
+
+@pytest.mark.covers("H02")
+@pytest.mark.parametrize("change", ["replaced", "written to", "configured"])
+def test_a_model_that_is_changed_while_it_is_read_is_refused(
+    own_model_dir: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Else a node that computes with the old one would be taken for one that has the new."""
+    weights = own_model_dir / "model.safetensors"
+
+    def load_and_change(*args: Any) -> Model:
+        model = load_model(*args)
+        tensors = {name: 2 * tensor for name, tensor in load_file(weights).items()}
+        if change == "replaced":
+            save_file(tensors, own_model_dir / "new")
+            (own_model_dir / "new").replace(weights)
+        elif change == "written to":
+            flip_byte(weights, -1)
+        else:
+            (own_model_dir / "config.json").write_text((own_model_dir / "config.json").read_text() + " ")
+        return model
+
+    config = NodeConfig(model=own_model_dir, router=("127.0.0.1:1",), num_blocks=16)
+    build_engine(config, NodeIdentity("n", 1)).close()
+    monkeypatch.setattr("node.assembly.load_model", load_and_change)
+    with pytest.raises(ModelError, match=r"model was changed while it was read: start again"):
+        build_engine(config, NodeIdentity("n", 1))

@@ -59,4 +59,12 @@ MUTANTS: Final = (
         """        if "added_tokens_decoder" in settings:""",
         _TOKENIZER,
     ),
+    Mutant(
+        "a-model-changed-while-read",
+        "A model that is replaced while a node reads it lends the node its name, under which the old one's KV is then found.",
+        "node/assembly.py",
+        "        if files_state(config.model) == state:",
+        "        if files_state(config.model):",
+        _FINGERPRINT,
+    ),
 )
