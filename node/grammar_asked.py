@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ from node.grammar_book import STALL_S, Patience, Verdict
 from node.grammar_lines import MAX_BYTES, Asks, Outcome, Ready, Told, allowed_of, asked, opening, read_ready, read_told
 from runtime.process import computed_s
 
-COMPILE_S: Final = 5.0  # some a second, nearly all milliseconds
+COMPILE_S: Final = 5.0  # that it may compute until it has compiled; some a second, nearly all milliseconds
+COMPILE_WAIT_S: Final = 15.0  # by the clock: a node that has no third of a core for it is slow, and not the grammar
+CHECK_S: Final = 5.0  # for the beginning of a completion, by the clock
 
 
 class _Ask(NamedTuple):
@@ -45,12 +47,13 @@ class AskedProcess:
         self._rows, self._rows_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._rows.setblocking(False)
         self._lock = threading.Lock()  # of the checks
-        self._lines = self._checks.makefile("rb")
-        weakref.finalize(self, _close, self._lines, self._checks, self._rows)  # nobody waits at them any more
+        self._unread = b""  # of its answers to checks, what nobody has read yet
+        weakref.finalize(self, _close, self._checks, self._rows)  # nobody waits at them any more
         self._told: dict[int, Told | None] = {}  # by open row, what nobody has asked for yet
         self._ready: Ready | None = None  # it is compiling yet, as the rows know
         self._pid = 0  # the same, as either knows
         self.has_compiled = False  # as whoever checks knows
+        self.compiles_too_long = False  # it has computed for all that it may, and has not
         self._patience = Patience()
         self.used_at = 0.0
         self.verdict = Verdict.WAIT  # of the process: once it is another, it is killed
@@ -63,7 +66,7 @@ class AskedProcess:
         """Have it compile; the other ends are somebody else's. OSError: nobody's."""
         self._checks_there.close()
         self._rows_there.close()
-        self._checks.settimeout(COMPILE_S)  # as in check, which another thread may be in already
+        self._checks.settimeout(CHECK_S)  # to be told what to do: it reads at once
         self._checks.sendall(json.dumps(asdict(self.grammar)).encode() + b"\n")
 
     def hang_up(self) -> None:
@@ -77,21 +80,39 @@ class AskedProcess:
     def check(self, generated_token_ids: Iterable[int]) -> str:
         """What is wrong; "" if nothing is. Raises TimeoutError, and OSError: it has ended."""
         with self._lock:
-            self._checks.settimeout(COMPILE_S)
             if not self.has_compiled:
-                if problem := self._read_problem():
+                if problem := self._compiled():
                     return problem
                 self.has_compiled = True
             self._checks.sendall(json.dumps([*generated_token_ids]).encode() + b"\n")
-            return self._read_problem()
+            until = time.monotonic() + CHECK_S
+            problem, self._pid = self._next_answer(lambda: until - time.monotonic())
+            return problem
 
-    def _read_problem(self) -> str:
-        answer = self._lines.readline()
-        if not answer.endswith(b"\n"):
-            raise ConnectionResetError
-        problem: str
-        problem, self._pid = json.loads(answer)
+    def _compiled(self) -> str:
+        """What is wrong with the grammar, once it has compiled. Raises as check; of the time, what it has computed decides."""
+        until = time.monotonic() + COMPILE_WAIT_S
+        _, pid = self._next_answer(lambda: until - time.monotonic())  # it has begun
+        try:
+            problem, self._pid = self._next_answer(lambda: min(COMPILE_S - computed_s(pid), until - time.monotonic()))
+        except TimeoutError:
+            self.compiles_too_long = computed_s(pid) >= COMPILE_S
+            raise
         return problem
+
+    def _next_answer(self, left_s: Callable[[], float]) -> tuple[str, int]:
+        """Its next answer, and who it is. Raises TimeoutError once nothing is left of the time, and OSError: it has ended."""
+        while b"\n" not in self._unread:
+            if (wait_s := left_s()) <= 0:
+                raise TimeoutError
+            if _ready(self._checks, select.POLLIN, max(wait_s, 0.001)):
+                data = self._checks.recv(MAX_BYTES)
+                if not data:
+                    raise ConnectionResetError
+                self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        problem, pid = json.loads(line)
+        return problem, pid
 
     def say(self, row: int, *messages: bytes) -> None:
         """Send messages of a row, the first of which opens it. OSError: it has ended, or takes nothing."""
@@ -170,7 +191,7 @@ def _ready(end: socket.socket, events: int, timeout_s: float) -> int:
     return found[0][1] if found else 0
 
 
-def _close(*ends: IO[bytes] | socket.socket) -> None:
+def _close(*ends: socket.socket) -> None:
     for end in ends:
         end.close()
 

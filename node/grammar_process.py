@@ -154,6 +154,7 @@ class GrammarProcess:
     def _compile(self, grammar: Grammar) -> bool:
         """Say what is wrong with it; whether it can be followed."""
         self._grammar = grammar
+        self._tell("")  # that it has begun
         is_followed = self._answer([])
         if is_followed:
             self._has_compiled.set()
@@ -167,8 +168,11 @@ class GrammarProcess:
             self._grammars.check(self._grammar, generated_token_ids)
         except GrammarError as error:
             problem = str(error)
-        self._checks.sendall(json.dumps([problem, os.getpid()]).encode() + b"\n")
+        self._tell(problem)
         return not problem
+
+    def _tell(self, problem: str) -> None:
+        self._checks.sendall(json.dumps([problem, os.getpid()]).encode() + b"\n")
 
     def _follow(self) -> None:
         assert self._grammar is not None

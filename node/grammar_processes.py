@@ -26,7 +26,7 @@ from typing import Final
 from engine.binding import Nothing
 from engine.grammars import GrammarError
 from engine.plan import Grammar
-from node.grammar_asked import COMPILE_S, AskedProcess, Row
+from node.grammar_asked import COMPILE_S, COMPILE_WAIT_S, AskedProcess, Row
 from node.grammar_book import STALL_CPU_S, STALL_S, GrammarBook, GrammarsBusyError, Verdict
 from node.grammar_lines import MAX_BYTES
 from runtime.config import child_environment
@@ -120,7 +120,8 @@ class GrammarProcesses:
     def check(self, grammar: Grammar, generated_token_ids: Sequence[int] = ()) -> None:
         """Compile it, try it, and follow it along a completion; raises GrammarError if nothing can follow, or too slowly.
 
-        GrammarsBusyError: too many others are followed, or it was compiled elsewhere in time, as its completion shows.
+        GrammarsBusyError: too many others are followed, or it may well be compiled in time elsewhere: its process was given too
+        little time to compute, or its completion has begun, which shows that it was.
         """
         process = self._find(grammar)
         cpu_then_s = process.cpu_s()
@@ -129,10 +130,11 @@ class GrammarProcesses:
         except TimeoutError:
             cpu_s = process.cpu_s() - cpu_then_s
             self._drop(process)
-            if not process.has_compiled and generated_token_ids:
-                raise GrammarsBusyError(f"its grammar takes longer than {COMPILE_S:g} s to compile here") from None
-            if not process.has_compiled:
+            if not process.has_compiled and process.compiles_too_long and not generated_token_ids:
                 raise GrammarError(f"it takes longer than {COMPILE_S:g} s to compile") from None
+            if not process.has_compiled:
+                most_s = COMPILE_S if process.compiles_too_long else COMPILE_WAIT_S
+                raise GrammarsBusyError(f"its grammar takes longer than {most_s:g} s to compile here") from None
             if cpu_s < STALL_CPU_S:
                 raise GrammarsBusyError("the process of its grammar does not answer") from None
             raise GrammarError(TOO_SLOW) from None

@@ -152,6 +152,14 @@ MUTANTS: Final = (
         _ENGINE,
     ),
     Mutant(
+        "no-time-to-compile-blamed-on-the-grammar",
+        "A grammar whose process had no time to compile, on a busy machine, is refused with 400, as one that takes too long is.",
+        "node/grammar_processes.py",
+        "process.compiles_too_long and not generated_token_ids",
+        "not generated_token_ids",
+        _PROCESSES,
+    ),
+    Mutant(
         "refused-grammar-taken-again",
         "What held up a step may do so again.",
         "node/grammar_processes.py",

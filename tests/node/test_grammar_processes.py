@@ -43,7 +43,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a process stands still, nobody gives it up; what it has computed counts as ever."""
     for module in (grammar_asked, grammar_book, grammar_processes):
         monkeypatch.setattr(module, "STALL_S", PATIENCE_S)
-    monkeypatch.setattr(grammar_asked, "COMPILE_S", PATIENCE_S)
+    for name in ("COMPILE_S", "COMPILE_WAIT_S", "CHECK_S"):
+        monkeypatch.setattr(grammar_asked, name, PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +248,25 @@ def test_what_compiles_too_slowly_is_nobodys_fault_where_its_completion_has_begu
         processes.check(Grammar("regex", "([a-z]{1,20} ){1,29}", False, (END,)))
     with pytest.raises(GrammarsBusyError, match="to compile here"):
         processes.check(Grammar("regex", "([a-z]{1,20} ){1,28}", False, (END,)), (97,))
+
+
+@pytest.mark.covers("A14")
+def test_a_grammar_whose_process_is_given_no_time_to_compile_is_not_called_slow(
+    processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is busy with others: another node, or this one a moment later, compiles it in time."""
+    processes.open()
+    assert processes.pid is not None
+    grammar = Grammar("regex", "([a-z]{1,20} ){1,27}", False, (END,))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_asked, "COMPILE_WAIT_S", 0.2)
+        stop(processes.pid)
+        try:
+            with pytest.raises(GrammarsBusyError, match="to compile here"):
+                processes.check(grammar)
+        finally:
+            os.kill(processes.pid, signal.SIGCONT)
+    processes.check(grammar)
 
 
 def test_closing_waits_for_nothing_that_loads() -> None:
