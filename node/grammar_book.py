@@ -6,6 +6,7 @@ if nobody has for a while; a completion that is still bound by it starts it anew
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from enum import Enum, auto
 from typing import Final, Generic, TypeVar
@@ -69,7 +70,7 @@ class GrammarBook(Generic[W]):
         self._max_processes = max_processes
         self._max_refused = max_refused
         self._used: OrderedDict[Grammar, tuple[W, float]] = OrderedDict()  # the longest unused first
-        self._refused: OrderedDict[Grammar, None] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()  # digests: a client's text may be long, and is to go
 
     def __len__(self) -> int:
         return len(self._used)
@@ -106,17 +107,24 @@ class GrammarBook(Generic[W]):
 
     def refuse(self, grammar: Grammar) -> None:
         """Nobody is to follow it again; the first of too many is forgotten."""
-        self._refused[grammar] = None
-        self._refused.move_to_end(grammar)
+        digest = _digest(grammar)
+        self._refused[digest] = None
+        self._refused.move_to_end(digest)
         if len(self._refused) > self._max_refused:
             self._refused.popitem(last=False)
 
     def is_refused(self, grammar: Grammar) -> bool:
         """Whether it held up a step."""
-        return grammar in self._refused
+        return bool(self._refused) and _digest(grammar) in self._refused
 
     def take_all(self) -> list[W]:
         """All processes, of which none is in the book from now on."""
         processes = [process for process, _ in self._used.values()]
         self._used.clear()
         return processes
+
+
+def _digest(grammar: Grammar) -> bytes:
+    """Of all that it is equal to another by."""
+    form = f"{grammar.kind} {grammar.is_compact} {grammar.end_token_ids}\n"
+    return hashlib.sha256((form + grammar.text).encode("utf-8", "surrogatepass")).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine.plan import Grammar
 from node.grammar_book import (
     ANSWER_S,
+    MAX_REFUSED,
     QUIET_S,
     STALL_CPU_S,
     STALL_S,
@@ -134,3 +136,21 @@ def test_a_mask_arrives_as_it_was_sent(allowed: list[bool], row: int) -> None:
     else:
         assert found.outcome is Outcome.NOTHING
     assert read_told(told(row, None, 0.0, 0)).outcome is Outcome.ANYTHING
+
+
+@pytest.mark.covers("A14")
+def test_what_is_remembered_of_a_refused_grammar_is_no_longer_for_a_long_one() -> None:
+    """The most that there may be of the longest that clients may send, one letter of which makes the others four bytes wide."""
+    most_bytes = 300 * MAX_REFUSED
+    tracemalloc.start()
+    try:
+        book: GrammarBook[int] = GrammarBook()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(MAX_REFUSED):
+            book.refuse(Grammar("regex", f"{number}\U0001f512" + "a" * ((64 << 10) - 10), False, (1,)))
+        assert tracemalloc.get_traced_memory()[0] - before < most_bytes
+    finally:
+        tracemalloc.stop()
+    assert book.is_refused(Grammar("regex", "7\U0001f512" + "a" * ((64 << 10) - 10), False, (1,)))
+    assert not book.is_refused(Grammar("ebnf", "7\U0001f512" + "a" * ((64 << 10) - 10), False, (1,))), "of a kind"
+    assert not book.is_refused(Grammar("regex", "7\U0001f512" + "a" * ((64 << 10) - 10), True, (1,))), "of a form"
