@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -146,12 +146,10 @@ def _fingerprint(config: NodeConfig, dtype: str, kernels: str, state: object) ->
 
     `state`: of the files before the first was read. Raises ModelError.
     """
-    try:
+    with suppress(OSError):  # one has gone meanwhile
         fields = fingerprint_fields(config.model, dtype, config.block_size, kernels)
         if files_state(config.model) == state:
             return fields
-    except OSError:
-        pass  # one has gone meanwhile
     raise ModelError(f"{config.model} was changed while it was read: start again once nobody writes to it")
 
 
