@@ -38,6 +38,7 @@ from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is
 
 READY_POLL_S: Final = 0.05
 SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
+_TRIAL: Final = bytes(1 << 16)
 ROUTER_LEAD_S: Final = 1.5  # for the router to answer its clients; it grants them 1 s to take that
 
 
@@ -361,8 +362,8 @@ def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
         fatal(f"baton up: --run-dir {run_dir}: {why}")
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with TemporaryFile(dir=run_dir):  # before anything is started
-            pass
+        with TemporaryFile(dir=run_dir, buffering=0) as trial:  # before anything is started
+            trial.write(_TRIAL)  # a full disk takes files, and nothing in them: no log would say what is wrong
         (run_dir / "cluster.json").unlink(missing_ok=True)
     except BlockingIOError:
         fatal(f"baton up: --run-dir {run_dir}: another baton up runs there; choose another directory")

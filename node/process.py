@@ -59,7 +59,7 @@ from node.measures import Measures
 from node.metrics import Counters
 from node.pool_book import PoolBook
 from node.port import NodePort
-from node.ready_file import write_ready_file
+from node.ready_file import why_not_told
 from node.roles import ROLES, RoleName, prefills_locally, rules_of
 from node.runner_thread import RunnerThread
 from node.spans import AttemptSpans
@@ -235,7 +235,9 @@ class _NodeProcess:
         else:
             registry.start()
         entry = self._entry(incarnation, listeners)
-        write_ready_file(config.ready_file, incarnation.role, entry, is_encrypted=self._credentials.is_encrypted)
+        scheme = "https://" if self._credentials.is_encrypted else ""
+        if (flaw := why_not_told(config.ready_file, incarnation.role, entry, scheme)) and not has_changed:
+            raise _CannotServe(flaw)
         told = {"node": entry.node.name, "role": incarnation.role, "grpc": entry.grpc_address}
         log_event(LOG, logging.INFO, "node_ready", **told, kernels=entry.fingerprint.kernels)
         if has_changed:

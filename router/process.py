@@ -64,7 +64,7 @@ from runtime.process import (
     reached_here,
     warn_if_exposed,
     why_not_listening,
-    write_atomically,
+    write_ready_file,
 )
 from runtime.redis_address import DEFAULT_NAMESPACE, EMBEDDED
 from runtime.registry_server import TTL_S, RegistryHandler, RegistryServer
@@ -330,10 +330,9 @@ def address_here(config: RouterConfig, port: int) -> str:
 
 
 def _announce(config: RouterConfig, url: str, registry: str, model: str) -> None:
-    """Say, in the log and the ready file, where the router is."""
+    """Say, in the log and the ready file, where the router is. Raises CannotWrite."""
     log_event(_LOG, logging.INFO, "router_listening", url=url, registry=registry)
-    if config.ready_file is not None:
-        write_atomically(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid(), "model": model})
+    write_ready_file(config.ready_file, {"url": url, "registry": registry, "pid": os.getpid(), "model": model})
 
 
 def dying_of(bug: asyncio.Future[None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:

@@ -38,7 +38,7 @@ from runtime.process import (
     first_signal,
     ignore_hangups,
     is_everywhere,
-    write_atomically,
+    write_ready_file,
 )
 from runtime.redis_address import EMBEDDED
 from runtime.session import Peer
@@ -246,10 +246,9 @@ class _Parent:
         url = f"{self._credentials.scheme}://{address_here(self._config, self._listener.getsockname()[1])}"
         pids = [self._children[index].process.pid for index in sorted(self._children)]
         log_event(_LOG, logging.INFO, "router_listening", url=url, registry=self._registry, workers=len(pids))
-        if self._config.ready_file is not None:
-            name = self._config.served_model_name or self._config.model.resolve().name
-            told = {"url": url, "registry": self._registry, "pid": os.getpid(), "model": name, "workers": pids}
-            write_atomically(self._config.ready_file, told)
+        name = self._config.served_model_name or self._config.model.resolve().name
+        told = {"url": url, "registry": self._registry, "pid": os.getpid(), "model": name, "workers": pids}
+        write_ready_file(self._config.ready_file, told)
 
     # ---------------------------------------------------------------- what workers say
 

@@ -29,6 +29,7 @@ from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
+_TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -132,10 +133,25 @@ def check_writable(flag: str, path: Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _unfinished(path).touch()
-        _unfinished(path).unlink()
+        try:
+            _unfinished(path).write_bytes(_TRIAL)
+        finally:
+            _unfinished(path).unlink(missing_ok=True)
     except OSError as error:
-        raise CannotWrite(f"{flag} {path}: cannot be written: {error.strerror}") from None
+        raise _cannot_write(flag, path, error) from None
+
+
+def write_ready_file(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Tell whoever has started this process where it is, if anybody asked. Raises CannotWrite."""
+    if path is not None:
+        try:
+            write_atomically(path, content)
+        except OSError as error:  # the disk has become full since `check_writable`, say
+            raise _cannot_write("--ready-file", path, error) from None
+
+
+def _cannot_write(flag: str, path: Path, error: OSError) -> CannotWrite:
+    return CannotWrite(f"{flag} {path}: cannot be written: {error.strerror}")
 
 
 def _unfinished(path: Path) -> Path:

@@ -28,6 +28,7 @@ from runtime.process import (
     is_loopback,
     warn_if_exposed,
     write_atomically,
+    write_ready_file,
 )
 
 CHILD = (
@@ -232,6 +233,17 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
     for path in (tmp_path / "no" / "x", tmp_path / "ready.json" / "x", tmp_path):
         with pytest.raises(CannotWrite, match=f"^--ready-file {path}: cannot be written: "):
             check_writable("--ready-file", path)
+
+
+def test_a_disk_that_takes_files_and_nothing_in_them_is_found_before(tmp_path: Path) -> None:
+    """As a full one does."""
+    say = "import sys, pathlib, runtime.process as p; p.check_writable('--ready-file', pathlib.Path(sys.argv[1]))"
+    full = ["bash", "-c", 'ulimit -f 0; exec "$@"', "-", sys.executable, "-c", say, str(tmp_path / "ready.json")]
+    result = subprocess.run(full, capture_output=True, text=True, check=False)
+    assert f"CannotWrite: --ready-file {tmp_path / 'ready.json'}: cannot be written: File too large" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CannotWrite, match=f"^--ready-file {tmp_path / 'no' / 'x'}: cannot be written: "):
+        write_ready_file(tmp_path / "no" / "x", {})  # it was there before
 
 
 @pytest.mark.covers("X04")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import START_BOUND_S, started_launcher
+from tests.e2e.cluster import BATON, START_BOUND_S, started_launcher
 from tests.e2e.test_launch import errors_in, loading_nodes, processes_of, run_to_the_end
 
 
@@ -18,6 +19,18 @@ def test_a_run_directory_that_cannot_be_written_is_one_line_and_exit_code_2(
     assert code == 2, output
     (line,) = output.splitlines()
     assert line.startswith(f"baton up: --run-dir {run_dir}: ")
+
+
+def test_a_disk_that_takes_files_and_nothing_in_them_is_one_line_and_exit_code_2(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As a full one does: no log would have said what was wrong."""
+    command = [BATON, "up", "--model", str(tiny_model), "--port", "0", "--run-dir", str(tmp_path / "run")]
+    full = ["bash", "-c", 'ulimit -f 0; exec "$@"', "-", *command]
+    result = subprocess.run(full, capture_output=True, text=True, timeout=START_BOUND_S, check=False)
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert result.stderr == f"baton up: --run-dir {tmp_path / 'run'}: cannot be written: File too large\n"
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["router.log", "decode-0.log", "cluster.json"])

@@ -21,6 +21,22 @@ MUTANTS: Final = (
         ("tests/deploy/test_heedless.py",),
     ),
     Mutant(
+        "ends-with-a-locale",
+        "A name or a text that the locale does not know ends a command with a traceback, and `baton up` with its cluster.",
+        "deploy/heedless.py",
+        'errors="backslashreplace" if stream.errors == "strict" else stream.errors,',
+        "errors=stream.errors,",
+        ("tests/deploy/test_heedless.py",),
+    ),
+    Mutant(
+        "starts-on-a-full-disk",
+        "`baton up` starts on a disk that takes nothing, and nothing says why its processes end.",
+        "deploy/launcher.py",
+        "            trial.write(_TRIAL)",
+        "            pass",
+        ("tests/e2e/test_launch_run_dir.py",),
+    ),
+    Mutant(
         "logs-not-appended-to",
         "A log that is cut off while it is written goes on where it was, behind zeros, and its room is not to be had back.",
         "deploy/child_process.py",

@@ -131,6 +131,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _CHANGE,
     ),
     Mutant(
+        "role-ends-on-a-full-disk",
+        "A node that cannot write its ready file ends when it takes another role, though nobody reads that file any more.",
+        "node/process.py",
+        "entry, scheme)) and not has_changed:",
+        "entry, scheme)):",
+        ("tests/node/test_role_process.py",),
+    ),
+    Mutant(
         "role-kept-for-what-it-never-did",
         "A prefill node is not changed where nobody decodes, though that may be what is lacking.",
         "deploy/role.py",

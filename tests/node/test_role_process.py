@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -39,7 +40,9 @@ class RoleRouter(TestRouter):
 
 
 @asynccontextmanager
-async def node_of_all_roles(model_dir: Path) -> AsyncIterator[tuple[RoleRouter, asyncio.subprocess.Process]]:
+async def node_of_all_roles(
+    model_dir: Path, *more: str
+) -> AsyncIterator[tuple[RoleRouter, asyncio.subprocess.Process]]:
     """`baton prefill`, which its router has a session with."""
     router = RoleRouter()
     registry, server = RegistryServer(router, ttl_s=100), grpc.aio.server()
@@ -47,7 +50,7 @@ async def node_of_all_roles(model_dir: Path) -> AsyncIterator[tuple[RoleRouter, 
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     arguments = ["--model", str(model_dir), "--router", address, "--threads", "1", "--num-blocks", "300"]
-    command = [sys.executable, "-c", PATIENT_NODE, "deploy.node_process", "prefill", *arguments]
+    command = [sys.executable, "-c", PATIENT_NODE, "deploy.node_process", "prefill", *arguments, *more]
     process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         async with asyncio.timeout(250):
@@ -70,10 +73,17 @@ async def change(address: str, role: pb.Role.ValueType, timeout_ms: int = 90_000
 
 
 @pytest.mark.covers("C11", "D08", "R13")
-def test_a_process_takes_role_after_role_and_to_its_router_each_is_another_process(model_dir: Path) -> None:
+def test_a_process_takes_role_after_role_and_to_its_router_each_is_another_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    ready_file = tmp_path / "gone" / "ready.json"
+    ready_file.parent.mkdir()
+
     async def scene() -> None:
-        async with node_of_all_roles(model_dir) as (router, process):
+        async with node_of_all_roles(model_dir, "--ready-file", str(ready_file)) as (router, process):
             address = router.entries[0].grpc_address
+            await until(ready_file.exists, within_s=60)
+            shutil.rmtree(ready_file.parent)  # or its disk has become full: whoever waited has read it
             for number, role in enumerate((pb.ROLE_DECODE, pb.ROLE_MIXED, pb.ROLE_PREFILL), 1):
                 last = (await change(address, role))[-1]
                 assert last.has_changed and not last.was_cut_short
