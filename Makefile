@@ -33,6 +33,8 @@ PROTO_FLAGS := --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=.
 # Types are checked while kernels compile and packages come. What a recipe starts, another make too, knows nothing of that.
 MAKEFLAGS += --jobs=2
 unexport MAKEFLAGS
+# Bytecode is kept, whatever the shell says: without it each node compiles torch's modules anew, which is most of its start.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup up test bench lint format proto tree docs pictures sim soak fuzz mutants compose-test clients coverage-table clean
 
 help: ## this list
@@ -117,7 +119,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then every test
 	@$(PYTHON) -m pytest -n 3 --dist loadfile $(TEST_FLAGS)
 
-bench: $(STAMP) $(KERNELS) ## eleven benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+bench: $(STAMP) $(KERNELS) ## twelve benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
 	@$(PYTHON) -m bench $(BENCH_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy
