@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.distribution import percentile
-from bench.frame import check_files
+from bench.frame import check_files, check_model
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from connector.kv_record import KvRecords
@@ -66,6 +66,7 @@ class StepBenchConfig:
 
     def __post_init__(self) -> None:
         check_files(self.output)
+        check_model(self.model)
 
     @property
     def longest(self) -> int:
