@@ -77,9 +77,7 @@ class GrammarThreads:
             return Flaw(pb.BUSY, "xgrammar is being loaded")
         try:
             return await asyncio.wait_for(asyncio.wrap_future(job.done), self._check_s)
-        except (
-            TimeoutError
-        ):  # what a grammar has computed, its process knows, and whoever checks: nothing says that it is to blame
+        except TimeoutError:  # nothing says that the grammar is to blame: what it has computed, its process knows
             return Flaw(pb.BUSY, f"its grammar was not compiled within {self._check_s:g} s here")
 
     async def stop(self, timeout_s: float = 1.0) -> None:
