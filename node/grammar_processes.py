@@ -40,6 +40,13 @@ USED_EVERY_S: Final = 1.0  # the book is told of a process's use
 TOO_SLOW: Final = "it can be read in too many ways: a step had to wait for it too long"
 
 
+class _EndedCompiling(GrammarError):
+    """Its process has ended as it compiled: of the grammar, or of whatever else ends processes, such as want of memory."""
+
+    def __init__(self) -> None:
+        super().__init__("it ended the process that compiled it")
+
+
 class GrammarProcesses:
     """Of one model's vocabulary. Any thread may call any method; one thread at a time has rows."""
 
@@ -123,6 +130,12 @@ class GrammarProcesses:
         GrammarsBusyError: too many others are followed, or it may well be compiled in time elsewhere: its process was given too
         little time to compute, or its completion has begun, which shows that it was.
         """
+        try:
+            self._check(grammar, generated_token_ids)
+        except _EndedCompiling:
+            self._check(grammar, generated_token_ids)  # the grammar's doing, if it does so again
+
+    def _check(self, grammar: Grammar, generated_token_ids: Sequence[int]) -> None:
         process = self._find(grammar)
         cpu_then_s = process.cpu_s()
         try:
@@ -153,7 +166,7 @@ class GrammarProcesses:
             return GrammarError(TOO_SLOW)
         if was is Verdict.LOST or process.has_compiled or forker is None or forker.poll() is not None:
             return GrammarsBusyError("the process of its grammar was ended meanwhile")
-        return GrammarError("it ended the process that compiled it")
+        return _EndedCompiling()
 
     def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Row | Nothing:
         """See Binder. Its process is there, unless it was forgotten; then it is begun, and the row's first step waits for it."""

@@ -160,6 +160,14 @@ MUTANTS: Final = (
         _PROCESSES,
     ),
     Mutant(
+        "killed-compiler-blamed-on-the-grammar",
+        "A grammar whose process the kernel killed as it compiled, for want of memory, is refused with 400.",
+        "node/grammar_processes.py",
+        "            self._check(grammar, generated_token_ids)  # the grammar's doing, if it does so again\n",
+        "            raise\n",
+        _PROCESSES,
+    ),
+    Mutant(
         "refused-grammar-taken-again",
         "What held up a step may do so again.",
         "node/grammar_processes.py",

@@ -269,6 +269,37 @@ def test_a_grammar_whose_process_is_given_no_time_to_compile_is_not_called_slow(
     processes.check(grammar)
 
 
+@pytest.mark.covers("A14")
+def test_a_process_that_is_killed_as_it_compiles_is_not_taken_for_its_grammars_victim(
+    processes: GrammarProcesses,
+) -> None:
+    """The kernel may kill it for want of memory; who does it twice is the grammar."""
+    processes.open()
+    forker = processes.pid
+    assert forker is not None
+    others = pids_of(forker)
+    killed: list[int] = []
+
+    def kill_the_next(number: int) -> None:
+        while len(killed) < number:
+            for pid in pids_of(forker) - others - {*killed}:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    for number, letters in ((1, 2000), (2, 1999)):
+        killed.clear()
+        killing = threading.Thread(target=kill_the_next, args=(number,))
+        killing.start()
+        slow = Grammar("regex", f"[a-z ]{{1,{letters}}}", False, (END,))  # to compile: a fifth of a second
+        if number == 1:
+            processes.check(slow)
+        else:
+            with pytest.raises(GrammarError, match="ended the process that compiled it"):
+                processes.check(slow)
+        killing.join()
+        others = pids_of(forker)
+
+
 def test_closing_waits_for_nothing_that_loads() -> None:
     loading = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
     faults: list[Exception] = []
