@@ -337,7 +337,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
     """The boundary of one request: a bug in it is logged and costs nobody else anything."""
     headers = id_header(request)
     request_id = headers.setdefault(REQUEST_ID, secrets.token_hex(12))
-    _LOG.error("request_failed request=%s path=%s", request_id, request.url.path, exc_info=error)
+    _LOG.error("event=request_failed request=%s path=%s", request_id, request.url.path, exc_info=error)
     return error_answer(ApiError(500, "Internal error; the router's log says more.", code="INTERNAL"), headers)
 
 

@@ -116,7 +116,8 @@ class RouterShell:
             )
         )
         if self._spans is not None:
-            self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices)
+            ago_s = self.now() - arrival.at
+            self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices, ago_s)
         if self._is_closed:
             self._end(request.request_id, _shutting_down(request.request_id))
         elif answer.known_end is None:

@@ -33,10 +33,15 @@ class RequestSpans:
         self._requests: dict[str, TracedSpan] = {}
         self._attempts: dict[str, dict[int, _Dispatched]] = {}  # request -> choice -> where it is
 
-    def begin(self, request_id: str, traceparent: str, num_prompt_tokens: int, num_choices: int) -> None:
-        """A request has come; `traceparent` is its client's, if it sent one."""
+    def begin(self, request_id: str, traceparent: str, num_prompt_tokens: int, num_choices: int, ago_s: float) -> None:
+        """A request came `ago_s` ago, and has been read; `traceparent` is its client's, if it sent one."""
         self._requests[request_id] = self._tracing.begin(
-            "request", traceparent, request_id=request_id, prompt_tokens=num_prompt_tokens, choices=num_choices
+            "request",
+            traceparent,
+            ago_s=ago_s,
+            request_id=request_id,
+            prompt_tokens=num_prompt_tokens,
+            choices=num_choices,
         )
         self._attempts[request_id] = {}
 
@@ -46,8 +51,10 @@ class RequestSpans:
         if request is None:
             return
         request_id, number = message.request_id, message.attempt
-        nodes = {"sender": node, "receiver": message.target.node.name}
-        span = self._tracing.begin("attempt", request.traceparent, request_id=request_id, attempt=number, **nodes)
+        receiver = message.target.node.name
+        span = self._tracing.begin(
+            "attempt", request.traceparent, request_id=request_id, attempt=number, sender=node, receiver=receiver
+        )
         message.traceparent = span.traceparent
         choices = {branch.choice for branch in message.branches}
         self._attempts[message.request_id].update(dict.fromkeys(choices, _Dispatched(span, choices)))

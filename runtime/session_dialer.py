@@ -303,7 +303,7 @@ async def _write(
     try:
         await write_frames(driver, stream, wake, call.write)
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-        LOG.debug("session_write_failed reason=%r", error)  # the reader hears why, and tells the session
+        LOG.debug("event=session_write_failed reason=%r", error)  # the reader hears why, and tells the session
 
 
 async def _probe(address: str) -> None:

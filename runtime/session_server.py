@@ -243,4 +243,4 @@ class SessionServer:
         try:
             await write_frames(driver, stream.number, stream.wake, write)
         except grpc.aio.BaseError:
-            LOG.debug("session_write_failed stream=%d", stream.number)  # over: the reader tells the session
+            LOG.debug("event=session_write_failed stream=%d", stream.number)  # over: the reader tells the session

@@ -8,6 +8,7 @@ collector that is slow or gone costs spans, never a request. No prompt, token or
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -59,14 +60,18 @@ class Tracing:
         self._provider = provider
         self._tracer = tracer
 
-    def begin(self, name: str, traceparent: str, **attributes: Attribute) -> TracedSpan:
-        """A span within the one that `traceparent` names; one that names none, or nothing, begins a trace."""
+    def begin(self, name: str, traceparent: str, *, ago_s: float = 0.0, **attributes: Attribute) -> TracedSpan:
+        """A span within the one that `traceparent` names; one that names none, or nothing, begins a trace.
+
+        `ago_s`: so long ago it began.
+        """
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
         named = {f"baton.{key}": value for key, value in attributes.items()}
-        return TracedSpan(self._tracer.start_span(name, parent, attributes=named))
+        begun_at = time.time_ns() - int(ago_s * 1e9)
+        return TracedSpan(self._tracer.start_span(name, parent, attributes=named, start_time=begun_at))
 
     async def close(self) -> None:
         """Tell what is left, within a bounded time.

@@ -141,6 +141,7 @@ WALL_CLOCK_FILES: Final = {
     "deploy/doctor.py": "how far hosts' clocks are apart, for people: nothing depends on it",
     "bench/machine.py": "the date in a result file, for its reader",
     "runtime/certificates.py": "certificates say by the clock when they end",
+    "runtime/tracing.py": "spans say by the clock when they began, for a collector: nothing depends on it",
 }
 ENVIRONMENT: Final = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 ENVIRONMENT_FILE: Final = "runtime/config.py"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -294,6 +296,22 @@ def test_a_log_line_is_an_event_with_values_that_can_be_split_again() -> None:
     )
     assert bare.endswith(" INFO router transport_stuck")
     assert plain.endswith(" INFO router plain words = nothing")
+
+
+@pytest.mark.covers("O05")
+def test_every_form_that_is_logged_is_an_events() -> None:
+    """Of another one the fields are printed as they are: a client's word with a new line in it would be a line of the log."""
+    root = Path(__file__).resolve().parents[2]
+    rooms = ("connector", "decode_node", "engine", "kernels", "mixed_node", "node", "prefill_node", "router", "runtime")
+    calls = [
+        node
+        for room in rooms
+        for path in (root / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and re.fullmatch(r"_?LOG\.(debug|info|warning|error)", ast.unparse(node.func))
+    ]
+    forms = [ast.literal_eval(call.args[0]) for call in calls]
+    assert len(forms) > 10 and [form for form in forms if not form.startswith("event=")] == []
 
 
 @pytest.mark.covers("O05")

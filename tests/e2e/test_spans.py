@@ -19,8 +19,13 @@ from typing import Any, Final
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from runtime.tracing import CLOSE_TIMEOUT_S
+from proto import baton_pb2 as pb
+from router.spans import RequestSpans
+from runtime.tracing import CLOSE_TIMEOUT_S, Tracing
 from tests.e2e.fault_clients import Stream, body
 from tests.e2e.role_by_role import started_role_by_role, wait_until
 
@@ -137,6 +142,20 @@ def test_the_spans_of_router_prefill_and_decode_share_the_clients_trace_and_nest
         assert decode["parent"] == second["id"] and decode["node"] == last["receiver"] and decode["attempt"] == 1
         assert decode["service"] == "baton-decode" and decode["first_step_us"] > 0
         assert {span["trace"] for span in (root, lost, last, first, second, decode)} == {root["trace"]} != {TRACE}
+
+
+@pytest.mark.covers("O04")
+def test_a_requests_span_begins_when_it_came_and_not_when_it_had_been_read() -> None:
+    """What reading, checking and tokenizing it took is time that its client waited for."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    spans = RequestSpans(Tracing(provider, provider.get_tracer("test")))
+    spans.begin("r", "", 8, 1, 90.0)
+    spans.dispatch("p", pb.Dispatch(request_id="r", branches=[pb.Branch()]))
+    spans.ended("r", "length", 1, None)
+    attempt, request = exporter.get_finished_spans()
+    times = [each or 0 for each in (request.start_time, attempt.start_time, attempt.end_time, request.end_time)]
+    assert times == sorted(times) and 90e9 <= times[1] - times[0] < 150e9
 
 
 ENDING = """

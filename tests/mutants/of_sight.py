@@ -125,6 +125,14 @@ MUTANTS: Final = (
         ("tests/node/test_http.py",),
     ),
     Mutant(
+        "spans-of-what-has-been-read",
+        "A request's span begins when its prompt has been tokenized: what that took is nobody's.",
+        "runtime/tracing.py",
+        "time.time_ns() - int(ago_s * 1e9)",
+        "time.time_ns()",
+        ("tests/e2e/test_spans.py::test_a_requests_span_begins_when_it_came_and_not_when_it_had_been_read",),
+    ),
+    Mutant(
         "happenings-without-bound",
         "A request that is refused for hours fills the memory.",
         "router/timeline.py",
