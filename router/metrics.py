@@ -9,7 +9,7 @@ clients is in a registry by itself: only who has shown a key is shown it (gate.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -46,6 +46,7 @@ CORE_COUNTERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "stale_messages": ("messages of attempts that no longer count, by kind", "kind"),
 }
 _PD_ERRORS: Final = tuple(name for name, code in pb.ErrorCode.items() if code != pb.ERROR_UNSPECIFIED)
+_KINDS_OF_TOKENS: Final = ("prompt", "completion")
 _ENDS_OF_CHOICES: Final = ("stop", "length", RESCHEDULED)
 # What a client is told whose request is refused before the core hears of it (api.py).
 _REFUSALS: Final = (
@@ -66,9 +67,10 @@ KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
         *("OVERLOADED", "LATE", "NO_NODES", "SHUTTING_DOWN", "context_length_exceeded"),
     ),
     "choices": _ENDS_OF_CHOICES,
-    "tokens": ("prompt", "completion"),
+    "tokens": _KINDS_OF_TOKENS,
     "turned_away": ("no_key", "unknown_key", "requests_limit", "tokens_limit", "tls", *REASONS, *_REFUSALS),
 }
+MOST_GONE_CLIENTS: Final = 1024  # who have no key any more, and are shown yet
 # What is known of nodes' prefix caches, where placement asks for it: name -> help.
 CACHE_GAUGES: Final[Mapping[str, str]] = {
     "nodes": "nodes whose prefix caches are followed",
@@ -177,6 +179,7 @@ class RouterMetrics:
         self._client_requests = Counter("baton_router_client_requests", text, ["client"], registry=self._of_clients)
         text = "tokens of those who have keys, by kind: prompt, completion; shown to who shows a key"
         self._client_tokens = Counter("baton_router_client_tokens", text, ["client", "kind"], registry=self._of_clients)
+        self._clients: dict[str, None] = {}  # that are counted there, the longest unheard first
         self._histograms = {
             name: Histogram(f"baton_router_{shown}", text, buckets=bounds, registry=registry)
             for name, (shown, text, bounds) in HISTOGRAMS.items()
@@ -231,11 +234,29 @@ class RouterMetrics:
 
     def client_asked(self, client: str) -> None:
         """A request on somebody's account."""
+        self._note(client)
         self._client_requests.labels(client).inc()
 
     def client_used(self, client: str, kind: str, num_tokens: int) -> None:
         """Tokens on somebody's account; kind: prompt, completion."""
+        self._note(client)
         self._client_tokens.labels(client, kind).inc(num_tokens)
+
+    def _note(self, client: str) -> None:
+        if self._clients.pop(client, self) is self:
+            self._client_requests.labels(client)
+            for kind in _KINDS_OF_TOKENS:
+                self._client_tokens.labels(client, kind)
+        self._clients[client] = None
+
+    def clients_are(self, names: Set[str]) -> None:
+        """Who has keys from now on. Of the others so many are shown yet, and no more: names may come and go for years."""
+        gone = [client for client in self._clients if client not in names]
+        for client in gone[:-MOST_GONE_CLIENTS]:
+            del self._clients[client]
+            self._client_requests.remove(client)
+            for kind in _KINDS_OF_TOKENS:
+                self._client_tokens.remove(client, kind)
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""

@@ -168,6 +168,14 @@ MUTANTS: Final = (
         _PROCESSES,
     ),
     Mutant(
+        "refused-grammars-whole",
+        "What a node remembers of a refused grammar is as long as its client made it, a thousand times.",
+        "node/grammar_book.py",
+        '    return hashlib.sha256((form + grammar.text).encode("utf-8", "surrogatepass")).digest()',
+        '    return (form + grammar.text).encode("utf-8", "surrogatepass")',
+        _BOOK,
+    ),
+    Mutant(
         "refused-grammar-taken-again",
         "What held up a step may do so again.",
         "node/grammar_processes.py",

@@ -89,6 +89,14 @@ MUTANTS: Final = (
         _GATE,
     ),
     Mutant(
+        "gone-clients-counted-for-ever",
+        "Of every name that ever had a key the counts stay: a router whose keys are renewed fills its memory, and its page.",
+        "router/gate.py",
+        "        self._metrics.clients_are(names)\n",
+        "",
+        _GATE,
+    ),
+    Mutant(
         "deep-looks-are-open",
         "A look that costs work needs no key.",
         "router/gate.py",

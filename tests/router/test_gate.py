@@ -242,6 +242,21 @@ def test_a_file_that_changes_counts_without_a_restart(
 
 
 @pytest.mark.covers("X02")
+def test_who_has_gone_is_shown_for_a_while_and_not_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.metrics.MOST_GONE_CLIENTS", 1)
+
+    async def run() -> None:
+        async with guarded_router(model, f"{KEY} name=alice\n{OTHER} name=bob\n") as (router, path):
+            for key in (KEY, OTHER):
+                assert (await ask(router, key)).status_code == 200
+            path.write_text("sk-of-carol-012345678 name=carol\n")
+            await until(lambda: count(router, "client_requests", client="alice") == 0)
+            assert count(router, "client_requests", client="bob") == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.covers("X02")
 def test_a_new_file_that_nobody_may_read_counts_once_its_mode_is_mended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

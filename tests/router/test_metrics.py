@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
-from router.metrics import HISTOGRAMS
+from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
+
+IDLE: Final = {"queued": 0, "requests": {}, "nodes": {}, "circuits": {}, "degraded": [], "caches": {}}
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +209,33 @@ def test_what_is_counted_by_cause_is_there_before_it_happens(model: Path) -> Non
         assert counted == {name for name in before if re.match(r"\w+_total( |$)", name)}
 
     play(model, scenario, script)
+
+
+@pytest.mark.covers("O01", "X02")
+def test_what_is_counted_of_clients_who_have_gone_stays_for_a_while_and_not_for_ever() -> None:
+    """As where each tenant's keys are renewed under a new name every day, and a router serves for years."""
+    metrics = RouterMetrics(lambda: IDLE)
+
+    def shown() -> set[str]:
+        page = metrics.render(names_clients=True).decode()
+        found = [set(re.findall(rf'client_{of}_total{{client="([^"]+)"', page)) for of in ("requests", "tokens")]
+        assert found[0] == found[1]
+        return found[0]
+
+    def use(*names: str) -> None:
+        for name in names:
+            metrics.client_asked(name)
+            metrics.client_used(name, "prompt", 1)
+            metrics.client_used(name, "completion", 1)
+
+    of_days = [[f"{tenant}-{day}" for tenant in range(MOST_GONE_CLIENTS // 4)] for day in range(7)]
+    for names in of_days:
+        use("always", *names)
+        metrics.clients_are({"always", *names})
+    assert shown() == {"always", *itertools.chain(*of_days[2:])}, "of who has gone the last four days'"
+    use(of_days[2][0])  # a stream that has only now come to its end
+    metrics.clients_are({"always"})
+    assert shown() == {"always", of_days[2][0], *itertools.chain(*of_days[3:])} - {of_days[3][0]}
+    metrics.clients_are({"always", of_days[3][1]})
+    use(of_days[3][1])
+    assert "always" in shown() and of_days[3][1] in shown(), "who has come back"
