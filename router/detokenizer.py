@@ -104,10 +104,20 @@ class IncrementalDetokenizer:
         self._context_text = self._decode(self._context)
 
     def _cut_long_run(self, text: str) -> str:
+        whole = self._decode(self._fresh)
+        for num_behind in range(1, _CHARACTER_TAIL + 1):
+            # A decoder of byte tokens makes nothing of a whole run that ends within a character: what is before it is good alone.
+            before, behind = self._fresh[:-num_behind], self._fresh[-num_behind:]
+            if len(whole) > len(self._decode(before)) + len(self._decode(behind)):
+                self._fresh = before
+                head = self._fresh_text()
+                self._give_out(len(before))
+                self._fresh = behind
+                return head
         for num_tokens in range(len(self._fresh) - _CHARACTER_TAIL, 0, -1):
             rest = self._decode(self._fresh[num_tokens:])
             head = text.removesuffix(rest)
-            if self._decode(self._fresh[:num_tokens]) + rest == self._decode(self._fresh):
+            if self._decode(self._fresh[:num_tokens]) + rest == whole:
                 self._give_out(num_tokens)
                 return head
         if len(self._fresh) < _LONGEST_RUN:

@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 
 _DIRECTORY: Final = ("tests/engine_torch/test_model_directory.py",)
 _TOKENIZER: Final = ("tests/router/test_tokenizer_files.py",)
+_TEXT: Final = ("tests/router/test_text.py",)
 _FINGERPRINT: Final = ("tests/engine_torch/test_fingerprint.py",)
 
 MUTANTS: Final = (
@@ -66,5 +67,13 @@ MUTANTS: Final = (
         "        if files_state(config.model) == state:",
         "        if files_state(config.model):",
         _FINGERPRINT,
+    ),
+    Mutant(
+        "run-cut-within-a-character",
+        "Of replacement characters in a row the first bytes of what follows are given out as some more.",
+        "router/detokenizer.py",
+        "        for num_behind in range(1, _CHARACTER_TAIL + 1):\n            #",
+        "        for num_behind in range(1, _CHARACTER_TAIL):\n            #",
+        _TEXT,
     ),
 )

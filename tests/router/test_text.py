@@ -97,6 +97,15 @@ def test_byte_fallback_characters_come_whole_and_words_keep_their_spaces(groups:
     assert "".join(parts) == fallback_decode(tokens)
 
 
+@pytest.mark.covers("A08")
+@given(st.text(st.sampled_from("\ufffd\ufffd\ufffd😀éक"), max_size=40))
+def test_replacement_characters_that_a_model_says_do_not_spoil_what_follows(text: str) -> None:
+    """They read like half a character, and are held back like one: a run of them is never cut within the next."""
+    tokens = [5 + byte for byte in text.encode()]
+    parts = streamed(IncrementalDetokenizer(fallback_decode, ()), [[token] for token in tokens])
+    assert "".join(parts) == fallback_decode(tokens) == text
+
+
 WORDS = st.sampled_from([1, 2, 3, 4, 5 + ord("A"), 5 + ord("\n")])
 
 
