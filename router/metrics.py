@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from proto import baton_pb2 as pb
@@ -79,7 +79,6 @@ CACHE_GAUGES: Final[Mapping[str, str]] = {
     "keys": "blocks in the index, each once however many nodes hold it",
     "bytes": "memory that the index takes",
     "share": "of all blocks, how many the index takes up: 1, or at its bound 1/2, 1/4, …",
-    "dropped": "blocks that found no room in the index, since the start",
 }
 # Counters of a shared registry's reader (runtime/redis_reader.py): name -> help.
 REGISTRY_COUNTERS: Final[Mapping[str, str]] = {
@@ -289,6 +288,8 @@ class _CoreGauges(Collector):
         caches = state["caches"]
         for name, text in CACHE_GAUGES.items():
             yield GaugeMetricFamily(f"baton_router_cache_index_{name}", text, float(caches.get(name, 0)))
+        text = "blocks that found no room in the index, since the start"
+        yield CounterMetricFamily("baton_router_cache_index_dropped", text, float(caches.get("dropped", 0)))
         labels = ["node", "role"]
         up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
         prefilling = GaugeMetricFamily(

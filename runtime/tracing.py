@@ -8,9 +8,11 @@ collector that is slow or gone costs spans, never a request. No prompt, token or
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from runtime.threads import started_thread
 
@@ -106,7 +108,15 @@ def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | Non
 
 
 def endpoint_problem(endpoint: str | None) -> str | None:
-    """What is wrong with --otlp-endpoint, in one sentence."""
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+    """What is wrong with --otlp-endpoint, in one sentence; the library would say it each second, and serve on."""
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
         return f"--otlp-endpoint {endpoint}: must begin with http:// or https://"
-    return None
+    try:
+        parts = urlsplit(endpoint)
+        is_sound = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # no number, no address
+        is_sound = False
+    is_one_word = not re.search(r"\s", endpoint)
+    return None if is_sound and is_one_word else f"--otlp-endpoint {endpoint!r}: must be http(s)://HOST[:PORT][/PREFIX]"

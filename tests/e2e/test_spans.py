@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from proto import baton_pb2 as pb
 from router.spans import RequestSpans
-from runtime.tracing import CLOSE_TIMEOUT_S, Tracing
+from runtime.tracing import CLOSE_TIMEOUT_S, Tracing, endpoint_problem
 from tests.e2e.fault_clients import Stream, body
 from tests.e2e.role_by_role import started_role_by_role, wait_until
 
@@ -196,6 +196,27 @@ def test_without_an_endpoint_nothing_of_opentelemetrys_sdk_is_imported() -> None
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.covers("O04")
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("http://", "http://:4318", "http://host:99999", "http://host:0", "http://[::1", "https://host:port"),
+        *("http://a b:4318", "http://host?x=1", "http://host/#x", "http://host\n"),
+    ],
+)
+def test_an_endpoint_where_nobody_can_ever_be_told_is_refused_and_not_told_each_second(endpoint: str) -> None:
+    assert (problem := endpoint_problem(endpoint)) is not None and "--otlp-endpoint" in problem
+    assert "http(s)://HOST[:PORT]" in problem
+
+
+@pytest.mark.covers("O04")
+@pytest.mark.parametrize(
+    "endpoint", [None, "http://host", "https://[::1]:4318/", "http://user:word@host_1:4318/prefix"]
+)
+def test_an_endpoint_that_may_be_one_is_taken(endpoint: str | None) -> None:
+    assert endpoint_problem(endpoint) is None
 
 
 @pytest.mark.covers("O04")

@@ -54,6 +54,14 @@ def test_what_a_page_of_figures_needs_is_there() -> None:
         assert f"| `{name}` |" in nodes, name
 
 
+def test_what_counts_since_the_start_is_a_counter_and_nothing_else_is() -> None:
+    """By its type a Prometheus user knows what to ask of it: `rate` of a gauge is noise."""
+    kinds = {family.name: family.type for family in used_metrics()}
+    since_the_start = {family.name for family in used_metrics() if "since the start" in family.documentation}
+    assert "baton_router_cache_index_dropped" in since_the_start
+    assert {kinds[name] for name in since_the_start} == {"counter"}
+
+
 def test_every_duration_says_its_unit() -> None:
     assert all(shown.endswith("_seconds") for shown, _, _ in HISTOGRAMS.values())
 
