@@ -6,11 +6,15 @@ begin, the order of each sum, which lane of a vector a number is in. So threads 
 
 KV is read as what numpy has a type for, and that type says what it is: float32 as it is, uint16 as bf16, int16 as fp16.
 
-Compiled at the first call for each dtype (seconds), or found in CACHE_DIR, where `make setup` has had it put.
+Compiled at the first call for each dtype (seconds), or found in CACHE_DIR, where `make setup` has had it put. What lies there
+spoiled, by a loss of power, say, is compiled anew, and what a full disk does not take is compiled once more by the next process.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +22,52 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
+from numba.core import caching
 from numba.extending import intrinsic
+
+_LOG = logging.getLogger(__name__)
 
 CACHE_DIR: Final = Path(__file__).resolve().parent / "numba_built"
 PARTS: Final = 4  # positions at once
 
 # Where a directory cannot be written, numba has others.
 numba.config.CACHE_DIR = str(CACHE_DIR)
+
+# Of a file that is empty, full of zeros, cut short, or not for us.
+_SPOILED: Final = (OSError, EOFError, ValueError, LookupError, caching.pickle.UnpicklingError)
+
+
+class _Shelf(caching.FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Where a function's machine code is kept if that can be had: numba's own ends a step over it."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was kept of it; None: compile it."""
+        try:
+            return super().load_overload(sig, target_context)
+        except _SPOILED as error:
+            _LOG.warning("event=machine_code_spoiled function=%s reason=%s", self._py_func.__name__, error)
+            with suppress(OSError):
+                self.flush()  # or what is compiled now could not be kept either
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _LOG.warning("event=machine_code_not_kept function=%s reason=%s", self._py_func.__name__, error.strerror)
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """As numba.njit; raises RuntimeError where there is no directory to keep machine code in."""
+
+    def make(function: Any) -> Any:
+        made = njit(nogil=True, error_model="numpy", **options)(function)
+        made._cache = _Shelf(function)
+        return made
+
+    return make
+
 
 _I32: Final = ir.IntType(32)
 _F32: Final = ir.FloatType()
@@ -68,7 +111,7 @@ def _times_power_of_two(context: Any, number: Any, shifted: Any) -> Any:
     return types.float32(types.float32, types.float32), make
 
 
-@njit(fastmath=_REORDERED, nogil=True, error_model="numpy", cache=True)
+@compiled(fastmath=_REORDERED)
 def _scores(queries, stored, starts, scores, at):  # type: ignore[no-untyped-def]
     """Products of [group, head_dim] with the keys that begin at `starts`, to scores[:, at : at + PARTS]."""
     s0, s1, s2, s3 = starts
@@ -86,7 +129,7 @@ def _scores(queries, stored, starts, scores, at):  # type: ignore[no-untyped-def
         scores[head, at], scores[head, at + 1], scores[head, at + 2], scores[head, at + 3] = a, b, c, d
 
 
-@njit(fastmath={"contract"}, nogil=True, error_model="numpy", cache=True)
+@compiled(fastmath={"contract"})
 def _add_values(mixed, weights, at, stored, starts):  # type: ignore[no-untyped-def]
     """Add PARTS positions' weighted values to [group, head_dim], one after the other."""
     s0, s1, s2, s3 = starts
@@ -100,7 +143,7 @@ def _add_values(mixed, weights, at, stored, starts):  # type: ignore[no-untyped-
             row[i] = total + d * _wide(stored[s3 + i])
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled()
 def _exponentiate(scores, count):  # type: ignore[no-untyped-def]
     """exp(score - the greatest) in place, within two units in the last place. A NaN stays one, and is not the greatest."""
     greatest = np.float32(-np.inf)
@@ -123,7 +166,7 @@ def _exponentiate(scores, count):  # type: ignore[no-untyped-def]
         scores[i] = _times_power_of_two(p, shifted)
 
 
-@njit(fastmath=_REORDERED, nogil=True, error_model="numpy", cache=True)
+@compiled(fastmath=_REORDERED)
 def _sum(numbers, count):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for i in range(np.uint64(count)):
@@ -131,7 +174,7 @@ def _sum(numbers, count):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled()
 def _starts(table, layout, base, position, last):  # type: ignore[no-untyped-def]
     """Where PARTS positions begin behind `base`; those past `last` stand for it, and have no weight."""
     block_size, position_size, block_numbers = layout
@@ -144,7 +187,7 @@ def _starts(table, layout, base, position, last):  # type: ignore[no-untyped-def
     )
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled()
 def _attend_one(queries, stored, table, layout, place, scores, mixed):  # type: ignore[no-untyped-def]
     """One row's query heads of one KV head: [group, head_dim] to the same.
 
@@ -166,7 +209,7 @@ def _attend_one(queries, stored, table, layout, place, scores, mixed):  # type: 
             mixed[head, i] /= total
 
 
-@njit(parallel=True, nogil=True, error_model="numpy", cache=True)
+@compiled(parallel=True)
 def attend(queries, kv, sizes, scores, mixed):  # type: ignore[no-untyped-def]
     """Attention of all rows, one layer.
 

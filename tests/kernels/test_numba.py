@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,3 +85,41 @@ def test_it_is_what_computes_where_nothing_was_compiled_and_says_why(
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     found = choose_kernels("numba", torch.float32)
     assert (found.kernels.name, found.shortfall.partition(" (")[0]) == (REFERENCE.name, "numba is not installed")
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where machine code is kept meanwhile."""
+    importlib.import_module("kernels.numba_functions")  # which sets it, too
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def twice() -> Any:
+    """As another process would have it."""
+
+    def double(number):  # type: ignore[no-untyped-def]
+        return 2 * number
+
+    return importlib.import_module("kernels.numba_functions").compiled()(double)
+
+
+def test_what_a_full_disk_does_not_take_is_compiled_all_the_same(shelf: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert twice()(3) == 6
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path for path in shelf.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [b"", bytes(4096), b"\x80\x05\x95"])
+def test_what_a_loss_of_power_has_spoiled_is_compiled_anew_and_kept(shelf: Path, ending: str, left: bytes) -> None:
+    assert twice()(3) == 6
+    (file,) = shelf.rglob(f"*.{ending}")
+    file.write_bytes(left)
+    assert twice()(3) == 6
+    found = twice()
+    assert found(3) == 6 and sum(found.stats.cache_hits.values()) == 1, "it was compiled once more"

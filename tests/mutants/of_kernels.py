@@ -100,4 +100,12 @@ MUTANTS: Final = (
         "    lacking = 0\n",
         ("tests/engine_torch/test_attention.py",),
     ),
+    Mutant(
+        "machine-code-to-be-kept",
+        "A full disk, or a file that a loss of power has spoiled, ends whoever computes on numba, and whoever is started in its place.",
+        "kernels/numba_functions.py",
+        "        made._cache = _Shelf(function)",
+        "        made.enable_caching()",
+        ("tests/kernels/test_numba.py",),
+    ),
 )
