@@ -102,7 +102,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "machine-code-to-be-kept",
-        "A full disk, or a file that a loss of power has spoiled, ends whoever computes on numba, and whoever is started in its place.",
+        "A full disk, or a file that a loss of power has spoiled, ends a node on numba, and the one in its place.",
         "kernels/numba_functions.py",
         "        made._cache = _Shelf(function)",
         "        made.enable_caching()",
