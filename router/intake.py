@@ -132,7 +132,7 @@ class Intake:
         tools = [] if body.tool_choice == "none" else [tool.for_template() for tool in body.tools]
         try:
             token_ids = self._text.encode_chat(messages, tools, body.chat_template_kwargs, most_tokens=most_tokens)
-            return _Prompt("messages", token_ids, None)
+            return _Prompt("messages", self._known("messages", token_ids), None)
         except TemplateRefusal as refusal:
             raise bad_request("messages", str(refusal)) from refusal
         except TextTooLong as error:
@@ -173,11 +173,20 @@ class Intake:
 
     def _encode(self, field: str, text: str, most_tokens: int | None) -> Sequence[int]:
         try:
-            return self._text.encode_prompt(text, most_tokens=most_tokens)
+            return self._known(field, self._text.encode_prompt(text, most_tokens=most_tokens))
         except TextTooLong as error:
             raise _too_long(field, error, most_tokens) from None
         except UnicodeError as error:
             raise bad_request(field, NO_CHARACTER) from error
+
+    def _known(self, field: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """Those of a text, whose tokenizer may have more tokens than its model: one for padding, say."""
+        if max(token_ids, default=0) >= self._text.vocab_size:
+            wrong = next(each for each in token_ids if each >= self._text.vocab_size)
+            raise bad_request(
+                field, f"has the token {self._text.token_string(wrong)!r}, which this model does not know"
+            )
+        return token_ids
 
     async def _with_text(
         self,

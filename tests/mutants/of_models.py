@@ -76,4 +76,12 @@ MUTANTS: Final = (
         "        for num_behind in range(1, _CHARACTER_TAIL):\n            #",
         _TEXT,
     ),
+    Mutant(
+        "texts-of-unknown-tokens",
+        "A text whose tokenizer has a token that the model has not is sent to a node, and ends as an error of the server.",
+        "router/intake.py",
+        """return _Prompt("messages", self._known("messages", token_ids), None)""",
+        """return _Prompt("messages", token_ids, None)""",
+        _TOKENIZER,
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from router.chat_template import ModelDirectoryError
 from router.text import ModelText
+from tests.router.live_router import MODEL_NAME, live_router
 from tests.router.tiny_model import VOCAB_SIZE, write_model_text
 
 TEXTS: Final = ("hi <turn> there", "<s>x</s>", " <think> a", "é<turn>\n", "a[PAD]b")
@@ -143,3 +145,27 @@ def test_a_file_that_holds_something_else_is_one_line(tmp_path: Path, name: str,
         ModelText(directory)
     assert str(directory) in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.covers("A11")
+def test_a_text_with_a_token_that_the_model_does_not_know_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Padding tokens often are none of the model's: a node would say no more of it than that it cannot be."""
+    model = write_model_text(tmp_path)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(added("[PAD]", special=True) | {"id": 261})
+    write(model, config={"vocab_size": 261})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    async def run() -> None:
+        async with live_router(model) as router:
+            for path, fields, name in (
+                ("completions", {"prompt": "a[PAD]b"}, "prompt"),
+                ("completions", {"prompt": ["a", "[PAD]"]}, "prompt.1"),
+                ("chat/completions", {"messages": [{"role": "user", "content": "[PAD]"}]}, "messages"),
+            ):
+                response = await router.client.post(f"/v1/{path}", json={"model": MODEL_NAME} | fields)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, name)
+                assert error["message"] == f"{name}: has the token '[PAD]', which this model does not know"
+
+    asyncio.run(run())
