@@ -61,7 +61,7 @@ def read_settings(path: Path) -> Settings:
         raise ModelError(f"{path} does not exist: a model directory has one") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ModelError(f"{path} is not a JSON object")

@@ -133,7 +133,7 @@ def _read_weight_map(index_path: Path) -> Mapping[str, str]:
         index = json.loads(index_path.read_bytes())
     except OSError as error:
         raise ModelError(f"{index_path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{index_path} is not JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -32,7 +32,11 @@ TOLD_BY_OTHERS: Final = frozenset(
         *("strftime_now", "raise_exception", *SPECIAL_TOKENS),
     }
 )
-_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+# A macro that calls itself for what is within a schema comes to the end of the stack.
+_FAULTS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    RecursionError,
+)
 
 
 class ModelDirectoryError(ValueError):
@@ -104,7 +108,7 @@ def read_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate 
         return None
     try:
         return ChatTemplate(source, named.get("tool_use") or source)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ModelDirectoryError(f"{directory}: the chat template is not valid: {error}") from error
 
 

@@ -171,7 +171,7 @@ def _read_json(path: Path, is_required: bool = True) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelDirectoryError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelDirectoryError(f"{path}: must hold a JSON object")

@@ -189,6 +189,10 @@ def test_an_index_that_cannot_be_read_is_named(own_model_dir: Path) -> None:
     index.mkdir()
     with pytest.raises(ModelError, match=r"index.json cannot be read: Is a directory"):
         load_model(own_model_dir, "fp32")
+    index.rmdir()
+    index.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"index.json is not JSON: maximum recursion depth"):
+        load_model(own_model_dir, "fp32")
 
 
 def test_other_formats_and_broken_files_are_refused(own_model_dir: Path) -> None:
@@ -285,6 +289,9 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> Non
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config.json is not JSON"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config.json is not JSON: maximum recursion depth"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config.json is not a JSON object"):

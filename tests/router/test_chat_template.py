@@ -178,3 +178,23 @@ def test_a_template_writes_json_with_the_options_that_transformers_has(options: 
 )
 def test_a_template_finds_what_transformers_gives_it(template: str, written: str) -> None:
     assert ChatTemplate(template, template).render([ASKED], []) == written
+
+
+@pytest.mark.covers("A11")
+def test_a_schema_within_schemas_deeper_than_a_template_can_follow_is_refused() -> None:
+    """Templates spell types by a macro that calls itself."""
+    source = (
+        "{% macro spell(schema) %}{{ schema.type }}"
+        "{% if schema['items'] %} of {{ spell(schema['items']) }}{% endif %}{% endmacro %}"
+        + ALL_ROLES
+        + "{% for tool in tools or [] %}{{ spell(tool) }}{% endfor %}"
+    )
+    template = ChatTemplate(source, source)
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(3):
+        schema = {"type": "array", "items": schema}
+    assert "array of array of array of string" in template.render([ASKED], [schema])
+    for _ in range(2000):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(TemplateRefusal, match="refuses the messages: maximum recursion depth"):
+        template.render([ASKED], [schema])

@@ -134,6 +134,8 @@ def test_added_tokens_that_cannot_be_are_one_sentence(tmp_path: Path, told: Any,
         ("tokenizer_config.json", b'{"chat_template": {"default": 5}}'),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": ["a"]}]}'),
         ("special_tokens_map.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("chat_template.jinja", b"{{ " + b"(" * 10_000 + b")" * 10_000 + b" }}"),
         ("added_tokens.json", b'{"<think>": "last"}'),
     ],
 )
