@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from runtime.process import end_while_loading, fatal
+from runtime.process import end_while_loading, fatal, hold_standard_streams
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the role that the first argument names; its exit code."""
+    hold_standard_streams()
     end_while_loading()
     from decode_node import entry as decode_node  # heavy: who stops that would be shown a traceback
     from mixed_node import entry as mixed_node

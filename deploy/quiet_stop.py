@@ -22,7 +22,9 @@ def main() -> None:
     if sys.argv[1] not in _HEEDS_READERS:
         outlive_readers()
     from runtime.config import set_grpc_environment  # behind the hook: who stops this, too, is shown no traceback
+    from runtime.process import hold_standard_streams
 
+    hold_standard_streams()
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 

@@ -13,7 +13,7 @@ from node.config import NodeConfig
 from prefill_node.core import PrefillCore
 from runtime.collecting import loading
 from runtime.config import load, set_grpc_environment, set_thread_environment
-from runtime.process import die_with_parent, end_while_loading
+from runtime.process import die_with_parent, end_while_loading, hold_standard_streams
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | None = None) -> int:
     """Run the node until a signal; its exit code. `make_others`: cores of the roles that it can take besides."""
+    hold_standard_streams()
     end_while_loading()
     config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
     die_with_parent(config.parent_pid)  # before what takes seconds to load

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from router.config import RouterConfig
 from runtime.config import load, set_grpc_environment
-from runtime.process import end_while_loading, ignore_hangups
+from runtime.process import end_while_loading, hold_standard_streams, ignore_hangups
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until a signal; 0 after one, 2 for what the user can mend."""
+    hold_standard_streams()
     end_while_loading()
     ignore_hangups()  # a service manager's reload may come at once
     config = load(

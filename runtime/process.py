@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn
 from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
+_STDERR: Final = 2
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
 _TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -41,6 +42,18 @@ def fatal(message: str) -> NoReturn:
     """End the process with one line on stderr and exit code 2: something that the user can mend."""
     sys.stderr.write(" ".join(message.split()) + "\n")
     raise SystemExit(EXIT_USAGE)
+
+
+def hold_standard_streams() -> None:
+    """Open what the shell or a service manager has closed of stdin, stdout and stderr, on nothing; before anything else is opened.
+
+    Else a connection gets that number, which is sent what libraries say on stderr, and with whose end uvloop aborts the process.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if getattr(sys, "stderr", None) is None:
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
 
 
 def end_while_loading() -> None:

@@ -237,6 +237,12 @@ def test_whether_a_file_can_be_written_is_known_before_and_leaves_nothing(tmp_pa
             check_writable("--ready-file", path)
 
 
+@pytest.mark.parametrize("role", LOADING)
+def test_a_wrong_value_of_who_has_no_stderr_is_exit_code_2(role: str) -> None:
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-m", *LOADING[role][0], "--model"]
+    assert subprocess.run(closed, check=False).returncode == 2
+
+
 def test_a_disk_that_takes_files_and_nothing_in_them_is_found_before(tmp_path: Path) -> None:
     """As a full one does."""
     say = "import sys, pathlib, runtime.process as p; p.check_writable('--ready-file', pathlib.Path(sys.argv[1]))"

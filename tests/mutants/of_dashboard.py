@@ -37,6 +37,14 @@ MUTANTS: Final = (
         ("tests/e2e/test_launch_run_dir.py",),
     ),
     Mutant(
+        "streams-given-away",
+        "What the shell has closed of stdin, stdout and stderr is a connection's number, and its end the router's.",
+        "runtime/process.py",
+        "O_RDWR)) <= _STDERR:",
+        "O_RDWR)) < 0:",
+        ("tests/router/test_process.py",),
+    ),
+    Mutant(
         "logs-not-appended-to",
         "A log that is cut off while it is written goes on where it was, behind zeros, and its room is not to be had back.",
         "deploy/child_process.py",

@@ -36,11 +36,11 @@ def command(*flags: str) -> list[str]:
 
 @contextmanager
 def running(
-    model: Path, ready_file: Path, stdin: int = subprocess.DEVNULL
+    model: Path, ready_file: Path, stdin: int = subprocess.DEVNULL, by: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """A router on free ports, and what its ready file says."""
     flags = ["--model", str(model), "--port", "0", "--ready-file", str(ready_file)]
-    with subprocess.Popen(command(*flags), stdin=stdin, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*by, *command(*flags)], stdin=stdin, stderr=subprocess.PIPE, text=True) as process:
         try:
             end = time.monotonic() + 120
             while not ready_file.exists():
@@ -64,6 +64,19 @@ def test_it_serves_is_small_has_no_torch_and_ends_with_0_at_a_signal(model: Path
         own = psutil.Process(process.pid)
         assert own.memory_info().rss < MAX_RSS_BYTES
         assert not [each.path for each in own.memory_maps() if "torch" in each.path]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_connection_is_never_given_the_number_of_a_stream_that_the_shell_has_closed(
+    model: Path, tmp_path: Path, closed: str
+) -> None:
+    """Its end would end the router."""
+    by = ("bash", "-c", f'exec "$@" {closed}', "-")
+    with running(model, tmp_path / "ready.json", by=by) as (process, ready):
+        for _ in range(3):
+            assert httpx.get(f"{ready['url']}/health", timeout=60).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
 
