@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import importlib.util
+import json
 import random
 import threading
 import time
@@ -283,13 +284,20 @@ def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
         tokenizer = Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
     except (OSError, ValueError) as error:
         raise GrammarError("this node's model directory has no tokenizer.json that can be read") from error
-    added = tokenizer.get_added_tokens_decoder()
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special |= _made_special(directory)
     # A token without text is never allowed: special ones are not shown, so they must not stand for what they spell.
-    vocab = [
-        "" if token_id in added and added[token_id].special else tokenizer.id_to_token(token_id) or ""
-        for token_id in range(vocab_size)
-    ]
+    vocab = ["" if token_id in special else tokenizer.id_to_token(token_id) or "" for token_id in range(vocab_size)]
     return xgrammar.TokenizerInfo(vocab, _vocab_type(tokenizer), vocab_size=vocab_size, stop_token_ids=[])
+
+
+def _made_special(directory: Path) -> set[int]:
+    """By tokenizer_config.json, whose word is the last with routers, too (router/added_tokens.py); they refuse what is no such file."""
+    try:
+        told = json.loads((directory / "tokenizer_config.json").read_bytes())["added_tokens_decoder"]
+        return {int(token_id) for token_id, token in told.items() if token["special"] is True}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def _vocab_type(tokenizer: Tokenizer) -> xgrammar.VocabType:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from engine.batch import Segment, build_batch
 from engine.config_values import ModelError
+from engine.grammars import Grammars
 from engine.kv_memory import KvMemory
 from engine.model import load_model
 from engine.model_config import MAX_HEAD_DIM, read_model_config
+from engine.plan import Grammar
 from engine.rope import Angles
 from kernels import cpu_library
 from tests.engine_torch.conftest import ModelDirs
@@ -333,3 +335,16 @@ def test_rope_theta_is_read_where_either_transformers_generation_puts_it(own_mod
 def test_an_unknown_dtype_is_refused_by_name(model_dirs: ModelDirs) -> None:
     with pytest.raises(ModelError, match="dtype 'int4' is unknown"):
         load_model(model_dirs(), "int4")
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize(
+    "told", [{"97": {"content": "a", "special": True}}, {"97": {"content": "a", "special": False}}, [5]]
+)
+def test_a_token_that_the_tokenizers_settings_hide_never_stands_for_text(own_model_dir: Path, told: Any) -> None:
+    """A router goes by them: what a grammar asks for would be missing in the text."""
+    edit_json(own_model_dir / "tokenizer_config.json", added_tokens_decoder=told)
+    allowed = Grammars(own_model_dir, 260).constraint(Grammar("regex", "[ab]", False, (257,))).allowed()
+    assert allowed is not None
+    is_hidden = isinstance(told, dict) and told["97"]["special"]
+    assert set(allowed.nonzero()[0]) == ({ord("b")} if is_hidden else {ord("a"), ord("b")})
