@@ -292,7 +292,7 @@ def _vocabulary(directory: Path, vocab_size: int) -> xgrammar.TokenizerInfo:
 
 
 def _made_special(directory: Path) -> set[int]:
-    """By tokenizer_config.json, whose word is the last with routers, too (router/added_tokens.py); they refuse what is no such file."""
+    """By tokenizer_config.json, whose word is the last with routers (router/added_tokens.py); what is no such file they refuse."""
     try:
         told = json.loads((directory / "tokenizer_config.json").read_bytes())["added_tokens_decoder"]
         return {int(token_id) for token_id, token in told.items() if token["special"] is True}

@@ -70,7 +70,7 @@ class NodeConfig:
     parent_pid: int = knob(0, "die when the process with this id dies; 0: never (a launcher gives its own)", low=0)
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
-        "auto", "of weights and KV; auto: what the model's files hold, and fp32 where that is fp16"
+        "auto", "of weights and KV; auto: what config.json says, and fp32 where that is fp16, or nothing"
     )
     kernels: Literal["cpu", "numba", "torch", "triton"] = knob(
         "cpu",
