@@ -12,7 +12,7 @@ import socket
 import ssl
 import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,13 @@ class Page:
     authority: Path | None  # None: by HTTP
 
 
-def health_page(words: Sequence[str], variables: Mapping[str, str], own_address: str) -> Page:
-    """Of the process with this command line in a container with these variables, which has this address."""
+def own_address() -> str:
+    """The container's, as `container_entry` finds it: the first of `hostname -i`, IPv6 where there is such. Raises OSError."""
+    return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def health_page(words: Sequence[str], variables: Mapping[str, str], find_own: Callable[[], str] = own_address) -> Page:
+    """Of the process with this command line in a container with these variables. `find_own` is asked where no host was told."""
 
     def told(knob: str, default: str) -> str:
         flag = "--" + knob.replace("_", "-")
@@ -44,7 +49,7 @@ def health_page(words: Sequence[str], variables: Mapping[str, str], own_address:
         return variables.get(f"BATON_{knob.upper()}") or default
 
     is_router = "router" in words[:4]  # python [-P] -m router, or baton router
-    host = told("host", own_address)
+    host = told("host", "") or find_own()
     host = EVERYWHERE.get(host, host)
     host = f"[{host}]" if ":" in host else host
     port = told("port" if is_router else "http_port", "8000" if is_router else "8002")
@@ -71,7 +76,7 @@ def main() -> int:
     """Ask; 0, or 1 and one line of why not, which `docker inspect` shows."""
     words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     try:
-        page = health_page(words, child_environment(), socket.gethostbyname(socket.gethostname()))
+        page = health_page(words, child_environment())
         return 0 if answers(page) else 1
     except OSError as error:
         sys.stdout.write(f"{error}\n")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.server
+import shutil
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +42,32 @@ OWN = "172.18.0.5"
 )
 def test_it_asks_where_the_process_listens(words: list[str], variables: dict[str, str], url: str) -> None:
     authority = Path("/tls/ca.crt") if url.startswith("https") else None
-    assert health_page(words, IMAGE | variables, OWN) == Page(url, authority)
+    assert health_page(words, IMAGE | variables, lambda: OWN) == Page(url, authority)
+
+
+def test_a_container_whose_name_nobody_knows_is_asked_where_it_was_told_to_listen() -> None:
+    def find_own() -> str:
+        raise OSError("Name or service not known")
+
+    told = IMAGE | {"BATON_HOST": "0.0.0.0"}
+    assert health_page(ROUTER, told, find_own).url == "http://127.0.0.1:8000/health"
+
+
+@pytest.mark.parametrize("addresses", [("172.30.0.5",), ("172.30.0.5", "fd00:1::5"), ("fd00:1::5",)])
+def test_it_asks_where_the_entry_has_the_process_listen_in_a_network_of_ipv6_too(
+    tmp_path: Path, addresses: tuple[str, ...]
+) -> None:
+    """`docker network create --ipv6`: the name has two addresses, and the process listens at the first that `hostname -i` says."""
+    space = ("unshare", "--mount", "--uts")
+    if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("unshare is not to be had: no other name for this machine")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{address} some-container\n" for address in addresses))
+    ask = "hostname some-container && mount --bind $0 /etc/hosts && hostname -i && $1 -c $2"
+    asked = "from deploy.container_health import own_address; print(own_address())"
+    words = [*space, "sh", "-c", ask.replace("$2", '"$2"'), str(hosts), sys.executable, asked]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found[0].split()[0] == found[1] and found[1] in addresses
 
 
 @pytest.fixture(autouse=True)
