@@ -306,7 +306,15 @@ def _vocab_type(tokenizer: Tokenizer) -> xgrammar.VocabType:
 
     if _decodes(tokenizer, "Ġ", " "):
         return VocabType.BYTE_LEVEL
-    return VocabType.BYTE_FALLBACK if _decodes(tokenizer, "<0x41>", "A") else VocabType.RAW
+    if _decodes(tokenizer, "<0x41>", "A") or _marks_blanks(tokenizer):
+        return VocabType.BYTE_FALLBACK
+    return VocabType.RAW
+
+
+def _marks_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether `▁` stands for a blank, also where no token is a byte."""
+    marked = next((token_id for token, token_id in tokenizer.get_vocab().items() if token.startswith("▁")), None)
+    return marked is not None and "▁" not in tokenizer.decode([marked, marked])
 
 
 def _decodes(tokenizer: Tokenizer, token: str, text: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from engine.batch import Segment, build_batch
@@ -348,3 +349,23 @@ def test_a_token_that_the_tokenizers_settings_hide_never_stands_for_text(own_mod
     assert allowed is not None
     is_hidden = isinstance(told, dict) and told["97"]["special"]
     assert set(allowed.nonzero()[0]) == ({ord("b")} if is_hidden else {ord("a"), ord("b")})
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [("a b", ["a", "▁b"]), ("a b", ["a", "▁", "b"]), ("[^ ]b", ["▁b"]), ("[^ ]b", ["a", "▁b"])],
+    ids=str,
+)
+def test_a_mark_that_is_a_blank_is_one_to_a_grammar_also_where_no_token_is_a_byte(
+    own_model_dir: Path, regex: str, text: list[str]
+) -> None:
+    words = ["<unk>", "</s>", "▁", "▁b", "a", "b"]
+    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.save(str(own_model_dir / "tokenizer.json"))
+    constraint = Grammars(own_model_dir, len(words)).constraint(Grammar("regex", regex, False, (1,)))
+    for word in text:
+        constraint.add(words.index(word))
+    assert constraint.is_broken == (regex != "a b")
