@@ -4,15 +4,15 @@
 
 Until all of them were up once nothing is restarted: what keeps one from starting (a model directory, say) keeps all, and the user
 is waiting for the answer. From then on a worker that ends is started again, at once if it had lived for a while; clients of the
-others notice nothing. A stop is passed on as it came, and the pool is over when the last worker is; those that outstay their time
-are killed.
+others notice nothing. A stop is passed on as it came, to who loads as SIGTERM, and the pool is over when the last worker is; those
+that outstay their time are killed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from signal import SIGKILL
+from signal import SIGINT, SIGKILL, SIGTERM
 
 
 class State(Enum):
@@ -145,8 +145,10 @@ class WorkerPool:
         return [*signals, *self._end()]
 
     def _signal(self, number: int) -> list[Action]:
-        running = (State.STARTING, State.UP)
-        return [Signal(index, number) for index, worker in enumerate(self._workers) if worker.state in running]
+        # Who is still loading has nothing to drain, and would end of a SIGINT with a traceback.
+        numbers = {State.STARTING: SIGTERM if number == SIGINT else number, State.UP: number}
+        states = [worker.state for worker in self._workers]
+        return [Signal(index, numbers[state]) for index, state in enumerate(states) if state in numbers]
 
     def _end(self) -> list[Action]:
         if self._is_over or self._exit_code is None or any(w.state is not State.ENDED for w in self._workers):

@@ -234,6 +234,14 @@ MUTANTS: Final = (
         _POOL,
     ),
     Mutant(
+        "who-loads-is-interrupted",
+        "A Ctrl-C while a router's workers load shows a traceback of each.",
+        "router/worker_pool.py",
+        "SIGTERM if number == SIGINT else number",
+        "number",
+        _POOL,
+    ),
+    Mutant(
         "a-worker-is-restarted-in-a-circle",
         "Workers that cannot start are started for ever, and nobody is told why.",
         "router/worker_pool.py",

@@ -105,6 +105,13 @@ def test_whatever_happens_a_stop_ends_it_and_until_then_every_worker_comes_back(
     assert world.exit == 0 and world.announced == 1
 
 
+def test_a_ctrl_c_reaches_who_loads_as_what_ends_it_without_a_word() -> None:
+    world = World(2)
+    world.up(0)
+    world.stop(SIGINT)
+    assert world.signals == [(0, SIGINT), (1, SIGTERM)]
+
+
 @pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 1), (-9, 1), (0, 1)])
 def test_who_cannot_start_ends_all_with_its_code(code: int, expected: int) -> None:
     world = World(3)
