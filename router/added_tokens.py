@@ -28,17 +28,22 @@ def add_told_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], ids: Mapp
     if told is None:
         own = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         told = {token_id: {"content": content} for content, token_id in ids.items() if content not in own}
+    own_tokens = tokenizer.get_added_tokens_decoder()
+    told_tokens, new_tokens = [], []
     for token_id, token in sorted(_tokens(told), key=lambda each: each[0]):
         found = tokenizer.token_to_id(token.content)
-        if found is None and token_id < vocab_size:  # a new one gets the next id
-            tokenizer.add_tokens([token])
-            found = tokenizer.token_to_id(token.content)
-            if found != token_id:
-                raise WrongTokens(
-                    f"token {token.content!r} is to be {token_id}, and would be {found} behind those of tokenizer.json"
-                )
-        elif found == token_id:  # else it is one file's word against the other's, and ids are tokenizer.json's
-            tokenizer.add_tokens([token])
+        if found is None and token_id < vocab_size:  # gets the next id
+            new_tokens.append((token_id, token))
+        elif found == token_id and repr(own_tokens.get(token_id)) != repr(
+            token
+        ):  # of two ids tokenizer.json's is the one
+            told_tokens.append(token)
+    tokenizer.add_tokens([*told_tokens, *(token for _, token in new_tokens)])  # once: each time all are sorted anew
+    for token_id, token in new_tokens:
+        if (found := tokenizer.token_to_id(token.content)) != token_id:
+            raise WrongTokens(
+                f"token {token.content!r} is to be {token_id}, and would be {found} behind those of tokenizer.json"
+            )
 
 
 def _tokens(told: object) -> Iterator[tuple[int, AddedToken]]:

@@ -40,8 +40,8 @@ MUTANTS: Final = (
         "blanks-stay-with-their-token",
         "What tokenizer_config.json says of a token that tokenizer.json has, too, is not heard.",
         "router/added_tokens.py",
-        "        elif found == token_id:  #",
-        "        elif found == token_id and not found:  #",
+        "            told_tokens.append(token)\n",
+        "            continue\n",
         _TOKENIZER,
     ),
     Mutant(
