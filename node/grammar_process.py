@@ -100,13 +100,19 @@ def _fork_and_kill(control: socket.socket, grammars: Grammars) -> None:
         pids[asked["fork"]] = pid
 
 
+def most_memory(num_bytes: int, hard_limit: int) -> int:
+    """Bytes of addresses that a grammar's process may have, which begins with so many; `ulimit -v` may be the stricter one."""
+    most = num_bytes + MAX_GROWTH_BYTES
+    return most if hard_limit == resource.RLIM_INFINITY else min(most, hard_limit)
+
+
 def _be_forked(parent_pid: int, grammars: Grammars, checks_fd: int, rows_fd: int) -> NoReturn:
     """Be a grammar's process, to the end: nothing of what forked it is undone."""
     code = 1
     try:
         die_with_parent(parent_pid)
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        most = num_pages * _PAGE + MAX_GROWTH_BYTES
+        most = most_memory(num_pages * _PAGE, resource.getrlimit(resource.RLIMIT_AS)[1])
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         sys.setswitchinterval(0.0005)  # a step waits for one of the two threads
         GrammarProcess(grammars, socket.socket(fileno=checks_fd), socket.socket(fileno=rows_fd)).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -22,6 +23,7 @@ from engine.grammars import GrammarError, Grammars
 from engine.plan import Grammar
 from node import grammar_asked, grammar_book, grammar_processes
 from node.grammar_book import STALL_S, GrammarsBusyError
+from node.grammar_process import MAX_GROWTH_BYTES, most_memory
 from node.grammar_processes import GrammarProcesses
 from tests.e2e.role_by_role import wait_until
 from tests.stopping import stop
@@ -319,3 +321,10 @@ def test_closing_waits_for_nothing_that_loads() -> None:
     assert [str(fault) for fault in faults] == ["the process that follows grammars did not start"]
     assert select.select([forker], [], [], 60)[0], "it is still there"
     os.close(forker)
+
+
+def test_under_ulimit_v_a_grammar_has_the_memory_that_is_left() -> None:
+    """Nobody but root may raise that limit: who tried ended, and a good grammar was refused."""
+    assert most_memory(1 << 30, resource.RLIM_INFINITY) == (1 << 30) + MAX_GROWTH_BYTES
+    assert most_memory(1 << 30, 1 << 40) == (1 << 30) + MAX_GROWTH_BYTES
+    assert most_memory(1 << 30, 3 << 29) == 3 << 29
