@@ -43,8 +43,8 @@ MUTANTS: Final = (
         "special-tokens-as-text",
         "A special token may stand in a text for what it spells, and is not shown.",
         "engine/grammars.py",
-        '"" if token_id in added and added[token_id].special else',
-        '"" if token_id in added and False else',
+        '"" if token_id in special else',
+        '"" if token_id in special and False else',
         _ENGINE,
     ),
     Mutant(

@@ -84,4 +84,12 @@ MUTANTS: Final = (
         """return _Prompt("messages", token_ids, None)""",
         _TOKENIZER,
     ),
+    Mutant(
+        "hidden-tokens-asked-for",
+        "A grammar asks for a token that tokenizer_config.json hides, and the text lacks it.",
+        "engine/grammars.py",
+        "    special |= _made_special(directory)\n",
+        "",
+        _DIRECTORY,
+    ),
 )
