@@ -161,12 +161,14 @@ def set_thread_environment(threads: int) -> None:
 
 
 def set_grpc_environment() -> None:
-    """Tell gRPC's core how we want it, unless its variables say otherwise; before its first import.
+    """Tell gRPC's core how we want it, and tokenizers', unless their variables say otherwise; before gRPC's first import.
 
     No lines of its own on stderr: what it has to say reaches us as exceptions and statuses, and is logged as one line by whoever
     meets them. And its sockets read by the thread that waits for what comes of it, as before gRPC had an engine of its own for
     that, which hands each message through two threads more (bench.token_path).
+    No threads of tokenizers' own: we encode one text at a time, and if they cannot be started with the first, none is ever encoded.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLS_ITSELF)
 

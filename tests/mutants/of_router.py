@@ -234,6 +234,14 @@ MUTANTS: Final = (
         _POOL,
     ),
     Mutant(
+        "threads-with-the-first-text",
+        "A router that may start no thread when its first text comes encodes none any more, though it could later.",
+        "runtime/config.py",
+        '    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")\n',
+        "",
+        ("tests/router/test_process.py",),
+    ),
+    Mutant(
         "who-loads-is-interrupted",
         "A Ctrl-C while a router's workers load shows a traceback of each.",
         "router/worker_pool.py",

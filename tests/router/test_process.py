@@ -81,6 +81,16 @@ def test_a_connection_is_never_given_the_number_of_a_stream_that_the_shell_has_c
         assert process.wait(timeout=120) == 0
 
 
+def test_a_first_text_starts_no_threads_which_may_not_be_had_then(model: Path, tmp_path: Path) -> None:
+    """Where a container's limit of processes was reached just then, no text was ever encoded again, and /ready said nothing."""
+    with running(model, tmp_path / "ready.json") as (process, ready):
+        own = psutil.Process(process.pid)
+        before = own.num_threads()
+        answer = httpx.post(f"{ready['url']}/tokenize", json={"model": model.name, "prompt": "x"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert own.num_threads() == before
+
+
 def test_a_reload_without_a_file_of_keys_ends_nothing(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "ready.json") as (process, ready):
         process.send_signal(signal.SIGHUP)
