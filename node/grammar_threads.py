@@ -10,6 +10,7 @@ import asyncio
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -63,8 +64,8 @@ class GrammarThreads:
 
     async def flaw(self, grammar: Grammar, generated_token_ids: tuple[int, ...] = ()) -> Flaw | None:
         """What is wrong with a grammar, or with a completion that begins like this; None: it is compiled, and can be followed."""
-        if not self._ended:
-            self._ended = [started_thread(f"grammar-{index}", self._work) for index in range(NUM_THREADS)]
+        if not self._has_threads():
+            return Flaw(pb.BUSY, "no thread can be started here now, to compile its grammar")
         job = _Job(grammar, generated_token_ids)
         self._jobs.put(job)
         try:
@@ -79,6 +80,13 @@ class GrammarThreads:
             return await asyncio.wait_for(asyncio.wrap_future(job.done), self._check_s)
         except TimeoutError:  # nothing says that the grammar is to blame: what it has computed, its process knows
             return Flaw(pb.BUSY, f"its grammar was not compiled within {self._check_s:g} s here")
+
+    def _has_threads(self) -> bool:
+        """Whether there are any, once those that are missing have been started, as far as the system lets it."""
+        with suppress(RuntimeError):  # a limit of processes: some may do, and the next request tries again
+            while len(self._ended) < NUM_THREADS:
+                self._ended.append(started_thread(f"grammar-{len(self._ended)}", self._work))
+        return bool(self._ended)
 
     async def stop(self, timeout_s: float = 1.0) -> None:
         """End what is not compiling; a thread that is ends with the process."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,7 +15,7 @@ from engine.grammars import Grammars
 from engine.make_model import make_model
 from engine.model_sizes import ModelSize
 from engine.plan import Grammar
-from node import grammar_gate
+from node import grammar_gate, grammar_threads
 from node.events import Event, FromRouter, RouterId, RouterLost
 from node.grammar_gate import GrammarGate
 from node.grammar_threads import Flaw, GrammarThreads
@@ -257,3 +258,27 @@ def test_a_node_that_cannot_says_why(tmp_path: Path) -> None:
         )
 
     play(lambda: Bed(Grammars(tmp_path, 260)), scenario)
+
+
+def test_where_no_thread_can_be_started_a_grammar_is_busy_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node ended of it, and the next one that was sent the request."""
+
+    def no_thread(name: str, work: Callable[[], None]) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    class Fine:
+        def open(self) -> None: ...
+        def check(self, grammar: Grammar, generated_token_ids: Sequence[int] = ()) -> None: ...
+
+    async def scene() -> None:
+        threads, grammar = GrammarThreads(Fine()), Grammar("regex", "a", False, (1,))
+        with monkeypatch.context() as full:
+            full.setattr(grammar_threads, "started_thread", no_thread)
+            flaw = await threads.flaw(grammar)
+            assert flaw is not None and flaw.code == pb.BUSY
+        assert await threads.flaw(grammar) is None
+        await threads.stop()
+
+    asyncio.run(scene())
