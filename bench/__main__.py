@@ -1,4 +1,4 @@
-"""`python -m bench`: eleven benchmarks with short settings, one behind the other, into one table; also `make bench`.
+"""`python -m bench`: twelve benchmarks with short settings, one behind the other, into one table; also `make bench`.
 
     benchmarks (suite_entries.py) --> bench/results/suite/NAME.json, .md, .png, .log --> bench/results/suite.md --> README's table
 
@@ -57,7 +57,7 @@ class SuiteConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them; 0, 1 if one failed, 2 for what the user can mend, 130 after Ctrl-C."""
-    config = load(SuiteConfig, PROG, "Run eleven benchmarks briefly and write one table of ratios.", argv)
+    config = load(SuiteConfig, PROG, "Run twelve benchmarks briefly and write one table of ratios.", argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     folder, chosen = config.results / "suite", [entry for entry in ENTRIES if entry.name in config.only.split(",")]
     folder.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover, grammar_step and peers. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start and peers. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -222,12 +222,29 @@ def _peers(result: Result) -> Iterator[str]:
     yield markdown(result["tokens_per_s"])
 
 
+def _start(result: Result) -> Iterator[str]:
+    verdict = "met" if result["ready_s"] <= result["target_s"] else "missed"
+    yield (
+        f"`baton up` with a prefill and a decode node: ready after {result['ready_s']:.2f} s "
+        f"({result['target_s']:.0f} s asked for, {verdict}), {result['ratio']:.2f} times what a process takes to import torch, "
+        "which each node does first; the first token of a request sent at once is there after "
+        f"{result['token_s']:.2f} s. Medians; a ratio is its round's own."
+    )
+    yield ""
+    rows = []
+    for number, each in enumerate(result["rounds"]):
+        times = (f"{each[name]:.2f}" for name in ("import_s", "ready_s", "token_s"))
+        rows.append((str(number + 1), *times, f"{each['ready_s'] / each['import_s']:.2f}"))
+    yield from _table(("round", "import torch, s", "ready, s", "first token, s", "ready ÷ import"), rows)
+
+
 PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "transport": ("Transports: how fast blocks get from node to node", _transport),
     "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
     "interference": ("What long prompts cost the streams beside them", _interference),
     "crossover": ("Where prefill and decode apart lose", _crossover),
     "grammar_step": ("What grammars cost a step", _grammar_step),
+    "start": ("How long a cluster takes to start", _start),
     "peers": ("Served tokens beside vLLM, llama.cpp and transformers", _peers),
 }
 

@@ -165,9 +165,16 @@ def _interference(result: Result) -> Iterable[Line]:
             yield Line(what, each["ratio"], said, target)
 
 
+def _start(result: Result) -> Iterable[Line]:
+    what = f"start, `baton up` until it is ready; of {result['target_s']:.0f} s"
+    yield Line(what, result["ready_s"] / result["target_s"], f"{result['ready_s']:.2f} s", 1.0)
+    said = f"{result['ready_s']:.2f} ÷ {result['import_s']:.2f} s"
+    yield Line("start, `baton up` until it is ready ÷ a process that imports torch", result["ratio"], said)
+
+
 ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 300, _router, TINY, has_plot=True),
-    Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 120, _scheduler),
+    Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 60, _scheduler),
     Entry(
         "engine",
         "engine",
@@ -198,6 +205,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
         SMOL,
         has_plot=True,
     ),
+    Entry("start", "start", "--rounds 3", 60, _start, SMOL),
     Entry("failover", "failover", "--ways kill,move --rounds 2", 180, _failover, TINY, has_plot=True),
     Entry(
         "crossover",
