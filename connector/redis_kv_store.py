@@ -6,8 +6,8 @@
 
 A batch of writes is one round trip: room is made for it (the least recently used records go), then the values are set. What
 dies in between leaves a name without a value, which counts against the bound until it is the oldest. All clocks are the
-server's. Its own eviction (maxmemory) may take anything at any time; where it is out of memory and takes nothing, writes
-fail.
+server's; one that takes over may be behind, and goes on from the last time that was noted. Its own eviction (maxmemory) may
+take anything at any time; where it is out of memory and takes nothing, writes fail.
 
 A connection that failed is never used again: what it still carries could be taken for the next call's answer. Every wait for
 the server is bounded by timeout_s, and there are no retries.
@@ -15,6 +15,7 @@ the server is bounded by timeout_s, and there are no retries.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -36,7 +37,14 @@ _BLOCK: Final = b"baton:{kv}:block:"  # in braces: one slot, should Redis be a c
 _USED: Final = "baton:{kv}:used:%d"
 _ID: Final = "baton:{kv}:id"
 
-_NOW: Final = "local t = redis.call('TIME') local now = t[1] * 1000000 + t[2] "
+# `now` in us, and behind whatever was used before: clocks are set back, and a server that takes over may be behind.
+_BEGIN: Final = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'zset' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end  -- somebody else's
+local t = redis.call('TIME')
+local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2] or 0
+local now = math.max(t[1] * 1000000 + t[2], last + 1)
+"""
 
 # ARGV: length of a record. How many leading keys have such a value.
 _LEADING: Final = """
@@ -46,11 +54,10 @@ end
 return #KEYS
 """
 
-# KEYS: used, then those to be written. ARGV: the most records, ttl in ms. Answers how many records were dropped.
+# KEYS: used, then those to be written. ARGV: the most records, ttl in ms. Answers how many records were dropped. They go before
+# anything comes: who is out of memory refuses what comes, unless something has been dropped.
 _MAKE_ROOM: Final = f"""
-{_NOW}
-local kind = redis.call('TYPE', KEYS[1]).ok
-if kind ~= 'zset' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end  -- somebody else's
+{_BEGIN}
 local num_evicted = 0
 local function drop(names)
   for _, name in ipairs(names) do
@@ -58,19 +65,27 @@ local function drop(names)
     num_evicted = num_evicted + redis.call('UNLINK', name)
   end
 end
+drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. (now - ARGV[2] * 1000), 'LIMIT', 0, 1000))
+local function leave_room_for(num_coming)
+  local too_many = redis.call('ZCARD', KEYS[1]) + num_coming - ARGV[1]
+  if too_many > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, too_many - 1)) end
+end
+local num_new = 0
+for i = 2, #KEYS do
+  if not redis.call('ZSCORE', KEYS[1], KEYS[i]) then num_new = num_new + 1 end
+end
+leave_room_for(num_new)
 for i = 2, #KEYS do
   redis.call('ZADD', KEYS[1], now, KEYS[i])
 end
-drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. (now - ARGV[2] * 1000), 'LIMIT', 0, 1000))
-local too_many = redis.call('ZCARD', KEYS[1]) - ARGV[1]
-if too_many > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, too_many - 1)) end
+leave_room_for(0)  -- one of them, which had a name without a value, may have been dropped just now
 redis.call('PEXPIRE', KEYS[1], ARGV[2] * 2)
 return num_evicted
 """
 
 # KEYS: used, then those that were read, or would have been written. ARGV: ttl in ms.
 _TOUCH: Final = f"""
-{_NOW}
+{_BEGIN}
 for i = 2, #KEYS do
   if redis.call('PEXPIRE', KEYS[i], ARGV[1]) == 1 then redis.call('ZADD', KEYS[1], now, KEYS[i]) end
 end
@@ -221,7 +236,10 @@ class RedisKvStore:
             if value == b"":
                 return RunRead(index, is_corrupt=False)
             if not self._take(key, _unless_error(value), block):
-                self._client.unlink(name)
+                with contextlib.suppress(
+                    RedisError, OSError
+                ):  # who takes no writes keeps it; what is before it is right
+                    self._client.unlink(name)
                 return RunRead(index, is_corrupt=True)
         return RunRead(len(batch), is_corrupt=False)
 

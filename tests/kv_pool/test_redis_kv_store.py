@@ -83,6 +83,9 @@ def test_names_without_values_count_until_they_are_the_oldest_and_then_no_more(r
         store.write(pairs(keys[number : number + 1], blocks[number : number + 1]))
         assert len(place.names()) <= 8
     assert place.names() == set(keys[-8:])
+    redis_server.client.delete(REDIS_PREFIX + RECORDS.name(keys[-8]))
+    store.write(pairs([keys[-8], keys[0]], blocks[[-8, 0]]))  # one that has a name, and is the oldest
+    assert place.names() == {*keys[-6:], keys[-8], keys[0]}
     store.close()
 
 
@@ -141,6 +144,69 @@ def test_a_server_out_of_memory_refuses_writes_and_is_read_all_the_same(server: 
     store.close()
 
 
+@pytest.mark.covers("W10")
+def test_a_server_whose_clock_was_set_back_keeps_the_bound_and_what_was_written_last(redis_server: RedisServer) -> None:
+    """After a failover to a host that is behind, say: what was written was dropped before it was there, and not counted."""
+    redis_server.client.flushall()
+    place = RedisPlace(redis_server)
+    store = place.open(RECORDS, KvStoreLimits(max_bytes=8 * RECORDS.record_bytes))
+    keys, blocks = keys_of(40), blocks_of(40, SMALL)
+    store.write(pairs(keys[:8], blocks[:8]))
+    used = f"baton:{{kv}}:used:{RECORDS.record_bytes}"
+    for name, score in redis_server.client.zrange(used, 0, -1, withscores=True):
+        redis_server.client.zadd(used, {name: score + 3_600_000_000})
+    for number in range(8, 40):
+        store.write(pairs(keys[number : number + 1], blocks[number : number + 1]))
+        assert len(place.names()) <= 8
+    assert place.names() == set(keys[-8:])
+    into = np.zeros((1, SMALL), np.uint8)
+    assert store.read(keys[32:33], views(into)).num_blocks == 1  # which keeps it in use
+    store.write(pairs(keys[:1], blocks[:1]))
+    assert place.names() == {keys[32], *keys[34:], keys[0]}
+    store.close()
+
+
+@pytest.mark.covers("W08", "W10")
+def test_a_lower_bound_makes_room_on_a_server_that_is_out_of_memory(server: RedisServer) -> None:
+    """Or nothing but a flush would: each write was refused before it had dropped anything."""
+    records = KvRecords(50_000)
+    place = RedisPlace(server)
+    keys, blocks = keys_of(101), blocks_of(101, 50_000)
+    store = place.open(records)
+    assert store.write(pairs(keys[:100], blocks[:100])) == 100
+    store.close()
+    server.client.config_set("maxmemory", server.client.info("memory")["used_memory"])
+    store = place.open(records, KvStoreLimits(max_bytes=20 * records.record_bytes, timeout_s=60.0))
+    for _ in range(1000):
+        with contextlib.suppress(KvStoreError):  # the memory is given back by a thread of the server's
+            store.write(pairs(keys[100:], blocks[100:]))
+        assert len(place.names()) <= 20
+        if keys[100] in place.names():
+            break
+    assert len(place.names()) == 20 and keys[100] in place.names()
+    store.close()
+
+
+@pytest.mark.covers("W08", "W10")
+def test_of_a_server_that_takes_no_writes_a_broken_record_costs_no_more_than_itself(server: RedisServer) -> None:
+    """A replica, or a primary that has lost its own: what was read in front of it was thrown away, and the pool given up."""
+    place = RedisPlace(server)
+    store = place.open(RECORDS)
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    store.write(pairs(keys, blocks))
+    wrong = bytearray(place.look(RECORDS.name(keys[2])))
+    wrong[-1] ^= 1
+    place.lay(RECORDS.name(keys[2]), bytes(wrong))
+    server.client.config_set("min-replicas-to-write", 1)
+    into = np.zeros((3, SMALL), np.uint8)
+    assert store.read(keys, views(into)) == RunRead(2, is_corrupt=True)
+    assert np.array_equal(into[:2], blocks[:2])
+    server.client.config_set("min-replicas-to-write", 0)
+    assert store.read(keys, views(into)) == RunRead(2, is_corrupt=True)
+    assert store.write(pairs(keys, blocks)) == 1
+    store.close()
+
+
 @pytest.mark.covers("W08", "W10")
 def test_what_somebody_else_put_under_our_names_is_no_block_and_is_replaced(redis_server: RedisServer) -> None:
     redis_server.client.flushall()
@@ -157,6 +223,8 @@ def test_what_somebody_else_put_under_our_names_is_no_block_and_is_replaced(redi
     redis_server.client.rpush(names[0], "a", "list")
     assert store.write(pairs(keys, blocks)) == 3
     assert store.read(keys, views(into)) == RunRead(3, is_corrupt=False)
+    redis_server.client.set(f"baton:{{kv}}:used:{RECORDS.record_bytes}", "no set")
+    assert store.write(pairs(keys, blocks)) == 0  # which renews them
     store.close()
 
 
