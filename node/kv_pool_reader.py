@@ -161,7 +161,8 @@ class PoolReader:
                 continue
             call.is_begun = True
             try:
-                num_blocks = min(self._store.num_leading(call.action.keys), len(call.action.keys))
+                # Within what was asked: a store may say anything.
+                num_blocks = max(0, min(self._store.num_leading(call.action.keys), len(call.action.keys)))
                 self._heard_at[LookInPool] = time.monotonic()
             except KvStoreError as error:
                 self._answer_look(call, "failed", 0, str(error))

@@ -300,6 +300,23 @@ def test_a_pool_that_claims_blocks_and_never_gives_one_is_left_alone() -> None:
 
 
 @pytest.mark.covers("W08")
+def test_a_pool_that_claims_less_than_nothing_has_nothing() -> None:
+    """The core cannot look at so many of a prompt's keys: the node ended."""
+
+    async def test() -> None:
+        async with pool_bed(bounds=PATIENT) as bed:
+            bed.store.claims = -5
+            await bed.until(lambda: len(bed.said) == 1)
+            bed.said.clear()
+            assert await bed.looked(LookInPool(1, tuple(KEYS[:8]))) == PoolLooked(1, 0)
+            await bed.until(lambda: len(bed.said) == 1)
+            assert (bed.said[0].found, bed.said[0].lacking) == ((), (KEYS[0],))
+            assert bed.amount("kv_pool_looks", "nothing") == 1
+
+    run(test())
+
+
+@pytest.mark.covers("W08")
 @pytest.mark.parametrize("hangs", [True, False])
 def test_calls_too_many_for_the_threads_come_too_late_which_is_the_store_s_fault_only_if_it_hangs(hangs: bool) -> None:
     async def test() -> None:
