@@ -173,7 +173,7 @@ def _start(result: Result) -> Iterable[Line]:
 
 
 ENTRIES: Final[tuple[Entry, ...]] = (
-    Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 300, _router, TINY, has_plot=True),
+    Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 240, _router, TINY, has_plot=True),
     Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 60, _scheduler),
     Entry(
         "engine",
@@ -205,13 +205,13 @@ ENTRIES: Final[tuple[Entry, ...]] = (
         SMOL,
         has_plot=True,
     ),
-    Entry("start", "start", "--rounds 3", 60, _start, SMOL),
+    Entry("start", "start", "--rounds 3", 180, _start, SMOL),
     Entry("failover", "failover", "--ways kill,move --rounds 2", 180, _failover, TINY, has_plot=True),
     Entry(
         "crossover",
         "crossover",
         "--lengths 16,128,1024 --loads 1,4,8 --rounds 1 --requests 12",
-        300,
+        240,
         _crossover,
         SMOL,
         has_plot=True,

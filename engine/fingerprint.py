@@ -47,8 +47,8 @@ class Fingerprint:
 def fingerprint_fields(model_dir: Path, dtype: str, block_size: int, kernels: str) -> Fingerprint:
     """Take the fingerprint of a model directory for a dtype (or "auto") and a back end by name. Raises ModelError.
 
-    Reads config.json, each file's header, a megabyte of samples and four small ones of each tensor; a changed byte between samples
-    goes unseen, a changed tensor does not.
+    Reads config.json, each file's header, a megabyte of samples and four small ones of each tensor: one that has been trained is seen,
+    whichever it is; a few changed rows between its samples are not.
     """
     config = read_model_config(model_dir)
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
@@ -83,7 +83,7 @@ def _file_digest(path: Path) -> bytes:
     """Hash name, size, safetensors header and samples: the first and last bytes of the tensors are always in."""
     size = path.stat().st_size
     digest = hashlib.sha256(path.name.encode() + b"\0" + size.to_bytes(8, "little"))
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:  # some file systems fill a buffer with megabytes, at each sample
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
             raise ModelError(f"{path} is not a safetensors file: its header would have {header_bytes} bytes")

@@ -26,7 +26,7 @@ from node.grammar_lines import MAX_BYTES, Asks, Outcome, Ready, Told, allowed_of
 from runtime.process import computed_s
 
 COMPILE_S: Final = 5.0  # that it may compute until it has compiled; some a second, nearly all milliseconds
-COMPILE_WAIT_S: Final = 15.0  # by the clock: a node that has no third of a core for it is slow, and not the grammar
+COMPILE_WAIT_S: Final = 9.0  # by the clock, and less than others wait for the thread: it is the node that is slow
 CHECK_S: Final = 5.0  # for the beginning of a completion, by the clock
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
+_MOST_DIGITS: Final = 10
 _FLAGS: Final = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
@@ -24,19 +25,16 @@ def add_told_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], ids: Mapp
 
     Ids from `vocab_size` on, such as that of a padding token, are none of the model's: they stay text. Raises WrongTokens.
     """
-    told = settings.get("added_tokens_decoder")
+    told, own_tokens = settings.get("added_tokens_decoder"), tokenizer.get_added_tokens_decoder()
     if told is None:
-        own = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        told = {token_id: {"content": content} for content, token_id in ids.items() if content not in own}
-    own_tokens = tokenizer.get_added_tokens_decoder()
+        own = {token.content for token in own_tokens.values()}
+        told = {str(token_id): {"content": content} for content, token_id in ids.items() if content not in own}
     told_tokens, new_tokens = [], []
     for token_id, token in sorted(_tokens(told), key=lambda each: each[0]):
         found = tokenizer.token_to_id(token.content)
         if found is None and token_id < vocab_size:  # gets the next id
             new_tokens.append((token_id, token))
-        elif found == token_id and repr(own_tokens.get(token_id)) != repr(
-            token
-        ):  # of two ids tokenizer.json's is the one
+        elif found == token_id and repr(own_tokens.get(token_id)) != repr(token):  # of two ids tokenizer.json's counts
             told_tokens.append(token)
     tokenizer.add_tokens([*told_tokens, *(token for _, token in new_tokens)])  # once: each time all are sorted anew
     for token_id, token in new_tokens:
@@ -52,7 +50,7 @@ def _tokens(told: object) -> Iterator[tuple[int, AddedToken]]:
     for key, each in told.items():
         flags = {name: each[name] for name in _FLAGS & each.keys()} if isinstance(each, dict) else {}
         content = each.get("content") if isinstance(each, dict) else None
-        is_id = isinstance(key, int) or (isinstance(key, str) and key.isascii() and key.isdigit())
+        is_id = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS
         if not is_id or not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
             raise WrongTokens(f"added token {key!r} is not an id with its content and flags")
         yield int(key), AddedToken(content, **flags)

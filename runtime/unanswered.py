@@ -59,7 +59,7 @@ def why_no_entry(has_key: bool) -> str:
 
 def check_key(key: str | None) -> None:
     """Raises ValueError, one sentence without the key, for one that cannot be shown: no HTTP header holds it."""
-    if key is not None and not re.fullmatch(r"[ -~]+", key):
+    if key is not None and not re.fullmatch(r"[ -~]*", key):
         raise ValueError("--api-key: keys are printable ASCII; it has another character, a line's end perhaps")
 
 

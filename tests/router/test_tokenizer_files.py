@@ -137,6 +137,8 @@ def test_added_tokens_that_cannot_be_are_one_sentence(tmp_path: Path, told: Any,
         ("tokenizer_config.json", b"[" * 100_000),
         ("chat_template.jinja", b"{{ " + b"(" * 10_000 + b")" * 10_000 + b" }}"),
         ("added_tokens.json", b'{"<think>": "last"}'),
+        ("added_tokens.json", b'{"<think>": [1]}'),
+        ("added_tokens.json", b'{"<think>": ' + b"9" * 4000 + b"}"),
     ],
 )
 def test_a_file_that_holds_something_else_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
