@@ -47,8 +47,8 @@ class Fingerprint:
 def fingerprint_fields(model_dir: Path, dtype: str, block_size: int, kernels: str) -> Fingerprint:
     """Take the fingerprint of a model directory for a dtype (or "auto") and a back end by name. Raises ModelError.
 
-    Reads config.json, each file's header, a megabyte of samples and four small ones of each tensor: one that has been trained is seen,
-    whichever it is; a few changed rows between its samples are not.
+    Reads config.json, each file's header, a megabyte of samples and four small ones of each tensor: one that has been trained is
+    seen, whichever it is; a few changed rows between its samples are not.
     """
     config = read_model_config(model_dir)
     digest = hashlib.sha256((model_dir / "config.json").read_bytes())
