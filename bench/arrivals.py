@@ -15,6 +15,7 @@ Shape = Literal["uniform", "exp", "lognormal"]
 
 _LENGTHS: Final = re.compile(r"(?:exp:)?(\d{1,9})|(\d{1,9}):(\d{1,9})|lognormal:(\d{1,9}):(\d{1,3}(?:\.\d{1,6})?)")
 _FORMS: Final = "MEAN, MEAN:SPREAD, exp:MEAN or lognormal:MEAN:SIGMA, whole numbers of tokens"
+MAX_TOKENS: Final = 1 << 24  # of a mean: what is sent is made in memory, and as long
 LONGEST: Final = 16  # means: where a distribution's tail is cut
 
 
@@ -38,6 +39,8 @@ class Lengths:
             lengths = Lengths(int(of_log), 0, "lognormal", float(sigma))
         else:
             lengths = Lengths(int(alone or mean), int(spread or 0), "exp" if text.startswith("exp") else "uniform")
+        if lengths.mean > MAX_TOKENS:
+            raise ValueError(f"{text}: must be at most {MAX_TOKENS} tokens")
         if lengths.mean == 0:
             raise ValueError(f"{text}: must be at least one token")
         if lengths.spread >= lengths.mean:

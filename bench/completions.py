@@ -19,6 +19,11 @@ from bench.workload import PromptForm
 Api = Literal["completions", "chat"]
 
 OK: Final = "200"
+_GIVEN_UP: Final = ("pd_reschedule", "abort", "error")  # finish reasons: Baton's own, and those of vLLM and SGLang
+_SAID: Final = 200  # characters of an error that are kept
+_UNREADABLE: Final = (  # whatever a server may send: not what it should, too deep, a count without end
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError),
+)
 PATHS: Final[Mapping[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -72,7 +77,7 @@ class Record:
     arrival_s: float  # from the run's start: when it was due
     lag_s: float = 0.0  # how much later than that it was begun; a timer may fire a millisecond early
     status: str = ""  # "200", another HTTP status, or "connect", "broken", "malformed", "timeout", "stream_error"
-    # or "interrupted"
+    # "unfinished" or "interrupted"
     error: str = ""  # the first words of what was said about it
     connect_s: float | None = None
     end_s: float = 0.0
@@ -132,9 +137,9 @@ class AnswerReader:
             elif self._is_stream:
                 self._read_stream(record)
             else:
-                _read_usage(record, json.loads(whole))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:  # whatever a server may send
-            record.status, record.error = "malformed", f"{type(error).__name__}: {error}"[:200]
+                _read_whole(record, whole)
+        except _UNREADABLE as error:
+            record.status, record.error = "malformed", one_line(f"{type(error).__name__}: {error}")
 
     def _read_stream(self, record: Record) -> None:
         is_done = False
@@ -143,26 +148,31 @@ class AnswerReader:
                 is_done = True
                 continue
             event = json.loads(data)
-            if "error" in event:
+            if event.get("error"):
                 record.status = "stream_error"
                 record.code, record.error = _error_of(data)
                 return
-            if event["choices"] and _says_something(choice := event["choices"][0]):
+            if (choices := event.get("choices")) and _says_something(choice := choices[0]):
                 record.chunk_at_s.append(at - self._begun_at)
                 record.token_ids += choice.get("completion_token_ids") or choice.get("token_ids") or ()
+                _read_finish(record, choice)
             _read_usage(record, event)
         if not is_done:
             record.status, record.error = "stream_error", "the stream ended without [DONE]"
+        elif not record.chunk_at_s:
+            record.status, record.error = "stream_error", "the stream has no event with anything of a choice"
         elif record.output_tokens is None and record.token_ids:
             record.output_tokens = len(record.token_ids)
 
     def _events(self) -> Sequence[tuple[bytes, float]]:
-        """The data of each server-sent event with the instant when its last byte came."""
+        """The data of each server-sent event with the instant when its last byte came; the last line may lack its end."""
         events: list[tuple[bytes, float]] = []
         rest = b""
         for data, at in self._parts:
             *lines, rest = (rest + data).split(b"\n")
             events += [(line[5:].strip(), at) for line in lines if line.startswith(b"data:")]
+        if rest.startswith(b"data:") and rest[5:].strip() == b"[DONE]":
+            events.append((b"[DONE]", self._parts[-1][1]))
         return events
 
 
@@ -172,10 +182,33 @@ def _says_something(choice: dict[str, Any]) -> bool:
     return delta is None or bool(choice.get("finish_reason")) or any(delta[key] for key in delta if key != "role")
 
 
+def _read_whole(record: Record, body: bytes) -> None:
+    """An answer that is no stream. A gateway's error may come with status 200, too."""
+    content = json.loads(body)
+    if content.get("error") or not content.get("choices"):
+        record.status = "malformed"
+        record.code, record.error = _error_of(body)
+        return
+    _read_finish(record, content["choices"][0])
+    _read_usage(record, content)
+
+
+def _read_finish(record: Record, choice: dict[str, Any]) -> None:
+    """A choice that the server itself gave up is no quick success, however well its stream ended."""
+    if (reason := choice.get("finish_reason")) in _GIVEN_UP:
+        record.status, record.code = "unfinished", reason
+        record.error = "the server ended the answer early"
+
+
 def _read_usage(record: Record, content: dict[str, Any]) -> None:
-    usage = content.get("usage")
-    if usage:
-        record.prompt_tokens, record.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    """Counts that are left out, or null, are not known."""
+    usage = content.get("usage") or {}
+    counts = [None if usage.get(name) is None else int(usage[name]) for name in ("prompt_tokens", "completion_tokens")]
+    if any(count is not None and count < 0 for count in counts):
+        raise ValueError(f"usage {usage!r:.100} has a count below 0")
+    prompt, output = counts
+    record.prompt_tokens = record.prompt_tokens if prompt is None else prompt
+    record.output_tokens = record.output_tokens if output is None else output
 
 
 def _error_of(body: bytes) -> tuple[str, str]:
@@ -183,7 +216,12 @@ def _error_of(body: bytes) -> tuple[str, str]:
     try:
         error = json.loads(body)["error"]
         if not isinstance(error, dict):
-            return "", str(error)[:200]
-        return str(error.get("code") or "")[:40], str(error["message"])[:200]
-    except (ValueError, KeyError, TypeError):
-        return "", body[:200].decode("utf-8", "replace")
+            return "", one_line(str(error))
+        return one_line(str(error.get("code") or ""))[:40], one_line(str(error["message"]))
+    except _UNREADABLE:
+        return "", one_line(body[:_SAID].decode("utf-8", "replace"))
+
+
+def one_line(text: str) -> str:
+    """The first words of what a server said, as a terminal can show them: no ends of lines, escapes or half characters."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text[:_SAID]).split())

@@ -51,6 +51,8 @@ def check_files(output: Path | None, plot: Path | None = None) -> None:
             raise ValueError(f"{flag} {path}: its folder does not exist")
         if path is not None and path.is_dir():
             raise ValueError(f"{flag} {path}: is a folder; name a file in it")
+        if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
+            raise ValueError(f"{flag} {path}: is a link or a device, which the result would replace; name a file")
         if path is not None and not os.access(path.absolute().parent, os.W_OK):
             raise ValueError(f"{flag} {path}: its folder cannot be written to")
     if plot is not None and plot.suffix not in SUFFIXES:
@@ -106,19 +108,19 @@ class Bench(Generic[C, R]):
             console.print(f"broken: {complaint}")
         plot_path: Path | None = getattr(config, "plot", None)
         if self.plot is not None and plot_path is not None:
-            with _writing(self.prog, "--plot", plot_path):
+            with writing(self.prog, "--plot", plot_path):
                 self.plot(result, plot_path)
             console.print(f"written: {plot_path}")
         output: Path | None = getattr(config, "output", None)
         if output is not None:
-            with _writing(self.prog, "--output", output):
+            with writing(self.prog, "--output", output):
                 write_atomically(output, facts(self.prog, config, argv) | self.to_json(result))
             console.print(f"written: {output}")
         return 1 if complaints else 0
 
 
 @contextmanager
-def _writing(prog: str, flag: str, path: Path) -> Iterator[None]:
+def writing(prog: str, flag: str, path: Path) -> Iterator[None]:
     """A full disk, say, ends the command in one sentence: the table was shown before."""
     try:
         yield

@@ -20,6 +20,7 @@ import httptools
 Take = Callable[[bytes, float], None]  # a part of the body, and the instant when it came, by time.monotonic
 
 _PORTS: Final = {"http": 80, "https": 443}
+_INTERIM: Final = (100, 102, 103)  # statuses of messages before the answer; 101 would be its end
 
 
 class BrokenAnswer(Exception):
@@ -115,14 +116,21 @@ class _Exchange(asyncio.Protocol):
         self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        self._is_in_body = True
+        self._is_in_body = not self._is_interim
 
     def on_body(self, data: bytes) -> None:
         self._take(data, self._now)
 
     def on_message_complete(self) -> None:
-        if not self.ended.done():
+        if self._is_interim:
+            self._has_length = False
+        elif not self.ended.done():
             self.ended.set_result(self._parser.get_status_code())
+
+    @property
+    def _is_interim(self) -> bool:
+        """Of 100 Continue, or 103 Early Hints: the answer itself comes behind (RFC 9110, section 15.2)."""
+        return int(self._parser.get_status_code()) in _INTERIM
 
 
 async def exchange(

@@ -17,6 +17,7 @@ import secrets
 import signal
 import ssl
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,14 +27,14 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from bench.completions import Asking, Record
+from bench.completions import Asking, Record, one_line
 from bench.frame import INTERRUPTED, PIPE_WIDTH, facts
 from bench.http_exchange import Server
 from bench.load import Halt, Sender, Watcher, run_closed_loop, run_open_loop
 from bench.load_progress import LoadProgress
 from bench.report import report_of
 from bench.serve_config import BARE_FLAGS, DESCRIPTION, BenchConfig
-from bench.serve_load import Loads, RunLoad
+from bench.serve_load import Loads, NoRequest, RunLoad
 from bench.serve_result import Outcome, Run, show_outcome, write_outcome
 from bench.sweep import Search, Try
 from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
@@ -90,12 +91,16 @@ class _Call:
         asking = await find_asking(self.config)
         self.console.print(f"{self.config.url}, model {asking.model}, seed {self.config.seed}")
         with _halt_by_signals(self.console) as halt:
-            if self.config.sweep:
-                await self._sweep(loads, asking, halt)
-            else:
-                for rate in self.config.fixed_rates:
+            try:
+                if self.config.sweep:
+                    await self._sweep(loads, asking, halt)
+                for rate in () if self.config.sweep else self.config.fixed_rates:
                     if not halt.is_asked:
                         await self._one(loads, asking, rate, halt)
+            except NoRequest as problem:
+                if not self.runs:
+                    raise
+                self.console.print(f"{problem}; what follows is of the runs before")
             return Outcome(asking.model, asking.prompt_form, self.runs, halt.is_asked)
 
     async def _sweep(self, loads: Loads, asking: Asking, halt: Halt) -> None:
@@ -113,8 +118,10 @@ class _Call:
         load_ = loads.of_run(asking, rate, f"{self.config.seed}/{len(self.runs)}")
         pace = _pace(self.config, rate)
         with LoadProgress(self.console, pace, load_.num_requests) as progress:
+            began_at, computed_s = time.monotonic(), time.process_time()
             records = await send(self.config, asking, load_, halt, progress)
-        self.runs.append(Run(rate, pace, records, report_of(records, self.config.slo)))
+            busy = (time.process_time() - computed_s) / max(time.monotonic() - began_at, 1e-9)
+        self.runs.append(Run(rate, pace, records, report_of(records, self.config.slo), busy))
         return self.runs[-1]
 
 
@@ -164,7 +171,9 @@ async def find_asking(config: BenchConfig) -> Asking:
         except httpx.HTTPError as error:
             raise _unreachable(config, error) from None
     assert answer is not None
-    raise ServerProblem(f"--url {config.url}: a first request is answered {answer.status_code}: {answer.text[:300]}")
+    _refuse_redirect(answer)
+    said = one_line(answer.text) or "without a word"
+    raise ServerProblem(f"--url {config.url}: a first request is answered {answer.status_code}: {said}")
 
 
 def _ways_to_ask(config: BenchConfig, model: str) -> Iterator[Asking]:
@@ -185,11 +194,20 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     answer = await client.get("/v1/models")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         raise ServerProblem(f"{client.base_url}: {why_no_entry('Authorization' in answer.request.headers)}")
+    _refuse_redirect(answer)
     try:
         content: dict[str, Any] = answer.raise_for_status().json()
-        return str(content["data"][0]["id"])
-    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError):
+        if (name := str(content["data"][0]["id"])).isprintable():
+            return name
+        raise ValueError
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError, RecursionError):
         raise ServerProblem(f"{client.base_url}/v1/models: names no model; give --model") from None
+
+
+def _refuse_redirect(answer: httpx.Response) -> None:
+    if answer.has_redirect_location:
+        there = one_line(answer.headers["Location"])
+        raise ServerProblem(f"{answer.request.url}: sends elsewhere, to {there}; give that server's address as --url")
 
 
 def _unreachable(config: BenchConfig, error: Exception) -> ServerProblem:
@@ -223,6 +241,7 @@ def _halt_by_signals(console: Console) -> Iterator[Halt]:
 
     def on_signal() -> None:
         if halt.is_asked:
+            console.show_cursor(True)  # which a live line hides
             os._exit(INTERRUPTED)  # the user has asked twice
         console.print("ending: what is under way is given up; once more ends at once, without a report")
         halt.ask()

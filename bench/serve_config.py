@@ -68,7 +68,8 @@ class BenchConfig:
     )
     max_requests: int | None = knob(
         None,
-        f"requests of each run at most; none: {NUM_REQUESTS} random ones if no duration is given; the whole trace",
+        f"requests of each run at most; none: {NUM_REQUESTS} random ones if no duration is given, of a sweep as many more as "
+        "show that a queue grows; the whole trace",
         low=1,
         high=10_000_000,
     )
@@ -173,6 +174,10 @@ class BenchConfig:
         for name, default in random_only if self.trace is not None else ():
             if getattr(self, name) != default:
                 raise ValueError(f"--{name.replace('_', '-')}: is of random requests; a trace has its own")
+        if self.burstiness != 1 and (self.arrivals != "gamma" or self.trace is not None):
+            raise ValueError(
+                "--burstiness: is of --arrivals gamma, of random requests; give that, too, or leave it out"
+            )
         trace_only = (("length_scale", 1.0), ("speed", 1.0), ("max_prompt_tokens", None), ("max_output_tokens", None))
         for name, nothing in trace_only if self.trace is None else ():
             if getattr(self, name) != nothing:
@@ -198,6 +203,15 @@ class BenchConfig:
         return [None] if self.concurrency or self.trace else [math.inf]
 
     @property
-    def num_random(self) -> int | None:
-        """Of random requests in each run; None: as many as arrive in its duration."""
-        return self.max_requests or (None if self.duration_s else NUM_REQUESTS)
+    def settling_s(self) -> float:
+        """How long a sweep's rate must last, so that one a step beyond what a server stands is seen to fail; 0: nothing says that.
+
+        There each second adds `sweep_step` of one to the wait, which has reached the limit on TTFT when `slo_share` have arrived.
+        """
+        return (self.slo.ttft_s or 0.0) / (self.slo_share * self.sweep_step) if self.sweep else 0.0
+
+    def num_random(self, rate: float | None) -> int | None:
+        """Of random requests in a run; None: as many as arrive in its duration."""
+        if self.max_requests or self.duration_s:
+            return self.max_requests
+        return max(NUM_REQUESTS, math.ceil((rate or 0.0) * self.settling_s)) if self.sweep else NUM_REQUESTS

@@ -29,6 +29,10 @@ _MANY: Final = 1 << 20  # requests that nobody has counted
 _WARMUP_TOKENS: Final = 2048  # of a prompt, at most
 
 
+class NoRequest(ValueError):
+    """A run would send nothing, and so say nothing; the message is one sentence for the user."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunLoad:
     """The requests of one run; those without end only in a closed loop that has a duration."""
@@ -62,11 +66,15 @@ class Loads:
             number: int | None = len(entries)
             width = width_of(entries, len(letters))
         else:
-            number = self._config.num_random
+            number = self._config.num_random(rate)
             random_requests = self._random_requests(rate, seed)
             requests = random_requests if number is None and self._config.concurrency else list(random_requests)
             number = len(requests) if isinstance(requests, list) else None
             width = num_digits(max(number or _MANY, self._config.prefix_groups), len(letters))
+        if number == 0:
+            raise NoRequest(
+                f"--duration-s {self._config.duration_s:g}: no request arrives in it at {rate:g} per second; give it more seconds"
+            )
         return RunLoad(requests, Prompts(seed, asking.prompt_form, letters, width), number, self._warmup(requests))
 
     def _read_entries(self) -> list[Entry] | None:
@@ -108,7 +116,7 @@ class Loads:
             offsets = arrivals_of(random.Random(f"{seed}/arrivals"), config.arrivals, rate, config.burstiness)
             if (duration_s := config.duration_s) is not None:
                 offsets = takewhile(lambda at_s: at_s < duration_s, offsets)
-        return load.requests(random.Random(f"{seed}/lengths"), islice(offsets, config.num_random))
+        return load.requests(random.Random(f"{seed}/lengths"), islice(offsets, config.num_random(rate)))
 
     def _warmup(self, requests: Iterable[Request]) -> list[Request]:
         """Prompts of their own, as long as the first request's, within reason."""

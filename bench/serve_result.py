@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.completions import Record
+from bench.frame import writing
 from bench.goodput import Slo
 from bench.report import NO_LIMITS, Report, show
 from bench.serve_config import BenchConfig
 from bench.serve_plot import plot
 from bench.sweep import Try, Verdict, ceiling, knee
 
+BUSY_WARNING: Final = 0.9  # of a core: from there on nobody knows who the slower one was
+_LONG_ENOUGH: Final = 0.7  # of the time that a sweep's rate should last: arrivals are drawn
 _DIGITS: Final = 6  # of seconds in the file
 
 
@@ -30,6 +34,7 @@ class Run:
     pace: str
     records: Sequence[Record]
     report: Report
+    busy: float = 0.0  # of one core: how much of it this generator, which has no more, used itself
 
     def verdict(self, share: float) -> Verdict:
         """Whether so many of the requests met the limits; what a late generator found good is not known to be."""
@@ -43,7 +48,8 @@ class Run:
         for record in self.records:
             fields = asdict(record) | {"ttft_s": record.ttft_s, "tpot_s": record.tpot_s, "met_slo": slo.is_met(record)}
             requests.append({name: _rounded(value) for name, value in fields.items() if value not in ("", [])})
-        return {"pace": self.pace, "rate": _finite(self.rate), **asdict(self.report), "requests": requests}
+        head = {"pace": self.pace, "rate": _finite(self.rate), "generator_busy": round(self.busy, 3)}
+        return {**head, **asdict(self.report), "requests": requests}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,13 @@ def show_outcome(console: Console, outcome: Outcome, config: BenchConfig) -> Non
         console.print("halted: what follows is of what was sent until then")
     if len(outcome.runs) == 1:
         show(console, outcome.runs[0].report, outcome.runs[0].records)
+        _show_busy(console, outcome.runs)
         if config.slo != NO_LIMITS:
             console.print(_goodput_line(outcome.runs[0].report, config.slo))
     elif outcome.runs:
         console.print(_table(outcome.runs))
         _show_problems(console, outcome.runs)
+        _show_busy(console, outcome.runs)
     if config.slo != NO_LIMITS and (config.sweep or config.rates):
         console.print(_knee_line(outcome, config))
 
@@ -81,10 +89,12 @@ def write_outcome(console: Console, outcome: Outcome, config: BenchConfig, facts
         found = knee(outcome.tries(config.slo_share)) if config.slo != NO_LIMITS else None
         head = {**facts, "model": outcome.model, "prompt_form": outcome.prompt_form, "is_halted": outcome.is_halted}
         head |= {"slo": asdict(config.slo), "highest_rate_that_met_slo": found}
-        _write(config.output, head, [run.to_json(config.slo) for run in outcome.runs])
+        with writing("baton bench", "--output", config.output):
+            _write(config.output, head, [run.to_json(config.slo) for run in outcome.runs])
         console.print(f"written: {config.output}")
     if config.plot is not None and outcome.runs:
-        plot([(run.pace, run.rate, run.records, run.report) for run in outcome.runs], config.slo, config.plot)
+        with writing("baton bench", "--plot", config.plot):
+            plot([(run.pace, run.rate, run.records, run.report) for run in outcome.runs], config.slo, config.plot)
         console.print(f"written: {config.plot}")
 
 
@@ -97,8 +107,12 @@ def _write(path: Path, head: dict[str, Any], runs: Sequence[dict[str, Any]]) -> 
         lines.append(f'  {rest[:-1]},\n   "requests": [\n   {requests}\n  ]}}')
     text = json.dumps(head, indent=1).rstrip("\n}") + ',\n "runs": [\n' + ",\n".join(lines) + "\n ]\n}\n"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # what a full disk left of it
+        raise
 
 
 def _table(runs: Sequence[Run]) -> Table:
@@ -129,6 +143,15 @@ def _show_problems(console: Console, runs: Sequence[Run]) -> None:
             )
 
 
+def _show_busy(console: Console, runs: Sequence[Run]) -> None:
+    for run in runs:
+        if run.busy > BUSY_WARNING:
+            console.print(
+                f"WARNING, {run.pace}: this generator computed {run.busy:.0%} of the time, on the one core that it can use: "
+                "the server may stand more, and faster; share the load among several generators"
+            )
+
+
 def _goodput_line(report: Report, slo: Slo) -> str:
     limits = {"TTFT": slo.ttft_s, "TPOT": slo.tpot_s}
     told = " and ".join(f"{name} <= {1000 * value:g} ms" for name, value in limits.items() if value is not None)
@@ -143,13 +166,27 @@ def _knee_line(outcome: Outcome, config: BenchConfig) -> str:
     tries = outcome.tries(config.slo_share)
     found, failed = knee(tries), ceiling(tries)
     share = f"{config.slo_share:.0%} of the requests met the limits"
+    is_late = any(each.rate == failed and each.verdict is Verdict.LATE for each in tries)
+    if found is None and is_late:
+        return f"no rate is known at which {share}: already at {failed:g} this generator could not keep up"
     if found is None:
         return f"no rate was found at which {share}"
+    short = _shortness(next(run for run in outcome.runs if run.rate == found), config)
     if failed is None:
-        return f"up to {found:g} requests/s, the highest rate tried, {share}"
-    is_late = any(each.rate == failed and each.verdict is Verdict.LATE for each in tries)
+        return f"up to {found:g} requests/s, the highest rate tried, {share}{short}"
     why = "this generator could not keep up" if is_late else "fewer did"
-    return f"up to {found:g} requests/s {share}; at {failed:g} {why}"
+    return f"up to {found:g} requests/s {share}; at {failed:g} {why}{short}"
+
+
+def _shortness(run: Run, config: BenchConfig) -> str:
+    """What a sweep's best rate is not known to stand for long: a queue that grows reaches the limit only after some time."""
+    instants = [record.arrival_s for record in run.records]
+    if (span_s := max(instants) - min(instants)) >= _LONG_ENOUGH * config.settling_s:
+        return ""
+    return (
+        f"\nWARNING: its requests came within {span_s:.3g} s, too few to see that a queue grows slowly: "
+        f"the server may stand less for long; give --duration-s {math.ceil(config.settling_s)}"
+    )
 
 
 def _rounded(value: object) -> object:

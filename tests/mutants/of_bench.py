@@ -9,6 +9,8 @@ from tests.mutants.mutant import Mutant
 _SWEEP: Final = ("tests/bench/test_sweep.py",)
 _WORKLOAD: Final = ("tests/bench/test_workload.py",)
 _LOAD: Final = ("tests/bench/test_load.py",)
+_ODD: Final = ("tests/bench/test_odd_servers.py",)
+_SERVE_LOAD: Final = ("tests/bench/test_serve_load.py",)
 _TALK: Final = ("tests/chat/test_talk.py",)
 
 MUTANTS: Final = (
@@ -72,9 +74,65 @@ MUTANTS: Final = (
         "arrivals-wait-for-answers",
         "The next request is sent when the one before it has been answered.",
         "bench/load.py",
-        "tasks.append(group.create_task(sender.send(each, records[-1])))",
+        "tasks.append(group.create_task(_send_due(sender, each, records[-1], due_at)))",
         "await sender.send(each, records[-1])",
         _LOAD,
+    ),
+    Mutant(
+        "given-up-is-quick",
+        "An answer that the server gave up counts as answered.",
+        "bench/completions.py",
+        'if (reason := choice.get("finish_reason")) in _GIVEN_UP:',
+        'if (reason := choice.get("finish_reason")) in ():',
+        _ODD,
+    ),
+    Mutant(
+        "an-error-with-200-is-an-answer",
+        "A whole answer that is an error counts as answered where its status is 200.",
+        "bench/completions.py",
+        'if content.get("error") or not content.get("choices"):',
+        "if False:",
+        _ODD,
+    ),
+    Mutant(
+        "interim-is-the-answer",
+        "100 Continue or 103 Early Hints is taken for the answer.",
+        "bench/http_exchange.py",
+        "        if self._is_interim:\n",
+        "        if False:\n",
+        _ODD,
+    ),
+    Mutant(
+        "sweep-of-a-moment",
+        "A sweep's runs are over before a queue could show.",
+        "bench/serve_config.py",
+        "math.ceil((rate or 0.0) * self.settling_s)",
+        "NUM_REQUESTS",
+        _SERVE_LOAD,
+    ),
+    Mutant(
+        "late-generator-is-a-slow-server",
+        "Where the generator was late at every rate, the server is said to meet no limit.",
+        "bench/serve_result.py",
+        "if found is None and is_late:",
+        "if False:",
+        _SERVE_LOAD,
+    ),
+    Mutant(
+        "lateness-before-the-texts",
+        "A request that waits for the others' texts counts as sent when its own was made.",
+        "bench/load.py",
+        "    record.lag_s = time.monotonic() - due_at\n",
+        "",
+        _SERVE_LOAD,
+    ),
+    Mutant(
+        "results-replace-devices",
+        "A benchmark's result takes the place of /dev/null.",
+        "bench/frame.py",
+        "(path.is_symlink() or (path.exists() and not path.is_file()))",
+        "False",
+        _SERVE_LOAD,
     ),
     Mutant(
         "tokens-by-chunks",

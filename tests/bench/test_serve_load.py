@@ -1,0 +1,138 @@
+"""What `baton bench` concludes from a load is so: rates that last, runs of nothing, a generator that is the bottleneck, files."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.arrivals import Lengths
+from bench.completions import Asked, Asking, Record
+from bench.frame import check_files
+from bench.http_exchange import Server
+from bench.load import Sender, run_open_loop
+from bench.report import report_of
+from bench.serve import main
+from bench.serve_config import BenchConfig
+from bench.serve_load import Loads, NoRequest
+from bench.serve_result import Outcome, Run, show_outcome, write_outcome
+from bench.sweep import Search, Try, knee
+
+ASKING = Asking("m", "token_ids")
+CAPACITY = 20.0  # requests per second of a server that takes one at a time
+SWEEP = BenchConfig(sweep=True, rate="16", slo_ttft_ms=2000, slo_share=0.9, seed=3)
+
+
+def served(config: BenchConfig, rate: float, seed: str) -> Run:
+    """A run on such a server, by Lindley's recursion instead of by a clock."""
+    records, free_at = [], 0.0
+    for each in Loads(config).of_run(ASKING, rate, seed).requests:
+        free_at = max(free_at, each.at_s) + 1 / CAPACITY
+        record = Record(each.index, 64, 1, each.at_s, status="200", chunk_at_s=[free_at - each.at_s], output_tokens=1)
+        record.end_s = record.chunk_at_s[0]
+        records.append(record)
+    return Run(rate, f"{rate:g} per second", records, report_of(records, config.slo))
+
+
+def swept(config: BenchConfig) -> Outcome:
+    """A whole sweep."""
+    search, runs = Search(config.first_rate, config.sweep_step, 0.01, config.sweep_max_rate), list[Run]()
+    while (rate := search.next_rate([Try(run.rate or 0.0, run.verdict(0.9)) for run in runs])) is not None:
+        runs.append(served(config, rate, str(len(runs))))
+    return Outcome("m", "token_ids", runs, False)
+
+
+def shown(outcome: Outcome, config: BenchConfig) -> str:
+    """What a terminal would have."""
+    console = Console(width=200, file=io.StringIO(), soft_wrap=True)
+    show_outcome(console, outcome, config)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("limit_ms", [200.0, 2000.0, 10_000.0])
+def test_a_sweep_of_its_own_length_finds_what_a_server_stands_for_long(limit_ms: float) -> None:
+    config = replace(SWEEP, slo_ttft_ms=limit_ms)
+    outcome = swept(config)
+    found = knee(outcome.tries(0.9))
+    assert found is not None and 0.75 * CAPACITY < found < 1.15 * CAPACITY
+    assert "WARNING" not in shown(outcome, config)
+
+
+def test_a_sweep_that_is_too_short_to_show_a_queue_says_so() -> None:
+    config = replace(SWEEP, max_requests=100)
+    outcome = swept(config)
+    found = knee(outcome.tries(0.9))
+    assert found is not None and found > 1.3 * CAPACITY, "a queue is not noticed in so short a time"
+    assert "the server may stand less for long; give --duration-s 23" in shown(outcome, config)
+
+
+def test_a_run_that_would_send_nothing_says_nothing_of_the_server() -> None:
+    config = BenchConfig(rate="0.1", duration_s=0.5, seed=1)
+    with pytest.raises(NoRequest, match=r"no request arrives in it at 0\.1 per second; give it more"):
+        Loads(config).of_run(ASKING, 0.1, "1")
+
+
+def test_a_late_generator_is_not_told_as_a_slow_server() -> None:
+    records = [replace(each, lag_s=0.2) for each in served(SWEEP, 4.0, "1").records]
+    run = Run(4.0, "4 per second", records, report_of(records, SWEEP.slo))
+    said = shown(Outcome("m", "token_ids", [run, replace(run, rate=2.0)], False), SWEEP)
+    assert "no rate is known" in said and "already at 2 this generator could not keep up" in said
+
+
+def test_a_generator_that_computes_all_the_time_is_told_of_and_stands_in_the_file(tmp_path: Path) -> None:
+    run = replace(served(SWEEP, 4.0, "1"), rate=None, busy=0.97)
+    config = BenchConfig(concurrency=256, output=tmp_path / "a.json")
+    assert "this generator computed 97% of the time" in shown(Outcome("m", "words", [run], False), config)
+    assert "computed" not in shown(Outcome("m", "words", [replace(run, busy=0.5)], False), config)
+    assert run.to_json(config.slo)["generator_busy"] == 0.97
+
+
+def test_what_is_begun_at_once_is_late_by_the_texts_that_are_made_between() -> None:
+    def texts() -> Iterator[Asked]:
+        for index in range(3):
+            time.sleep(0.2 if index else 0)
+            yield Asked(index, b"{}", 4, 1)
+
+    async def run() -> list[Record]:
+        return await run_open_loop(Sender(Server.parse("http://127.0.0.1:9"), True, 10.0), texts(), [0.0] * 3)
+
+    assert asyncio.run(run())[0].lag_s > 0.3, "it was begun no earlier than the last one"
+
+
+def test_a_result_replaces_no_device_no_pipe_and_no_link(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("real.json")
+    for path in (Path(os.devnull), tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"--output {path}: is a link or a device, which the result would replace"):
+            check_files(path)
+    check_files(tmp_path / "new.json")
+
+
+def test_a_result_that_cannot_be_written_is_one_line_and_the_figures_were_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "gone").mkdir()
+    config = BenchConfig(output=folder / "a.json")
+    folder.rmdir()
+    with pytest.raises(SystemExit) as end:
+        write_outcome(Console(), Outcome("m", "words", [served(SWEEP, 4.0, "1")], False), config, {})
+    assert end.value.code == 2
+    assert capsys.readouterr().err.strip().endswith("cannot be written: No such file or directory")
+
+
+@pytest.mark.parametrize("words", [["--burstiness", "0.2", "--rate", "100"], ["--prompt-tokens", "99999999"]])
+def test_a_flag_that_would_be_ignored_or_fill_the_memory_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2 and words[0] in capsys.readouterr().err
+    assert Lengths.parse("exp:16777216").mean == 1 << 24
