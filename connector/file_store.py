@@ -2,7 +2,7 @@
 
     ROOT/ab/ab12…ef.kv     one record (kv_record.py), named by its name, whole or not there
     ROOT/tmp/…             records that are being written
-    ROOT/id                drawn by whoever made the pool: its identity; laid there again should somebody empty the directory
+    ROOT/id                drawn by whoever made the pool: its identity; laid there again should somebody empty or remove ROOT
 
 **No half block is ever read.** A record is written under a name of its own in tmp and renamed: what has its final name is
 whole, whenever its writer was killed. After a loss of power a file may be short or full of zeros all the same (nothing waits
@@ -68,8 +68,9 @@ class FileStore:
         )
         self._part_numbers = itertools.count()  # of C: a generator cannot be asked by two threads at once
         try:
-            for folder in (self._root, f"{self._root}/{_TMP}"):
-                Path(folder).mkdir(0o770, exist_ok=True)
+            Path(self._root).mkdir(0o770, exist_ok=True)
+            self._device = Path(self._root).stat().st_dev
+            self._make_folders()
             if not os.access(f"{self._root}/{_TMP}", os.W_OK | os.X_OK):
                 raise KvStoreError(f"{self._root}: cannot be written to")
             self._drawn = self._id_or(secrets.token_bytes(HEADER_BYTES))
@@ -119,10 +120,12 @@ class FileStore:
                 self._put(path, header, block)
             except FileNotFoundError as error:
                 with contextlib.suppress(OSError):
-                    Path(self._root, _TMP).mkdir(0o770)  # somebody has emptied the directory: for the next write
+                    self._make_folders()  # somebody has emptied the directory, or removed it: for the next write
                     self._id_or(self._drawn)  # and for who comes later: the pool is the one that it was
                 raise _failed(error) from None
             except OSError as error:
+                with self._lock:
+                    self._num_unseen = None  # the disk may be full of what is too old: the next write looks
                 raise _failed(error) from None
             num_stored += 1
         return num_stored
@@ -134,10 +137,11 @@ class FileStore:
             path = self._path(key)
             try:
                 is_right = self._get(path, key, block)
-                if is_right is False:
-                    Path(path).unlink(missing_ok=True)
             except OSError as error:
                 raise _failed(error) from None
+            if is_right is False:
+                with contextlib.suppress(OSError):  # a disk that takes no writes keeps it; what is before it is right
+                    Path(path).unlink()
             if not is_right:
                 return RunRead(index, is_corrupt=is_right is False)
         return RunRead(len(keys), is_corrupt=False)
@@ -151,6 +155,17 @@ class FileStore:
 
     def close(self) -> None:
         """As KvStore.close."""
+
+    def _make_folders(self) -> None:
+        """ROOT and ROOT/tmp, where they are not there. Raises OSError, also if that would be on another file system than before.
+
+        Below one that was unmounted there is a disk that a pool would fill, and which nobody looks into.
+        """
+        root = Path(self._root)
+        if (root if root.exists() else root.parent).stat().st_dev != self._device:
+            raise FileNotFoundError
+        for folder in (root, root / _TMP):
+            folder.mkdir(0o770, exist_ok=True)
 
     def _id_or(self, drawn: bytes) -> bytes:
         """What stands in ROOT/id, whole from the beginning and never changed; where nothing does, this. Raises OSError."""

@@ -236,10 +236,8 @@ class RedisKvStore:
             if value == b"":
                 return RunRead(index, is_corrupt=False)
             if not self._take(key, _unless_error(value), block):
-                with contextlib.suppress(
-                    RedisError, OSError
-                ):  # who takes no writes keeps it; what is before it is right
-                    self._client.unlink(name)
+                with contextlib.suppress(RedisError, OSError):
+                    self._client.unlink(name)  # who takes no writes keeps it; what is before it is right all the same
                 return RunRead(index, is_corrupt=True)
         return RunRead(len(batch), is_corrupt=False)
 

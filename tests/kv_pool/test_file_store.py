@@ -179,6 +179,20 @@ def test_what_is_no_file_under_a_record_s_name_holds_nobody_up_and_gives_nothing
 
 
 @pytest.mark.covers("W08", "W10")
+def test_what_cannot_be_removed_is_no_block_and_costs_none_of_those_before_it(tmp_path: Path) -> None:
+    """On a disk that takes no writes any more, say; here it is a directory."""
+    store = FileStore(tmp_path / "pool", RECORDS, KvStoreLimits())
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    store.write(pairs(keys, blocks))
+    path = FilePlace(tmp_path / "pool").path(keys[2])
+    path.unlink()
+    (path / "within").mkdir(parents=True)
+    into = np.zeros((3, SMALL), np.uint8)
+    assert store.read(keys, views(into)) == RunRead(2, is_corrupt=True)
+    assert np.array_equal(into[:2], blocks[:2])
+
+
+@pytest.mark.covers("W08", "W10")
 def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     root = tmp_path / "pool"
     store = FileStore(root, RECORDS, KvStoreLimits(max_bytes=4 * RECORDS.record_bytes))
@@ -206,34 +220,68 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None
 
 @pytest.mark.covers("W08")
 def test_a_directory_that_goes_away_fails_and_serves_again_once_it_is_back(tmp_path: Path) -> None:
-    root = tmp_path / "pool"
-    store = FileStore(root, RECORDS, KvStoreLimits())
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    store = FileStore(mount / "pool", RECORDS, KvStoreLimits())
     keys, blocks = keys_of(2), blocks_of(2, SMALL)
     store.write(pairs(keys[:1], blocks[:1]))
-    root.rename(tmp_path / "away")
+    mount.rename(tmp_path / "away")
     with pytest.raises(KvStoreError):
         store.write(pairs(keys, blocks))
     assert store.num_leading(keys) == 0
-    (tmp_path / "away").rename(root)
+    (tmp_path / "away").rename(mount)
     assert store.write(pairs(keys, blocks)) == 1
     assert store.num_leading(keys) == 2
 
 
 @pytest.mark.covers("W08")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nothing_is_made_on_the_disk_below_a_file_system_that_was_unmounted(tmp_path: Path, is_there: bool) -> None:
+    """A pool of its bound would fill it, unseen once the other is back."""
+    elsewhere = Path("/dev/shm") / f"baton-test-{os.getpid()}-{is_there}"  # another file system
+    mount = tmp_path / "mount"
+    mount.symlink_to(elsewhere)
+    elsewhere.mkdir()
+    try:
+        assert elsewhere.stat().st_dev != tmp_path.stat().st_dev
+        store = FileStore(mount / "pool", RECORDS, KvStoreLimits())
+        keys, blocks = keys_of(2), blocks_of(2, SMALL)
+        store.write(pairs(keys[:1], blocks[:1]))
+        mount.unlink()
+        (mount / "pool" if is_there else mount).mkdir(parents=True)
+        for _ in range(3):
+            with pytest.raises(KvStoreError):
+                store.write(pairs(keys, blocks))
+        assert list(mount.iterdir()) == ([mount / "pool"] if is_there else [])
+        assert not is_there or not list((mount / "pool").iterdir())
+        shutil.rmtree(mount)
+        mount.symlink_to(elsewhere)
+        assert store.write(pairs(keys, blocks)) == 1
+        assert store.num_leading(keys) == 2
+    finally:
+        shutil.rmtree(elsewhere)
+
+
+@pytest.mark.covers("W08")
+@pytest.mark.parametrize("is_removed", [True, False])
 @pytest.mark.parametrize("num_blocks", [1, 2])
-def test_a_directory_that_somebody_empties_is_written_again_after_one_failure(tmp_path: Path, num_blocks: int) -> None:
+def test_a_directory_that_somebody_empties_or_removes_is_written_again_after_one_failure(
+    tmp_path: Path, num_blocks: int, is_removed: bool
+) -> None:
     root = tmp_path / "pool"
     limits = KvStoreLimits(max_bytes=64 * RECORDS.record_bytes)  # the second block is behind a look at what lies there
     store = FileStore(root, RECORDS, limits)
     keys, blocks = keys_of(num_blocks), blocks_of(num_blocks, SMALL)
     assert store.write(pairs(keys, blocks)) == num_blocks
-    for each in root.iterdir():
+    before = store.identity()
+    for each in [root] if is_removed else [*root.iterdir()]:
         shutil.rmtree(each) if each.is_dir() else each.unlink()
     assert store.num_leading(keys) == 0
     with pytest.raises(KvStoreError):
         store.write(pairs(keys, blocks))
     assert store.write(pairs(keys, blocks)) == num_blocks
     assert store.num_leading(keys) == num_blocks
+    assert FileStore(root, RECORDS, limits).identity() == before
 
 
 @pytest.mark.covers("W08", "W10")
@@ -253,6 +301,29 @@ def test_a_full_disk_fails_and_leaves_nothing_half_behind(tmp_path: Path) -> Non
     assert FilePlace(tmp_path / "pool").names() == set()
     assert list((tmp_path / "pool" / "tmp").iterdir()) == []
     assert store.write(pairs(keys_of(1), blocks_of(1, 30_000))) == 1
+
+
+@pytest.mark.covers("W10")
+def test_on_a_full_disk_what_nobody_used_for_long_goes_before_the_next_write(tmp_path: Path) -> None:
+    """Nothing was written, so nothing was summed up, and the disk stayed full for as long as the nodes lived."""
+    root = tmp_path / "pool"
+    store = FileStore(root, RECORDS, KvStoreLimits(ttl_s=1000))
+    keys, blocks = keys_of(3), blocks_of(3, SMALL)
+    store.write(pairs(keys[:2], blocks[:2]))
+    for key in keys[:2]:
+        path = FilePlace(root).path(key)
+        os.utime(path, (path.stat().st_mtime - 1100,) * 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(KvStoreError, match="File too large"):
+                store.write(pairs(keys[2:], blocks[2:]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert FilePlace(root).names() == set()
 
 
 @pytest.mark.covers("R02", "W10")
