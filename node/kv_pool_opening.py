@@ -27,13 +27,13 @@ def open_store(role: str, config: NodeConfig, block_bytes: int, count: Count) ->
         max_bytes=defaults.max_bytes if config.kv_pool_max_mib is None else config.kv_pool_max_mib << 20,
         ttl_s=defaults.ttl_s if config.kv_pool_ttl_s is None else config.kv_pool_ttl_s,
     )
-    for flag, mib in (
-        ("--kv-pool-max-mib", config.kv_pool_max_mib),
-        ("--kv-pool-staging-mib", config.kv_pool_staging_mib),
-    ):
-        if mib is not None and mib << 20 < block_bytes:
-            raise ValueError(f"{flag} {mib}: does not hold one block, which has {block_bytes} bytes")
     records = KvRecords(block_bytes, _secret_in(config.kv_pool_secret_file))
+    for flag, mib, num_bytes, where in (
+        ("--kv-pool-max-mib", config.kv_pool_max_mib, records.record_bytes, " there"),
+        ("--kv-pool-staging-mib", config.kv_pool_staging_mib, block_bytes, ""),
+    ):
+        if mib is not None and mib << 20 < num_bytes:
+            raise ValueError(f"{flag} {mib}: does not hold one block, which has {num_bytes} bytes{where}")
     match read_kv_pool_address(config.kv_pool):
         case MemoryPool():
             if role == "decode":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from connector.file_store import FileStore
+from connector.kv_record import HEADER_BYTES
 from connector.kv_store import KvStore, count_nowhere
 from connector.memory_store import MemoryStore
 from connector.redis_kv_store import RedisKvStore
@@ -88,10 +89,19 @@ def test_what_cannot_be_opened_is_one_sentence(role: str, flags: tuple[str, ...]
 
 
 def test_a_bound_that_holds_no_block_is_one_sentence() -> None:
-    for flag in ("--kv-pool-max-mib", "--kv-pool-staging-mib"):
+    for flag, num_bytes in (("--kv-pool-max-mib", "1048641 bytes there"), ("--kv-pool-staging-mib", "1048577 bytes")):
         config = parse(NodeConfig, "", "", ["--model", "m", "--router", "h:1", "--kv-pool", "memory://", flag, "1"], {})
-        with pytest.raises(ValueError, match=f"{flag} 1: does not hold one block, which has 1048577 bytes"):
+        with pytest.raises(ValueError, match=f"{flag} 1: does not hold one block, which has {num_bytes}$"):
             open_store("mixed", config, (1 << 20) + 1, count_nowhere)
+
+
+def test_a_bound_of_one_block_does_not_hold_its_header() -> None:
+    """Nothing was ever stored, and routers were told of each block that it was."""
+    flags = ["--model", "m", "--router", "h:1", "--kv-pool", "memory://", "--kv-pool-max-mib", "1"]
+    config = parse(NodeConfig, "", "", flags, {})
+    with pytest.raises(ValueError, match="--kv-pool-max-mib 1: does not hold one block, which has 1048640 bytes there"):
+        open_store("mixed", config, 1 << 20, count_nowhere)
+    assert open_store("mixed", config, (1 << 20) - HEADER_BYTES, count_nowhere) is not None
 
 
 def test_a_prefill_node_that_saves_prompts_may_keep_them_for_itself() -> None:
