@@ -117,8 +117,9 @@ def test_each_turn_of_a_chat_finds_the_last_ones_prompt_to_compute_on_and_its_an
     messages: list[dict[str, str]] = []
     num_found = num_held = 0
     for _ in range(4):
-        text = "".join(rng.choices("abc €é😀", k=rng.randint(20, 60)))
-        messages.append({"role": "user", "content": f"{rng.getrandbits(64):016x} {text}"})  # no other conversation's beginning
+        # Begins as no other conversation does.
+        text = f"{rng.getrandbits(64):016x}" + "".join(rng.choices("abc €é😀", k=rng.randint(20, 60)))
+        messages.append({"role": "user", "content": text})
         prompt, max_tokens = chat_prompt(messages), rng.randint(10, 60)
         sampling = SamplingParams(
             temperature, rng.getrandbits(53), logit_bias=tuple((token_id, -100.0) for token_id in UNREADABLE)
