@@ -14,8 +14,10 @@ since others write, too: up to four writing processes keep the bound, each one m
 Where seven eighths are full, an eighth is freed at once; what was read or written last stays (mtime, which is renewed by
 whoever reads a block or would have written it).
 
-Ages are differences of the file system's own clock, never of a host's. Only what has a name as above is ever removed. A file
-system that hangs holds up the calling thread for as long: who must not wait gives up on the thread (node/kv_pool.py).
+Ages are differences of the file system's own clock, never of a host's. What was used in that clock's future, since somebody has
+set it back, was used when that is found: else it would stay until then, and whatever is written would go before it. Only what
+has a name as above is ever removed. A file system that hangs holds up the calling thread for as long: who must not wait gives up
+on the thread (node/kv_pool.py).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from connector.kv_record import HEADER_BYTES, KvRecords
 from connector.kv_store import Count, KvStoreError, KvStoreLimits, RunRead, count_nowhere
 
 LEFTOVER_S: Final = 600.0  # a file in tmp that nobody has written to for so long has no writer any more
+AHEAD_S: Final = 60.0  # of the clock as it was before the look: others write meanwhile
 _TMP: Final = "tmp"
 _ID: Final = "id"
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}")
@@ -254,11 +257,11 @@ class FileStore:
         """Remove what is too old and, where there is more than `most_bytes`, that and some more, the least recently used first."""
         now_ns = self._clock_ns()
         num_leftovers = 0
-        for part in _entries(f"{self._root}/{_TMP}", _PART):
+        for part in _entries(f"{self._root}/{_TMP}", _PART, now_ns):
             if now_ns - part.mtime_ns > LEFTOVER_S * 1e9 and _remove(part.path):
                 num_leftovers += 1
         folders = [entry.path for entry in os.scandir(self._root) if _FOLDER.fullmatch(entry.name)]
-        files = sorted(file for folder in folders for file in _entries(folder, _FILE))
+        files = sorted(file for folder in folders for file in _entries(folder, _FILE, now_ns))
         num_bytes = sum(file.num_bytes for file in files)
         kept_bytes = most_bytes if num_bytes <= most_bytes else most_bytes - freed_bytes
         num_evicted = 0
@@ -316,14 +319,17 @@ def _read_all(file: int, parts: tuple[memoryview, memoryview]) -> bool:
     return True
 
 
-def _entries(folder: str, pattern: re.Pattern[str]) -> Iterator[_File]:
-    """Files with such names; others may remove them meanwhile."""
+def _entries(folder: str, pattern: re.Pattern[str], now_ns: int) -> Iterator[_File]:
+    """Files with such names; others may remove them meanwhile. Those of the clock's future are renewed."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if pattern.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
-                    yield _File(found.st_mtime_ns, found.st_size, entry.path)
+                    if found.st_mtime_ns > now_ns + AHEAD_S * 1e9:
+                        with contextlib.suppress(PermissionError):  # somebody else's: renewed by one of theirs
+                            os.utime(entry.path, follow_symlinks=False)
+                    yield _File(min(found.st_mtime_ns, now_ns), found.st_size, entry.path)
 
 
 def _remove(path: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from connector.file_store import LEFTOVER_S, FileStore
+from connector.file_store import AHEAD_S, LEFTOVER_S, FileStore
 from connector.kv_record import KvRecords
 from connector.kv_store import KvStoreError, KvStoreLimits, RunRead
 from tests.kv_pool.file_writer import NUM_KEYS, content, key_of
@@ -156,6 +156,28 @@ def test_what_nobody_used_for_long_goes_though_there_is_room(tmp_path: Path) -> 
     store.read(keys[2:3], views(np.zeros((1, SMALL), np.uint8)))
     FileStore(tmp_path / "pool", RECORDS, KvStoreLimits(ttl_s=1000)).write(pairs(keys[3:], blocks[3:]))
     assert store.missing(keys) == [True, False, False, False]
+
+
+@pytest.mark.covers("W10")
+def test_what_was_used_before_the_clock_was_set_back_is_not_the_last_to_go_for_ever(tmp_path: Path) -> None:
+    """All that was written afterwards went at each look instead, and a dead writer's leftovers stayed."""
+    root = tmp_path / "pool"
+    limits = KvStoreLimits(max_bytes=64 * RECORDS.record_bytes, ttl_s=1000)
+    place = FilePlace(root)
+    keys, blocks = keys_of(120), blocks_of(120, SMALL)
+    FileStore(root, RECORDS, limits).write(pairs(keys[:50], blocks[:50]))
+    leftover = root / "tmp" / "0123456789abcdef-7"
+    leftover.write_bytes(b"x")
+    ahead = leftover.stat().st_mtime + 365 * 86_400
+    for path in (leftover, *map(place.path, keys[:50])):
+        os.utime(path, (ahead, ahead))
+    FileStore(root, RECORDS, limits).write(pairs(keys[50:51], blocks[50:51]))
+    for path in (leftover, *map(place.path, keys[:51])):  # time passes
+        at = path.stat().st_mtime - LEFTOVER_S - AHEAD_S
+        os.utime(path, (at, at))
+    FileStore(root, RECORDS, limits).write(pairs(keys[51:], blocks[51:]))
+    assert place.names() > set(keys[-40:])
+    assert not leftover.exists()
 
 
 @pytest.mark.covers("W08", "W10")

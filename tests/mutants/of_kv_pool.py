@@ -74,6 +74,14 @@ MUTANTS: Final = (
         _FILE,
     ),
     Mutant(
+        "kv-file-of-the-future-stays",
+        "What was used before somebody set the clock back is the last to go until that time has come.",
+        "connector/file_store.py",
+        "            if found.st_mtime_ns > now_ns + AHEAD_S * 1e9:",
+        "            if found.st_mtime_ns > now_ns + 1e30:",
+        _FILE,
+    ),
+    Mutant(
         "kv-file-of-a-living-writer-removed",
         "Whatever lies in tmp is removed, also what somebody is writing.",
         "connector/file_store.py",
