@@ -5,12 +5,16 @@
 
 What goes through the pipes is a batch as rank 0 has laid it out, not a plan: slots, tokens, sampling are rank 0's alone, so there
 is nothing that two ranks could have different ideas of. A few numbers a row, from one process to its own children: eight bytes
-each, in this machine's order, and trusted. A pipe that ends is the end. Not here: processes (node/ranks.py).
+each, in this machine's order, and trusted. A pipe that ends is the end, and so is one that stays full: a step may be more than
+a pipe holds, and a rank that hangs takes no more of it. Not here: processes (node/ranks.py).
 """
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import IO, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +25,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.kv_memory import KvSides
 from engine.model import Model
-from engine.ranks import Ranks
+from engine.ranks import PATIENCE, Ranks
 from engine.step_memory import StepTensors
 from kernels.interface import AttentionBatch
 
@@ -47,7 +51,7 @@ class Followers(Protocol):
     """The other ranks, as rank 0 has them."""
 
     def begin(self, step: RankStep) -> None:
-        """Have them do this. OSError: one has gone."""
+        """Have them do this. OSError: one has gone, or hangs."""
 
     def meet(self) -> None:
         """Wait for them; see RankStep.is_met. RuntimeError: one has gone."""
@@ -56,16 +60,30 @@ class Followers(Protocol):
 class PipedFollowers:
     """Followers at the other ends of pipes."""
 
-    def __init__(self, pipes: Sequence[IO[bytes]], ranks: Ranks) -> None:
+    def __init__(self, pipes: Sequence[IO[bytes]], ranks: Ranks, patience: timedelta = PATIENCE) -> None:
+        """`pipes`: past their buffers, whose locks would be held by who waits here while somebody else closes them."""
         self._pipes = pipes
         self._ranks = ranks
+        self._patience = patience
+        for pipe in pipes:
+            os.set_blocking(pipe.fileno(), False)
 
     def begin(self, step: RankStep) -> None:
-        """See Followers."""
+        """See Followers. TimeoutError: one takes nothing."""
         data = encoded(step)
         for pipe in self._pipes:
-            pipe.write(data)
-            pipe.flush()
+            self._write(pipe, memoryview(data))
+
+    def _write(self, pipe: IO[bytes], data: memoryview) -> None:
+        while data:
+            try:
+                data = data[os.write(pipe.fileno(), data) :]
+            except BlockingIOError:
+                room = select.poll()
+                room.register(pipe.fileno(), select.POLLOUT)
+                if not room.poll(self._patience / timedelta(milliseconds=1)):
+                    seconds = self._patience.total_seconds()
+                    raise TimeoutError(f"a rank has taken nothing of a step for {seconds:g} s") from None
 
     def meet(self) -> None:
         """See Followers."""

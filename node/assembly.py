@@ -23,7 +23,7 @@ from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.probe import find_inexactness
-from engine.ranks import join_ranks, meeting_store
+from engine.ranks import Ranks, join_ranks, meeting_store
 from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.saving import SaveRules
@@ -195,11 +195,15 @@ def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: t
         model = load_model(config.model, dtype, config.kernels, own_device, config.weight_dtype, split)
         kv = memory.part(split, own_device, copies=model.kernels)
         processes.wait_until_loaded()
-        ranks = join_ranks(split, meeting_store(processes.meeting, config.tp), own_device)
-        model = model.joins(ranks)
-        inexactness = find_inexactness(model)
+
+        def meet() -> tuple[Ranks, Model, str | None]:
+            ranks = join_ranks(split, meeting_store(processes.meeting, config.tp), own_device)
+            joined = model.joins(ranks)
+            return ranks, joined, find_inexactness(joined)
+
+        ranks, joined, inexactness = processes.until_met(meet)
         undo.pop_all()
-    return _Machine(model, memory, kv, inexactness, PipedFollowers(processes.pipes, ranks), processes)
+    return _Machine(joined, memory, kv, inexactness, PipedFollowers(processes.pipes, ranks), processes)
 
 
 def _scheduler_config(

@@ -1,6 +1,6 @@
 """The processes of a node's ranks behind the first, as the node's own process has them: started, waited for, watched, ended.
 
-    start ──► each maps the KV memory and loads its part ──► loaded ──► all join ──► steps … ──► their pipes end
+    start ──► each maps the KV memory and loads its part ──► loaded ──► all meet ──► steps … ──► their pipes end
 
 They are this process's children and nothing without it: the kernel kills them when it dies, their pipes end when it is done with
 them. One that ends before is the end of the node (node/process.py): its heads are computed by nobody else. Not here: what they do
@@ -14,18 +14,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
 from node.rank_process import LOADED, RankJob, meeting_path
 from runtime.config import child_environment
 from runtime.logs import log_event
 from runtime.threads import started_thread
 
+T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
 _ROOT: Final = Path(__file__).resolve().parent.parent
 END_TIMEOUT_S: Final = 2.0  # for who has nothing left to do but return
@@ -105,8 +106,35 @@ class RankProcesses:
             if answer != LOADED:
                 raise ValueError(answer)
         for rank in self._ranks:
-            rank.steps.write(b"\n")
-            rank.steps.flush()
+            with suppress(BrokenPipeError):  # it has ended meanwhile: `until_met` says so
+                rank.steps.write(b"\n")
+                rank.steps.flush()
+
+    def until_met(self, meet: Callable[[], T]) -> T:
+        """What `meet` returns, in which this process and the ranks wait for each other for the first time.
+
+        In a thread: it may wait for one that has ended. Raises ValueError, in one sentence, where one ends, or does not come.
+        """
+        met: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                met.set_result(meet())
+            except (OSError, RuntimeError) as error:  # torch's, of who does not come and of connections that end
+                met.set_exception(error)
+
+        over, ends = started_thread("ranks-meet", work), [rank.ended for rank in self._ranks]
+        wait([over, *ends], return_when=FIRST_COMPLETED)
+        if not met.done() or met.exception():
+            wait(ends, END_TIMEOUT_S, FIRST_COMPLETED)  # a connection ends a little before its process has
+        for rank in self._ranks:
+            if rank.ended.done():
+                raise ValueError(f"--tp: rank {rank.number} ended while it loaded: {how_it_ended(rank.process)}")
+        if not met.done():
+            raise RuntimeError("the thread in which the ranks met has ended")  # and has said of what
+        if error := met.exception():
+            raise ValueError(f"--tp: the ranks did not meet: {str(error).partition(chr(10))[0]}")
+        return met.result()
 
     def close(self) -> None:
         """End them: who does not end with its pipe is killed."""

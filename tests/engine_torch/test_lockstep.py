@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
+from datetime import timedelta
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Batch, Segment, build_batch
-from engine.lockstep import RankStep, encoded, read_step
+from engine.lockstep import PipedFollowers, RankStep, encoded, read_step
 
 BLOCK_IDS = st.lists(st.integers(0, 1 << 40), max_size=5)
 
@@ -64,3 +67,36 @@ def test_an_end_in_the_middle_of_a_step_is_an_error() -> None:
     for length in range(1, len(whole)):
         with pytest.raises(EOFError, match="in the middle of a step"):
             read_step(io.BytesIO(whole[:length]))
+
+
+class NobodyElse:
+    """Ranks that are asked for nothing here."""
+
+    def gathered(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns
+
+    def meet(self) -> None:
+        return None
+
+
+def long_step() -> RankStep:
+    """More than a pipe holds."""
+    return RankStep(build_batch([Segment([7] * 40_000, 0, [*range(10_000)], 1)], 4))
+
+
+def test_a_rank_that_takes_no_more_of_a_step_is_given_up() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb"), os.fdopen(write_end, "wb") as pipe:
+        followers = PipedFollowers([pipe], NobodyElse(), timedelta(milliseconds=50))
+        with pytest.raises(TimeoutError, match=r"^a rank has taken nothing of a step for 0.05 s$"):
+            followers.begin(long_step())
+
+
+def test_a_step_that_is_more_than_a_pipe_holds_arrives_whole() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as steps, os.fdopen(write_end, "wb") as pipe:
+        telling = Thread(target=PipedFollowers([pipe], NobodyElse()).begin, args=(long_step(),), daemon=True)
+        telling.start()
+        found = read_step(steps)
+        telling.join(30)
+    assert found is not None and flat(found.batch) == flat(long_step().batch)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import cycle, product
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -133,12 +134,11 @@ def test_a_number_of_ranks_that_does_not_go_is_refused_by_name(model_dir: Path) 
         assert result.stderr.count("\n") == 1, result.stderr
 
 
-def test_a_rank_that_cannot_load_says_why_and_one_that_dies_meanwhile_how(model_dir: Path, tmp_path: Path) -> None:
-    memory = KvMemory(read_model_config(model_dir), 16, 4, "fp32")
-    job = RankJob(
+def job_of(model: Path, memory: KvMemory) -> RankJob:
+    return RankJob(
         rank=1,
         size=2,
-        model=str(tmp_path / "nothing"),
+        model=str(model),
         dtype="fp32",
         kernels=KERNELS,
         device="cpu",
@@ -150,6 +150,11 @@ def test_a_rank_that_cannot_load_says_why_and_one_that_dies_meanwhile_how(model_
         meeting_descriptor=-1,
         parent_pid=os.getpid(),
     )
+
+
+def test_a_rank_that_cannot_load_says_why_and_one_that_dies_meanwhile_how(model_dir: Path, tmp_path: Path) -> None:
+    memory = KvMemory(read_model_config(model_dir), 16, 4, "fp32")
+    job = job_of(tmp_path / "nothing", memory)
     ranks = RankProcesses(job)
     with held(ranks.pids) as descriptors:
         with pytest.raises(ValueError, match=r"nothing.config\.json"):
@@ -161,3 +166,62 @@ def test_a_rank_that_cannot_load_says_why_and_one_that_dies_meanwhile_how(model_
     with pytest.raises(ValueError, match=r"^--tp: rank 1 ended while it loaded: SIGKILL$"):
         ranks.wait_until_loaded()
     ranks.close()
+
+
+@pytest.mark.covers("H14")
+@pytest.mark.parametrize("when", ["has answered", "is waited for", "has parted"])
+def test_a_rank_that_dies_between_loading_and_the_first_step_is_one_sentence_at_once(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Whoever waits for it would wait for a minute, and end with a traceback."""
+    rank = tmp_path / "rank"
+    rank.write_text(
+        "#!/bin/sh\nread job\necho loaded\n" + ("" if when == "has answered" else "read go\nexec sleep 99\n")
+    )
+    rank.chmod(0o755)
+    monkeypatch.setattr("node.ranks.sys.executable", str(rank))
+    ranks, never = RankProcesses(job_of(model_dir, KvMemory(read_model_config(model_dir), 16, 4, "fp32"))), Event()
+    (pid,), waited = ranks.pids, []
+
+    def meet() -> bool:
+        if when != "has answered":
+            os.kill(pid, signal.SIGKILL)
+        if when == "has parted":
+            raise RuntimeError("Connection closed by peer\nException raised from ...")
+        if not never.wait(30):
+            waited.append(pid)
+        return True
+
+    try:
+        if when == "has answered":
+            ranks.ends[0][1].result(TIMEOUT_S)
+        ranks.wait_until_loaded()
+        how = "exit code 0" if when == "has answered" else "SIGKILL"
+        with pytest.raises(ValueError, match=f"^--tp: rank 1 ended while it loaded: {how}$"):
+            ranks.until_met(meet)
+        assert not waited
+    finally:
+        never.set()
+        ranks.close()
+
+
+@pytest.mark.covers("H14")
+def test_ranks_that_do_not_meet_are_one_sentence(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = tmp_path / "rank"
+    rank.write_text("#!/bin/sh\nread job\necho loaded\nread go\nexec sleep 99\n")
+    rank.chmod(0o755)
+    monkeypatch.setattr("node.ranks.sys.executable", str(rank))
+    monkeypatch.setattr("node.ranks.END_TIMEOUT_S", 0.01)
+    ranks = RankProcesses(job_of(model_dir, KvMemory(read_model_config(model_dir), 16, 4, "fp32")))
+
+    def meet() -> None:
+        raise RuntimeError("Wait timeout\nException raised from ...")
+
+    try:
+        ranks.wait_until_loaded()
+        with pytest.raises(ValueError, match=r"^--tp: the ranks did not meet: Wait timeout$"):
+            ranks.until_met(meet)
+    finally:
+        ranks.close()
