@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from bench.namespaces import why_not
+from tests.chaos.answers import CHAT_TEMPLATE
 from tests.chaos.soak import Plan, Soak
 from tests.registry.redis_server import PROGRAM as REDIS_PROGRAM
 
@@ -19,7 +20,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description="Two routers, two prefill, two decode nodes, a mixed one and their Redis, real processes on a small model, are "
-        "killed, stopped, replaced, told to go, cut off from each other, while clients ask requests of every kind. Every answer is "
+        "killed, stopped, replaced, told to go, given other roles, cut off from each other, while clients ask requests of every "
+        "kind, for which some of the nodes have too few blocks. Every answer is "
         "compared with that of a cluster nothing happens to; in the end no node may hold a block. Without root nobody is cut off.",
     )
     parser.add_argument("--seconds", type=float, default=1800, help="how long faults happen (default %(default)s)")
@@ -43,6 +45,7 @@ def main() -> int:
         model = Path(temporary, "llama-tiny")
         make = ["engine.make_model", "--like", "llama-tiny", "--dtype", "fp32", "--seed", "0", "--out", str(model)]
         subprocess.run([sys.executable, "-m", *make], check=True)
+        (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
         sys.stdout.write(f"seed {seed}; registry: {given.registry}; partitions: {why_not() or 'yes'}\n")
         plan = Plan(seed, given.seconds, given.gap, given.clients, given.registry == "redis")
         return Soak(model, folder, plan).run()

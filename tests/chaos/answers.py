@@ -15,6 +15,7 @@ from typing import Any, Final
 import httpx
 
 from tests.e2e.drawn_requests import drawn_body
+from tests.e2e.test_tools_and_responses import TOOLS
 from tests.router.test_stream_equals_whole import flattened, joined
 
 MAX_TOKENS: Final = 256
@@ -22,6 +23,44 @@ PATIENCE_S: Final = (
     120.0  # without a word of the answer, which of a whole one is all its work: far beyond what any fault may cost
 )
 AGAIN: Final = (429, 503)  # come back later: nothing was generated
+# Grammars of each kind, some of them compiled in a while, and with ends that come soon or late.
+_NAMES: Final = {"type": "array", "items": {"type": "string", "minLength": 2, "maxLength": 6}, "minItems": 3}
+_SCHEMA: Final = {"type": "object", "properties": {"kind": {"enum": ["red", "世界"]}, "names": _NAMES}}
+_BOUND: Final[tuple[dict[str, Any], ...]] = (
+    {"json": _SCHEMA | {"required": ["kind", "names"]}, "disable_any_whitespace": True},
+    {"json_object": True},
+    {"choice": ["yes, of course €", "no é", "世界" * 5]},
+    {"grammar": 'root ::= item{4,60}\nitem ::= "(" [a-e]{1,3} ")" | "é"'},
+)
+# A template that has tools, and says of them no more than their names: prompts are short.
+CHAT_TEMPLATE: Final = (
+    "{% if tools %}<tool_call>{% for tool in tools %}{{ tool.function.name }},{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}|{% endfor %}assistant: "
+)
+
+
+def drawn_from_all(rng: random.Random) -> dict[str, Any]:
+    """As drawn_request, and some are bound by any kind of grammar, must call tools, have many choices, or a prompt of many chunks.
+
+    Of a model with CHAT_TEMPLATE.
+    """
+    body = drawn_request(rng)
+    kind = rng.random()
+    if kind < 0.1:
+        body["n"] = rng.randint(4, 12)
+        body |= {"best_of": body["n"]} if "best_of" in body else {}
+    elif kind < 0.2 and "prompt" in body and (body.get("max_tokens") or 0) > 0:
+        body["prompt"] = [rng.randrange(256) for _ in range(rng.randint(100, 240))]
+    elif kind < 0.4 and body.get("max_tokens", body.get("max_completion_tokens")):
+        body |= {"ignore_eos": False, "min_tokens": 0, "stop_token_ids": [], "structured_outputs": None}
+        if "messages" in body and rng.random() < 0.5:
+            name = {"type": "function", "function": {"name": rng.choice(TOOLS)["function"]["name"]}}
+            body |= {"tools": TOOLS, "tool_choice": rng.choice(["required", name]), "parallel_tool_calls": kind < 0.3}
+        else:
+            body["structured_outputs"] = rng.choice(_BOUND)
+    return body
 
 
 def drawn_request(rng: random.Random, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
@@ -63,8 +102,30 @@ def ask(client: httpx.Client, url: str, body: dict[str, Any], is_stream: bool) -
                 parts.append(part)
     except httpx.TransportError as error:
         told.broke = f"{type(error).__name__} {error}"
-    told.text = b"".join(parts).decode(errors="replace")
+    told.text = _spelled_out(b"".join(parts).decode(errors="replace"), is_stream)
     return told
+
+
+def _spelled_out(text: str, is_stream: bool) -> str:
+    """The body of an answer with each chat's tool calls in its content, so that they are compared like all that it says."""
+    if is_stream:
+        *events, rest = text.split("\n\n")  # the rest is the half of one that broke
+        spelled = [
+            each if '"delta"' not in each else "data: " + _with_calls(each.removeprefix("data: ")) for each in events
+        ]
+        return "\n\n".join([*spelled, rest])
+    return _with_calls(text) if '"message"' in text and text.endswith("}") else text
+
+
+def _with_calls(text: str) -> str:
+    content = json.loads(text)
+    for choice in content.get("choices", ()):
+        said = choice["delta"] if "delta" in choice else choice.get("message", {})
+        calls = said.pop("tool_calls", ())
+        begun = [f"\n{call['id']} {call['function']['name']} " if "id" in call else "" for call in calls]
+        told = [beginning + call["function"]["arguments"] for beginning, call in zip(begun, calls, strict=True)]
+        said["content"] = (said.get("content") or "") + "".join(told)
+    return json.dumps(content)
 
 
 def undisturbed(client: httpx.Client, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from contextlib import nullcontext
 from datetime import datetime
 from typing import Final, NamedTuple
 
+from bench.cluster import BATON
 from bench.fleet import Fleet, wait_until
 from bench.namespaces import Network
-from tests.chaos.schedule import REGISTRY, Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
+from tests.chaos.schedule import REGISTRY, ChangeRole, Cut, Fault, Kill, Replace, Stop, Terminate, Unplug
 from tests.registry.redis_server import RedisServer
 
 DRAIN_BOUND_S: Final = 60.0
@@ -62,6 +63,8 @@ class Injector:
                 fleet.start(name)
             case Terminate(name=name):
                 fleet.terminate(name)
+            case ChangeRole(name=name, role=role, timeout_s=timeout_s):
+                self._change_role(name, role, timeout_s)
             case Unplug(name=name):
                 self._net.unplug(name)
                 assert not any(self._net.reaches(name, other) for other in self._others(name)), "still plugged"
@@ -92,6 +95,8 @@ class Injector:
                 code = fleet.wait_for_end(name, DRAIN_BOUND_S)
                 assert code == 0, f"{name} was told to go and ended with {code}"
                 fleet.start(name)
+            case ChangeRole(name=name, timeout_s=timeout_s):
+                self._change_role(name, "mixed", timeout_s)
             case Unplug(name=name):
                 self._net.plug(name)
             case Cut(one=one, other=other):
@@ -99,6 +104,15 @@ class Injector:
                 assert self._net.reaches(one, other) and self._net.reaches(other, one), "still cut"
         self._touched_until |= dict.fromkeys(fault.parties, time.monotonic())
         self._note(f"over: {fault}")
+
+    def _change_role(self, name: str, role: str, timeout_s: float) -> None:
+        fleet, registry = self._fleet, self._registry
+        router = next(each for each in fleet.routers if self._touched_until.get(each) != math.inf)
+        place = ["--registry", registry.url] if registry else ["--router", fleet.registry_of(router)]
+        command = [BATON, "role", name, role, *place, "--timeout-s", f"{timeout_s}", "--force"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_BOUND_S, check=False)
+        assert done.returncode == 0, f"{name} did not become {role}: {done.stdout[-300:]} {done.stderr[-300:]}"
+        assert fleet.state(name)["role"] == role, "it says so, and is not"
 
     def was_touched(self, name: str, since: float) -> bool:
         """Whether something stood on a process after that instant, by time.monotonic; may be asked by any thread."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.chaos.answers import Told, Verdict, ask, drawn_request, judge, undisturbed
+from tests.chaos.answers import Told, Verdict, ask, drawn_from_all, judge, undisturbed
 from tests.plain_http import NO_CERTIFICATES
 
 KNOWN: Final = 200  # requests that are asked again
@@ -107,7 +107,7 @@ class Load:
 
     def _ask_one(self, client: httpx.Client, rng: random.Random) -> None:
         if not self._known or rng.random() < NEW_SHARE:
-            body = drawn_request(rng)
+            body = drawn_from_all(rng)
             self._known.append((body, undisturbed(client, self._reference_url, body)))
         body, reference = rng.choice(list(self._known))
         is_stream = rng.random() < 0.6

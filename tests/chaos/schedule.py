@@ -54,6 +54,14 @@ class Terminate(_OfOne):
     """SIGTERM, which a node answers by draining; started again."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeRole(_OfOne):
+    """`baton role` makes something else of a mixed node, and in the end a mixed one again."""
+
+    role: str
+    timeout_s: float  # until what runs is given up
+
+
 class Unplug(_OfOne):
     """Its cable is out: nobody reaches it."""
 
@@ -107,7 +115,7 @@ def draw_schedule(
 
 def _needed(fault: Fault) -> tuple[str, ...]:
     """Whom nothing else may happen to meanwhile."""
-    return (*fault.parties, REGISTRY) if isinstance(fault, Replace) else fault.parties
+    return (*fault.parties, REGISTRY) if isinstance(fault, Replace | ChangeRole) else fault.parties
 
 
 def can_serve(names: set[str]) -> bool:
@@ -125,6 +133,9 @@ def _draw(rng: random.Random, names: Sequence[str], has_network: bool) -> Fault:
         lambda: Replace(rng.uniform(2.5, 5), node),
         lambda: Terminate(rng.uniform(0, 4), node),
     ]
+    if mixed := [name for name in nodes if name.startswith("mixed")]:
+        role, timeout_s = rng.choice(("prefill", "decode")), rng.choice((0.0, 0.5, 5.0))
+        draws.append(lambda: ChangeRole(rng.uniform(0.5, 6), rng.choice(mixed), role, timeout_s))
     if has_network:
         others = [each for each in (*names, *nodes) if each != node]
         draws += [

@@ -21,6 +21,11 @@ from tests.registry.redis_server import RedisServer, started_redis
 
 NAMES: Final = ("router", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1", "mixed-0")
 SIZES: Final = ("--block-size", "8", "--max-num-seqs", "24", "--max-num-batched-tokens", "32", "--max-model-len", "512")
+# Of some: what runs there gives way again and again.
+FEW_BLOCKS: Final = {
+    "decode-1": ("--num-blocks", "128", "--reserve-policy", "none"),
+    "mixed-0": ("--num-blocks", "160"),
+}
 END_BOUND_S: Final = 120.0  # for the last answers and for everything to be given back
 SAY_EVERY_S: Final = 10.0
 _EVENT: Final = re.compile(r"^\S+ \w+ \S+ (attempt_ended|drain_over|session_lost|session_up) (.*)$", re.MULTILINE)
@@ -64,7 +69,11 @@ class Soak:
             oracle = stack.enter_context(Fleet.started(self._model, alone, reference))
             # A request whose nodes died twice is given up, since it might be what kills them: here it is not.
             patient = ("--preempt-retry-count", "100", "--max-nodes-lost", "100")
-            flags = {name: patient if name.startswith("router") else SIZES for name in NAMES}
+            pool = ("--kv-pool", f"file://{self._folder.absolute()}/kv")
+            flags = {
+                name: patient if name.startswith("router") else (*SIZES, *pool, *FEW_BLOCKS.get(name, ()))
+                for name in NAMES
+            }
             registry = None if redis is None else redis.url
             fleet = stack.enter_context(Fleet.started(self._model, self._folder, flags, net, registry))
             injector = Injector(fleet, net, redis, self._say)
@@ -132,6 +141,8 @@ class Soak:
             self._say(
                 f"{kind}: {sum(of_kind.values())} ({', '.join(f'{number} {of}' for of, number in of_kind.items())})"
             )
+        given_way = {node: int(fleet.node_metric(node, "preemptions_total")) for node in fleet.nodes}
+        self._say(f"gave way: {', '.join(f'{number} at {node}' for node, number in given_way.items())} since its start")
         for event, number in sorted(_logged(fleet).items()):
             self._say(f"logged: {event}: {number}")
         self._say_how_it_goes(tally, injector)

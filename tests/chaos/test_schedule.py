@@ -7,7 +7,18 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.schedule import REGISTRY, Cut, Kill, Replace, Stop, Terminate, Unplug, can_serve, draw_schedule
+from tests.chaos.schedule import (
+    REGISTRY,
+    ChangeRole,
+    Cut,
+    Kill,
+    Replace,
+    Stop,
+    Terminate,
+    Unplug,
+    can_serve,
+    draw_schedule,
+)
 
 NAMES = ("router", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1", "mixed-0", REGISTRY)
 NODES = NAMES[2:-1]
@@ -27,7 +38,7 @@ def test_whenever_somebody_is_touched_others_can_serve_and_all_is_undone_by_the_
         touched = [party for fault in standing for party in fault.parties]
         assert len(touched) == len(set(touched)), "two faults at once on one process"
         assert can_serve(set(NAMES) - set(touched))
-        assert REGISTRY not in touched or not any(isinstance(fault, Replace) for fault in standing)
+        assert REGISTRY not in touched or not any(isinstance(fault, Replace | ChangeRole) for fault in standing)
         assert set(touched) <= set(NAMES)
 
 
@@ -36,6 +47,8 @@ def test_a_long_schedule_does_everything_to_everybody_who_can_bear_it() -> None:
     # A router is neither replaced nor asked to go: that ends its clients' connections.
     for kind, names in ((Kill, NAMES), (Stop, NAMES), (Unplug, NAMES), (Replace, NODES), (Terminate, NODES)):
         assert {fault.parties for fault in plan if isinstance(fault, kind)} == {(name,) for name in names}
+    changes = {(fault.name, fault.role) for fault in plan if isinstance(fault, ChangeRole)}
+    assert changes == {("mixed-0", "prefill"), ("mixed-0", "decode")}
     cuts = {frozenset(fault.parties) for fault in plan if isinstance(fault, Cut)}
     assert cuts == {frozenset((node, other)) for node in NODES for other in NAMES if node != other}
     assert any(fault.for_s < 1 for fault in plan) and any(fault.for_s > 4 for fault in plan)
