@@ -166,13 +166,15 @@ class _Machine(NamedTuple):
 
 def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
     model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
-    memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
+    sized = (model.config, config.block_size, sizes.num_blocks, dtype)
+    memory = KvMemory(*sized, device, copies=model.kernels, free_bytes=free_memory_bytes)
     return _Machine(model, memory, memory, find_inexactness(model))
 
 
 def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
     """The same with other processes, which load while this one does."""
-    memory = KvMemory(read_model_config(config.model), config.block_size, sizes.num_blocks, dtype)
+    sized = (read_model_config(config.model), config.block_size, sizes.num_blocks, dtype)
+    memory = KvMemory(*sized, free_bytes=free_memory_bytes)
     job = RankJob(
         rank=1,
         size=config.tp,

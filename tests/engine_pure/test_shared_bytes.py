@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine import shared_bytes
 from engine.shared_bytes import HUGE_PAGE, SharedBytes, mapped_bytes
 
 MIB = 1 << 20
@@ -128,3 +129,13 @@ def test_more_than_there_is_is_refused_in_one_sentence() -> None:
             SharedBytes(3, MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_memory_that_others_take_meanwhile_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two nodes do that start at once, each of which found enough: the kernel would kill one, without a word."""
+    monkeypatch.setattr(shared_bytes, "_BYTES_AT_ONCE", MIB)
+    free = iter([9 * MIB, 5 * MIB, MIB - 1])
+    said = "4 MiB of KV memory: behind 2 of them only 0 were free, others took the rest"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        SharedBytes(4, MIB, lambda: next(free))
+    assert SharedBytes(4, MIB, lambda: MIB).bytes.nbytes == 4 * MIB

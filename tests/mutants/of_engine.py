@@ -30,6 +30,14 @@ MUTANTS: Final = (
         _POOL,
     ),
     Mutant(
+        "memory-asked-for-once",
+        "Of two nodes that start at once each finds enough memory, and the kernel kills one of them.",
+        "engine/shared_bytes.py",
+        "if free_bytes is not None and (free := free_bytes()) < count:",
+        "if begin == 0 and free_bytes is not None and (free := free_bytes()) < count:",
+        ("tests/engine_pure/test_shared_bytes.py",),
+    ),
+    Mutant(
         "promise-not-consumed",
         "Growth does not use up its promise, so less and less is available.",
         "engine/block_pool.py",
