@@ -160,6 +160,14 @@ MUTANTS: Final = (
         _PROCESSES,
     ),
     Mutant(
+        "time-that-went-by-taken-for-computing",
+        "A grammar's process that was kept waiting while it compiled is taken for one that computed all the while.",
+        "node/grammar_asked.py",
+        "self.compiles_too_long = computed_s(pid) >= COMPILE_S",
+        "self.compiles_too_long = True",
+        _ASKED,
+    ),
+    Mutant(
         "killed-compiler-blamed-on-the-grammar",
         "A grammar whose process the kernel killed as it compiled, for want of memory, is refused with 400.",
         "node/grammar_processes.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from engine.plan import Grammar
+from node import grammar_asked
 from node.grammar_asked import AskedProcess, Row
 from node.grammar_book import Verdict
 from node.grammar_lines import MAX_BYTES, Asked, Asks, read_asked, ready, told
@@ -110,3 +112,19 @@ def test_it_is_asked_also_when_the_node_has_more_descriptors_than_select_takes()
             answer.start()
             assert row.allowed() is not None
             answer.join()
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize(("has_computed", "is_to_blame"), [(True, True), (False, False)])
+def test_what_has_not_compiled_in_time_is_to_blame_if_it_has_computed(
+    process: AskedProcess, monkeypatch: pytest.MonkeyPatch, has_computed: bool, is_to_blame: bool
+) -> None:
+    """The test has computed for longer than that; of nobody's process there is nothing that it has."""
+    monkeypatch.setattr(grammar_asked, "COMPILE_S", 1e-3)
+    monkeypatch.setattr(grammar_asked, "COMPILE_WAIT_S", 60.0 if has_computed else 0.2)
+    with socket.socket(fileno=os.dup(process.descriptors_there()[0])) as checks:
+        process.begin()
+        checks.sendall(json.dumps(["", os.getpid() if has_computed else 0]).encode() + b"\n")
+        with pytest.raises(TimeoutError):
+            process.check(())
+    assert process.compiles_too_long == is_to_blame and not process.has_compiled
