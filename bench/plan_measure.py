@@ -27,8 +27,8 @@ from bench.plan_probe import Probe, Prober
 from bench.plan_rates import Measured, Rates, Shape, fit, pairs_of
 from bench.progress import StepProgress
 from engine.config_values import read_settings
+from engine.host_memory import free_memory_bytes
 from runtime.config import knob, load, set_thread_environment
-from runtime.host_memory import free_memory_bytes
 
 PROG: Final = "baton plan measure"
 _TIMEOUT_S: Final = 120.0

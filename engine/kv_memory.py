@@ -15,7 +15,7 @@ for its own heads. Not here: who owns which block; where the bytes come from (en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -113,11 +113,10 @@ class KvMemory(KvSides):
         *,
         mirror: bool | None = None,
         copies: BlockCopies | None = None,
-        free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """See KvSides, and SharedBytes."""
+        """See KvSides."""
         self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
-        self._shared = SharedBytes(num_blocks, self.block_bytes, free_bytes)
+        self._shared = SharedBytes(num_blocks, self.block_bytes)
         self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
         self.copier: Final = find_copier()  # by which bytes get into it best; None: nothing was compiled
         super().__init__(_as_numbers(self.bytes, config, block_size, dtype), device, mirror=mirror, copies=copies)

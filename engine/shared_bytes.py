@@ -24,11 +24,12 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.host_memory import free_memory_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,11 +52,8 @@ _SEALS_OF_CONTENT: Final = fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
 class SharedBytes:
     """Zeroed memory for blocks, and the descriptor that shows it to others; the descriptor is closed with this object."""
 
-    def __init__(self, num_blocks: int, block_bytes: int, free_bytes: Callable[[], int] | None = None) -> None:
-        """Raise ValueError, in one sentence, if the memory is not to be had.
-
-        `free_bytes`: how much may be taken just now, asked before each part of it; who takes more is killed without a word.
-        """
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        """Raise ValueError, in one sentence, if the memory is not to be had."""
         num_bytes = num_blocks * block_bytes
         self._descriptor: Final = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._is_sealed = False
@@ -63,7 +61,7 @@ class SharedBytes:
         try:
             # Every page now: a pool that does not fit fails at the start, no step pays for page faults, and a reader that
             # counts the pages knows that its reading will allocate none.
-            _populate(self._descriptor, num_bytes, free_bytes)
+            _populate(self._descriptor, num_bytes)
         except OSError as error:
             raise _not_to_be_had(num_bytes, error) from None
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS_OF_SIZE)
@@ -114,7 +112,7 @@ def _not_to_be_had(num_bytes: int, error: OSError) -> ValueError:
     return ValueError(f"{num_bytes >> 20} MiB of KV memory: {error.strerror}")
 
 
-def _populate(descriptor: int, num_bytes: int, free_bytes: Callable[[], int] | None) -> None:
+def _populate(descriptor: int, num_bytes: int) -> None:
     """Give the file all its pages; says how far it is where that takes long (a GiB: a third of a second, of huge pages a tenth)."""
     began_at = said_at = time.monotonic()
     os.ftruncate(descriptor, num_bytes)
@@ -122,7 +120,7 @@ def _populate(descriptor: int, num_bytes: int, free_bytes: Callable[[], int] | N
     address = np.frombuffer(mapping, np.uint8).ctypes.data + offset
     for begin in range(0, num_bytes, _BYTES_AT_ONCE):
         count = min(_BYTES_AT_ONCE, num_bytes - begin)
-        if free_bytes is not None and (free := free_bytes()) < count:
+        if (free := free_memory_bytes()) < count:  # others take some meanwhile; who takes more is killed without a word
             said = f"behind {begin >> 20} of them only {free >> 20} were free, others took the rest"
             raise OSError(errno.ENOMEM, said)
         huge = count // HUGE_PAGE * HUGE_PAGE

@@ -18,6 +18,7 @@ from engine.block_pool import BlockPool
 from engine.config_values import ModelError
 from engine.device import check_devices, choose_device, free_device_bytes, rank_device
 from engine.fingerprint import Fingerprint, files_state, fingerprint_fields
+from engine.host_memory import free_memory_bytes
 from engine.kv_memory import KvMemory, KvSides, kv_block_bytes
 from engine.lockstep import Followers, PipedFollowers
 from engine.model import Model, load_model
@@ -37,7 +38,6 @@ from node.ranks import RankProcesses
 from node.sizes import EngineSizes, engine_sizes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
-from runtime.host_memory import free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +166,13 @@ class _Machine(NamedTuple):
 
 def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
     model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
-    sized = (model.config, config.block_size, sizes.num_blocks, dtype)
-    memory = KvMemory(*sized, device, copies=model.kernels, free_bytes=free_memory_bytes)
+    memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
     return _Machine(model, memory, memory, find_inexactness(model))
 
 
 def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
     """The same with other processes, which load while this one does."""
-    sized = (read_model_config(config.model), config.block_size, sizes.num_blocks, dtype)
-    memory = KvMemory(*sized, free_bytes=free_memory_bytes)
+    memory = KvMemory(read_model_config(config.model), config.block_size, sizes.num_blocks, dtype)
     job = RankJob(
         rank=1,
         size=config.tp,

@@ -136,6 +136,8 @@ def test_memory_that_others_take_meanwhile_is_refused_in_one_sentence(monkeypatc
     monkeypatch.setattr(shared_bytes, "_BYTES_AT_ONCE", MIB)
     free = iter([9 * MIB, 5 * MIB, MIB - 1])
     said = "4 MiB of KV memory: behind 2 of them only 0 were free, others took the rest"
+    monkeypatch.setattr(shared_bytes, "free_memory_bytes", lambda: next(free))
     with pytest.raises(ValueError, match=f"^{said}$"):
-        SharedBytes(4, MIB, lambda: next(free))
-    assert SharedBytes(4, MIB, lambda: MIB).bytes.nbytes == 4 * MIB
+        SharedBytes(4, MIB)
+    monkeypatch.setattr(shared_bytes, "free_memory_bytes", lambda: MIB)
+    assert SharedBytes(4, MIB).bytes.nbytes == 4 * MIB

@@ -33,8 +33,8 @@ MUTANTS: Final = (
         "memory-asked-for-once",
         "Of two nodes that start at once each finds enough memory, and the kernel kills one of them.",
         "engine/shared_bytes.py",
-        "if free_bytes is not None and (free := free_bytes()) < count:",
-        "if begin == 0 and free_bytes is not None and (free := free_bytes()) < count:",
+        "if (free := free_memory_bytes()) < count:",
+        "if (free := free_memory_bytes()) < count and begin == 0:",
         ("tests/engine_pure/test_shared_bytes.py",),
     ),
     Mutant(

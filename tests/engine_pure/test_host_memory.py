@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.host_memory import free_memory_bytes
+from engine.host_memory import free_memory_bytes
 
 MIB = 1 << 20
 
