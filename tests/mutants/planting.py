@@ -67,10 +67,10 @@ def copy_tree(copy: Path) -> None:
 
 
 def run_tests(copy: Path, tests: Sequence[str]) -> Outcome:
-    """Up to the first failure. The copy comes before the installed rooms on the import path: it is the working directory."""
+    """Up to the first failure. The copy comes before the installed rooms on the import path, for `baton`'s processes, too."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
     command += [f"--seed={SEED}", f"--hypothesis-seed={SEED}", "--no-shrink", "-rfE", "--tb=no", *tests]
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
     began = time.monotonic()
     with subprocess.Popen(
         command,
