@@ -90,11 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdin", "stdout"):
         if getattr(sys, name) is None:
             fatal(f"{PROG}: {name} is closed; what is not needed can be </dev/null or >/dev/null")
-    for stream in (sys.stdin, sys.stdout):
+    for stream in (sys.stdin, sys.stdout):  # a diff of old files is no UTF-8, an old terminal knows few characters
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a diff of old files is no UTF-8, an old terminal knows few characters
+            stream.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         with ChatServer(config.url, config.api_key, config.ca, config.timeout_s) as server:

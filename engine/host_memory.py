@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-# Of each kind: the files with the limit and with what is taken, and the line of memory.stat with what can be dropped.
-_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2: Final = ("memory.max", "memory.current", "inactive_file")
+_Names = tuple[str, str, tuple[str, ...]]
+# Of each kind: the files with the limit and with what is taken, and the lines of memory.stat with what can be dropped.
+_V1: Final[_Names] = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2: Final[_Names] = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
@@ -32,7 +33,7 @@ def _available(meminfo: str) -> int:
     raise ValueError("no MemAvailable in /proc/meminfo")
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
     """The folders of this process's groups and of those around them, with what their files are called.
 
     In a container the path may be the machine's, and its last folder what is mounted at the top: what is not there says nothing.
@@ -47,13 +48,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
             yield top / folder, _V1 if kinds else _V2
 
 
-def _left(folder: Path, limit_name: str, used_name: str, droppable_name: str) -> int:
+def _left(folder: Path, limit_name: str, used_name: str, droppable_names: tuple[str, ...]) -> int:
     """Bytes up to the group's limit; without one far more than there are."""
     limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
     if not limit.isdecimal() or not used.isdecimal():
         return 1 << 63  # "max", or no such group here
     stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-    return max(int(limit) - int(used) + int(stat.get(droppable_name, 0)), 0)
+    return max(int(limit) - int(used) + sum(int(stat.get(name, 0)) for name in droppable_names), 0)
 
 
 def _text(path: Path) -> str:

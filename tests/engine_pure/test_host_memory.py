@@ -31,7 +31,8 @@ def test_a_container_has_what_is_left_below_its_limit(tmp_path: Path, path: str)
     limits = {
         "memory.max": f"{1024 * MIB}\n",
         "memory.current": f"{300 * MIB}\n",
-        "memory.stat": f"anon 1\ninactive_file {100 * MIB}\n",  # the model's files, read once: they go when room is needed
+        # The model's files, some as fresh as its loading is, which asks again: all of them go when room is needed.
+        "memory.stat": f"anon 1\ninactive_file {70 * MIB}\nactive_file {30 * MIB}\n",
     }
     assert free_memory_bytes(machine(tmp_path, f"0::{path}\n", limits)) == 824 * MIB
 
@@ -50,7 +51,7 @@ def test_the_older_kind_of_groups_has_names_of_its_own(tmp_path: Path) -> None:
     files = {
         "memory/docker/c/memory.limit_in_bytes": str(512 * MIB),
         "memory/docker/c/memory.usage_in_bytes": str(12 * MIB),
-        "memory/docker/c/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * MIB}\n",
+        "memory/docker/c/memory.stat": f"active_file 0\ninactive_file 0\ntotal_inactive_file {MIB}\ntotal_active_file {MIB}\n",
         "memory/memory.limit_in_bytes": "9223372036854771712",
         "memory/memory.usage_in_bytes": "1",
     }

@@ -133,21 +133,23 @@ def test_a_choice_that_a_stop_string_ends_is_counted_once(model: Path, is_stream
     play(model, scenario, script)
 
 
+async def failing_once(attempt: ScriptedAttempt) -> None:
+    """A checksum is wrong at the first attempt; the second one says "ok"."""
+    if attempt.dispatch.attempt == 0:
+        attempt.prefill_fails(pb.CHECKSUM)
+    else:
+        await replying(b"ok")(attempt)
+
+
 @pytest.mark.covers("O01")
 def test_retries_are_counted_by_cause(model: Path) -> None:
-    async def script(attempt: ScriptedAttempt) -> None:
-        if attempt.dispatch.attempt == 0:
-            attempt.prefill_fails(pb.CHECKSUM)
-        else:
-            await replying(b"ok")(attempt)
-
     async def scenario(router: LiveRouter) -> None:
         await router.post(n=2)
         now = await measured(router)
         assert now["retries_total CHECKSUM"] == now["pd_errors_total CHECKSUM"] == 2
         assert (now["queue_seconds_count"], now["dispatches_total handoff"]) == (4, 3)  # the second ones go alone
 
-    play(model, scenario, script)
+    play(model, scenario, failing_once)
 
 
 @pytest.mark.covers("O01")
@@ -201,12 +203,6 @@ def test_what_is_counted_by_cause_is_there_before_it_happens(model: Path) -> Non
         *("turned_away_total invalid_value", "tokens_total completion"),
     }
 
-    async def script(attempt: ScriptedAttempt) -> None:
-        if attempt.dispatch.attempt == 0:
-            attempt.prefill_fails(pb.CHECKSUM)
-        else:
-            await replying(b"ok")(attempt)
-
     async def scenario(router: LiveRouter) -> None:
         before = await measured(router)
         assert {name for name in expected if before.get(name) != 0} == set()
@@ -216,7 +212,7 @@ def test_what_is_counted_by_cause_is_there_before_it_happens(model: Path) -> Non
         counted = {name for name in now if re.match(r"\w+_total( |$)", name)}
         assert counted == {name for name in before if re.match(r"\w+_total( |$)", name)}
 
-    play(model, scenario, script)
+    play(model, scenario, failing_once)
 
 
 @pytest.mark.covers("O01", "X02")

@@ -105,13 +105,19 @@ def test_a_node_that_dies_is_a_mark_on_its_lane_a_panel_of_its_own_and_two_bars_
     assert mark == {"at": pytest.approx(died_at), "kind": "failed", "text": "NODE_LOST: d0", "lane": "d0"}
 
 
-def test_a_move_is_a_bar_on_the_wire_and_no_failure() -> None:
+def moving_story() -> Story:
+    """Half a second of a move from d0 to d1, a second behind its handoff."""
     story = Story()
     story.dispatch("p", "d0")
     story.hand_over("d0")
     story.at += 1.0
     story.note("move_begun", "d0", "d1", attempt=1)
     story.at += 0.5
+    return story
+
+
+def test_a_move_is_a_bar_on_the_wire_and_no_failure() -> None:
+    story = moving_story()
     story.note("moved", "d1", attempt=1)
     story.at += 1.0
     story.end()
@@ -125,12 +131,7 @@ def test_a_move_is_a_bar_on_the_wire_and_no_failure() -> None:
 @pytest.mark.covers("O03")
 def test_a_move_that_came_to_nothing_hides_no_retry_and_is_none() -> None:
     """The holder dies behind it: the retry is what the client waited for."""
-    story = Story()
-    story.dispatch("p", "d0")
-    story.hand_over("d0")
-    story.at += 1.0
-    story.note("move_begun", "d0", "d1", attempt=1)
-    story.at += 0.5
+    story = moving_story()
     story.note("move_off", "d1")
     story.at += 0.5
     assert [panel["kind"] for panel in story.drawn()["panels"]] == ["beginning", "whole"]
