@@ -88,44 +88,79 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
 }
 #endif
 
+constexpr int MOST_EARLIER = 64;  // chunks that are asked for while scores are weighed, instead of during the values
+
+// What is asked for while one tile is gone through: as many chunks as it has.
+struct Pace {
+    KvStream &stream;
+    int left, group;
+
+    Nearer take(int most, int count) {
+        const int fresh = std::min(most, left);
+        left -= fresh;
+        return stream.take(fresh, count);
+    }
+    // What the pass that begins with this query takes of the share of all passes.
+    int part_of(int &share, int query) const {
+        const int part = ceil_div(share, ceil_div(group - query, MAX_DIRECT));
+        share -= part;
+        return part;
+    }
+};
+
 // A tile of all KV heads for one row, nothing unpacked, in the order of addresses.
 template <class T>
 void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRows<T> &tile, Scratch<T> &s, float *mixed,
                      size_t mixed_size, KvStream &stream) {
 #if defined(__AVX512F__)
     const int group = rows.cache.group(), D = rows.cache.head_dim, low = std::max(rows.low(0) - start, 0), high = tile.count;
+    const int first = low / LANES * LANES, key_chunks = 2 * num_heads * D * int(sizeof(T)) / 64, value_chunks = num_heads * 4;
     auto passes = [&](auto &&pass) {
         for (int query = 0; query < group; query += MAX_DIRECT)
             with_constant<MAX_DIRECT>(std::min(MAX_DIRECT, group - query), [&](auto constant) { pass(constant, query); });
     };
+    Pace pace{stream, 2 * stream.chunks_of(start + first, high - first), group};
     const T *queries = rows.query(0);
-    const int fresh = 2 * num_heads * D * int(sizeof(T)) / 64;
-    for (int begin = low / LANES * LANES; begin < high; begin += LANES)
+    for (int begin = first; begin < high; begin += LANES) {
+        int share = key_chunks;
         passes([&](auto constant, int query) {
             score_where_they_lie<T, constant()>(queries + query * D, size_t(group) * D, tile.keys + begin, num_heads, D,
                                                 s.scores + query * TILE + begin, size_t(group) * TILE,
-                                                stream.take(query ? 0 : fresh, fresh));
+                                                pace.take(pace.part_of(share, query), key_chunks));
         });
+    }
+    int spare = MOST_EARLIER;
     for (int head = 0; head < num_heads; head++) {
         const Mixed so_far(mixed + head * mixed_size, group, D);
         passes([&](auto constant, int query) {
             const size_t at = size_t(head * group + query) * TILE;
-            weigh<constant()>(s.scores + at, s.weights + at, low, high, 1.0f / std::sqrt(float(D)), so_far.greatest + query,
-                              so_far.sums + query, s.shrink + head * group + query);
+            auto weigh_and = [&](auto &&meanwhile) {
+                weigh<constant()>(s.scores + at, s.weights + at, low, high, 1.0f / std::sqrt(float(D)), so_far.greatest + query,
+                                  so_far.sums + query, s.shrink + head * group + query, meanwhile);
+            };
+            if (group > MAX_DIRECT) return weigh_and([] {});  // arithmetic has the longer part
+            constexpr int CHUNKS = MEANWHILES * constant();
+            const int fresh = std::min(ceil_div(spare, num_heads - head), CHUNKS);
+            spare -= fresh;
+            Nearer place = pace.take(fresh, CHUNKS);
+            weigh_and([&]() __attribute__((always_inline)) { bring(place++); });
         });
     }
-    for (int begin = low / LANES * LANES; begin < high; begin += LANES) {
+    for (int begin = first; begin < high; begin += LANES) {
         const int from = std::max(low, begin), until = std::min(begin + LANES, high);
+        int share = ceil_div(pace.left, ceil_div(high - begin, LANES));
         passes([&](auto constant, int query) {
             const Mixing mixing = {num_heads, D, group, from, until, from == low, until == high, s.shrink + query,
                                    s.sums + size_t(query) * D, mixed + size_t(query) * D, mixed_size};
             const Mixable<T> *weights = s.weights + query * TILE;
+            int part = pace.part_of(share, query);
             for (int column = 0; column < D;) {
                 const bool wide = D - column >= 2 * PANEL;
-                const int chunks = num_heads * 4;
-                Nearer ahead = stream.take(query ? 0 : chunks, chunks);
-                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, weights, ahead);
-                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, weights, ahead);
+                const int fresh = std::min(part, value_chunks);
+                Nearer place = pace.take(fresh, value_chunks);
+                part -= fresh;
+                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, weights, place);
+                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, weights, place);
                 column += wide ? 2 * PANEL : PANEL;
             }
         });

@@ -3,7 +3,9 @@
 // Blocks lie scattered, and hardware prefetchers begin anew at each. A line that is asked for into the first level of the cache
 // keeps one of its few places for misses until memory has answered (24 on Zen 4); one that is asked for into the second level
 // only until that level has taken the request, and that level has twice as many. Where there is no place a request is dropped. So
-// every line is asked for three times: far ahead into the second level, later into the first, and again close before it is read.
+// every line is asked for three times: far ahead into the second level, later into the first, and close before it is read.
+// While a tile is gone through, as many chunks are asked for as it has: fewer, and requests come too late in the end, more, and
+// what they bring is gone again before it is read.
 // Of each page, one line is asked for some blocks earlier: its address is then translated when the others are wanted.
 #pragma once
 
@@ -34,11 +36,11 @@ BATON_INLINE void bring(Nearer at) { bring_far(*at), bring_close(at[-NUM_FAR / 2
 
 class KvStream {
   public:
-    // Units first .. last, which are parts of spans.
+    // Units first .. last, which are parts of spans. Nothing is asked for where chunks would be other heads' in part.
     KvStream(const Cache &cache, const Batch &batch, const Unit *first, const Unit *last, int layer, int window,
              size_t number_bytes)
-        : cache_(cache), batch_(batch), last_(last), window_(window),
-          read_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes), position_bytes_(cache.position_size * number_bytes),
+        : cache_(cache), batch_(batch), window_(window), read_bytes_(cache.num_kv_heads * cache.head_dim * number_bytes),
+          position_bytes_(cache.position_size * number_bytes), last_(is_whole() || read_bytes_ % CHUNK == 0 ? last : first),
           block_bytes_(size_t(cache.num_layers) * 2 * cache.block_size * position_bytes_),
           layer_at_(static_cast<const char *>(cache.kv) + size_t(layer) * 2 * cache.block_size * position_bytes_) {
         go_to(first);
@@ -60,6 +62,16 @@ class KvStream {
         return chunks_.data() + next_ - count;
     }
 
+    // Chunks of the keys, or of the values, of `count` positions.
+    int chunks_of(int position, int count) const {
+        int chunks = 0;
+        for (const int end = position + count; position < end;) {
+            const int num = std::min(cache_.block_size - position % cache_.block_size, end - position);
+            chunks += ceil_div(num * int(read_bytes_), int(CHUNK)), position += num;
+        }
+        return chunks;
+    }
+
     // The thread begins with this unit. What it read without taking chunks need not be brought any more.
     void reach(const Unit *unit) {
         if (unit_ < unit) go_to(unit);
@@ -70,6 +82,8 @@ class KvStream {
     }
 
   private:
+    bool is_whole() const { return read_bytes_ == position_bytes_; }
+
     static constexpr int NUM_COMING = 8;  // stretches whose pages were asked for
     static constexpr int NUM_CLOSE = 12;  // chunks that were asked for three times, and are not read yet
 
@@ -112,7 +126,7 @@ class KvStream {
         for (plane_ = 0; unit_ < last_; unit_++) {
             const Span &span = batch_.spans[unit_->span];
             const int seen_from = window_ ? std::max(0, span.first_position - window_ + 1) : 0;
-            position_ = std::max(unit_->head * PART, seen_from / TILE * TILE);
+            position_ = std::max(unit_->head * PART, seen_from / LANES * LANES);
             unit_end_ = std::min((unit_->head + 1) * PART, span.first_position + span.num_rows);
             if (position_ >= unit_end_) continue;
             block_ = batch_.tables + unit_->span * batch_.table_stride + position_ / cache_.block_size;
@@ -128,7 +142,7 @@ class KvStream {
     // The positions of one block in one plane, or, where others' heads lie between them, one; of a tile the keys first.
     Stretch next_stretch() {
         if (unit_ >= last_) return {};
-        const int count = read_bytes_ < position_bytes_ ? 1 : std::min(cache_.block_size - offset_, tile_end_ - position_);
+        const int count = is_whole() ? std::min(cache_.block_size - offset_, tile_end_ - position_) : 1;
         const char *from = layer_at_ + size_t(*block_) * block_bytes_ + (plane_ * cache_.block_size + offset_) * position_bytes_;
         position_ += count, offset_ += count;
         if (offset_ == cache_.block_size) block_++, offset_ = 0;
@@ -144,16 +158,16 @@ class KvStream {
 
     const Cache &cache_;
     const Batch &batch_;
-    const Unit *unit_ = nullptr, *const last_;
     const int window_;
     const size_t read_bytes_, position_bytes_, block_bytes_;  // of a position, from it to the next, from a block to the next
-    const char *const layer_at_;                              // its keys in block 0
+    const Unit *unit_ = nullptr, *const last_;
+    const char *const layer_at_;  // its keys in block 0
     const int64_t *block_ = nullptr, *block_of_tile_ = nullptr;
     int position_ = 0, offset_ = 0, plane_ = 0;  // offset_: of the position in its block
     int tile_ = 0, offset_of_tile_ = 0, tile_end_ = 0, unit_end_ = 0, turn_ = 0;
     bool is_new_ = true;
     const char *at_ = nullptr, *end_ = nullptr;
-    std::vector<const char *> chunks_ = std::vector<const char *>(NUM_FAR + 1);  // taken, up to next_; of earlier ones the last
+    std::vector<const char *> chunks_ = std::vector<const char *>(NUM_FAR + 1, layer_at_);  // taken, to next_; of old ones the last
     int next_ = NUM_FAR + 1;
     Stretch coming_[NUM_COMING];
 };

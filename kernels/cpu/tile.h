@@ -118,9 +118,16 @@ template <class T> struct TileRows {
 // Where reduce_four leaves what it makes of the m-th vector, where as many calls as it takes are stored one after the other.
 constexpr int lane_of(int m) { return m / 4 * LANES + m % 4 * 4; }
 
+struct DoNothing {
+    BATON_INLINE void operator()() const {}
+};
+constexpr int MEANWHILES = 3;  // calls of `meanwhile` a query
+
 // Turn M queries' scores of a tile into weights, [low, high) being what they see, and rescale the sums that they have so far.
-template <int M, class Weight>
-BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float scale, float *greatest, float *sums, float *shrink) {
+// meanwhile: what else is to be done, bit by bit.
+template <int M, class Weight, class Meanwhile = DoNothing>
+BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float scale, float *greatest, float *sums, float *shrink,
+                        Meanwhile &&meanwhile = {}) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const bool sees_a_part = low > 0 || high < TILE;
@@ -134,6 +141,7 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
         }
     };
     for (int m = 0; m < M; m++) {
+        meanwhile();
         most[m] = all(greatest[m]);
         for (int v = 0; v < TILE / LANES; v++) {
             Floats score = load(scores + m * TILE + v * LANES) * scale;
@@ -153,7 +161,9 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
         Floats sum[N];
 #pragma GCC unroll 16
         for (int i = 0; i < N; i++) sum[i] = load(scores + m * TILE + i * LANES) - all(greatest[m + i / V]);
+        for (int i = 0; i < QUERIES; i++) meanwhile();
         exponentials_below(sum);
+        for (int i = 0; i < QUERIES; i++) meanwhile();
 #pragma GCC unroll 16
         for (int i = 0; i < N; i++) put_weights(weights + m * TILE + i * LANES, sum[i]);
 #pragma GCC unroll 2
