@@ -38,6 +38,7 @@ from bench.serve_load import Loads, NoRequest, RunLoad
 from bench.serve_result import Outcome, Run, show_outcome, write_outcome
 from bench.sweep import Search, Try
 from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
+from runtime.authority import believing
 from runtime.command_words import as_flags
 from runtime.config import load
 from runtime.process import allow_descriptors, fatal
@@ -221,7 +222,7 @@ def _tls(config: BenchConfig) -> ssl.SSLContext | None:
     if not Server.parse(config.url).is_tls:
         return None
     try:
-        return ssl.create_default_context(cafile=None if config.ca is None else str(config.ca))
+        return believing(config.ca)
     except OSError as error:
         raise ServerProblem(f"--ca {config.ca}: {why_no_authority(error)}") from None
 

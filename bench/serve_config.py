@@ -46,7 +46,11 @@ class BenchConfig:
     api_key: str | None = knob(
         None, "key to show, where the server asks; better in the variable, where ps does not show it", metavar="KEY"
     )
-    ca: Path | None = knob(None, "certificate authority that signed the server's certificate, as PEM", metavar="FILE")
+    ca: Path | None = knob(
+        None,
+        "certificate authority that signed the server's certificate, as PEM; none: those that this host trusts",
+        metavar="FILE",
+    )
     rate: str | None = knob(
         None,
         "requests per second, on average; inf: all at once; none: inf, or a trace's own times, unless concurrency is "

@@ -55,7 +55,11 @@ class ChatConfig:
     api_key: str | None = knob(
         None, "key to show, where the server asks; better in the variable, where ps does not show it", metavar="KEY"
     )
-    ca: Path | None = knob(None, "certificate authority that signed the server's certificate, as PEM", metavar="FILE")
+    ca: Path | None = knob(
+        None,
+        "certificate authority that signed the server's certificate, as PEM; none: those that this host trusts",
+        metavar="FILE",
+    )
     max_tokens: int | None = knob(None, "longest answer, in tokens; none: what the server allows", low=1)
     temperature: float | None = knob(None, "of the sampling; none: the model's own", low=0, high=2)
     seed: int | None = knob(None, "of the sampling", low=0, high=(1 << 63) - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 
 from deploy.chat_talk import Message
 from deploy.router_pages import without_number
+from runtime.authority import believing
 from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 _CONNECT_S: Final = 10.0
@@ -40,12 +40,10 @@ class ChatServer:
         """`timeout_s`: of silence. Raises ChatProblem if `ca` is no certificate authority."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        verify: bool | ssl.SSLContext = True
-        if ca is not None:
-            try:
-                verify = ssl.create_default_context(cafile=str(ca))
-            except OSError as error:
-                raise ChatProblem(f"--ca {ca}: {why_no_authority(error)}") from None
+        try:
+            verify = believing(ca)
+        except OSError as error:
+            raise ChatProblem(f"--ca {ca}: {why_no_authority(error)}") from None
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(headers=headers, timeout=timeout, verify=verify, limits=limits, trust_env=False)

@@ -9,7 +9,6 @@ seconds. Not here: whether requests can be served (/ready).
 from __future__ import annotations
 
 import socket
-import ssl
 import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from runtime.authority import believing
 from runtime.config import child_environment
 
 TIMEOUT_S: Final = 2.0
@@ -63,7 +63,7 @@ def answers(page: Page) -> bool:
     """Whether it does, with 200."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if page.authority is not None:
-        trusted = ssl.create_default_context(cafile=str(page.authority))
+        trusted = believing(page.authority)
         trusted.check_hostname = (
             False  # certificates name hosts as others dial them; this is the container's own address
         )

@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import signal
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from deploy.child_process import ChildProcess
 from deploy.control import Control
 from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
+from runtime.authority import believing
 from runtime.config import load
 from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
 
@@ -245,9 +245,8 @@ class _Launcher:
         """Wait until the router can place a request as it is meant to be."""
         directory = self._config.tls_dir
         # It listens on all addresses perhaps, which no certificate is for; it is our own child.
-        verify = True if directory is None else ssl.create_default_context(cafile=str(directory / "ca.crt"))
-        if isinstance(verify, ssl.SSLContext):
-            verify.check_hostname = False
+        verify = believing(None if directory is None else directory / "ca.crt")
+        verify.check_hostname = False
         async with httpx.AsyncClient(base_url=url, trust_env=False, verify=verify) as client:
             while True:
                 with suppress(httpx.TransportError):  # if the router is gone, `run` hears of that by itself

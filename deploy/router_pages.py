@@ -6,7 +6,6 @@ Not here: what the pages say (router/sight.py), what is made of it (status.py, d
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Any, Final, Self
 
 import httpx
 
+from runtime.authority import believing
 from runtime.command_words import as_flags
 from runtime.unanswered import check_key, why_no_authority, why_no_entry, why_no_http
 
@@ -51,12 +51,10 @@ class Pages:
         """Raises NoAnswer if the directory has no certificate authority."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}  # for the router alone
-        verify: bool | ssl.SSLContext = True
-        if tls_dir is not None:
-            try:
-                verify = ssl.create_default_context(cafile=str(tls_dir / "ca.crt"))
-            except OSError as error:
-                raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt {why_no_authority(error)}") from None
+        try:
+            verify = believing(None if tls_dir is None else tls_dir / "ca.crt")
+        except OSError as error:
+            raise NoAnswer(f"--tls-dir {tls_dir}: ca.crt {why_no_authority(error)}") from None
         self._scheme = "http" if tls_dir is None else "https"
         self._client = httpx.Client(timeout=ASK_TIMEOUT_S, trust_env=False, verify=verify)
 

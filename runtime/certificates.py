@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,15 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPri
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _SKEW: Final = datetime.timedelta(minutes=5)  # hosts' clocks differ
+_MIN_RSA_BITS: Final = 2048  # fewer OpenSSL refuses
+_SHOWN_CURVES: Final = (
+    ec.SECP256R1,
+    ec.SECP384R1,
+)  # in certificates that a handshake is signed with, to gRPC's BoringSSL
+_SIGNING_CURVES: Final = (*_SHOWN_CURVES, ec.SECP224R1, ec.SECP521R1)  # in those of authorities
+_GLUED: Final = re.compile(
+    rb"[^\r\n]-----BEGIN "
+)  # by `cat`, say, behind a file without a newline at its end; or a BOM
 
 
 class CertificateError(ValueError):
@@ -74,10 +84,16 @@ def ends_at(certificate: bytes, what: str = "tls.crt") -> datetime.datetime:
 
 
 def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> None:
-    """Raise CertificateError if the authority has not signed it, the key is another's, it is out of date, or not for `host`.
+    """Raise CertificateError if the authority has not signed it, the key is another's, it is out of date, not for `host`, or not
+    for both directions, or if gRPC's TLS takes no such key: it says of a handshake only that it failed.
 
     The clock is the host's own, as it will be for every peer that checks.
     """
+    for what, pem in (("ca.crt", ca), ("tls.crt", certificate), ("tls.key", key)):
+        if _GLUED.search(pem) is not None:
+            raise CertificateError(
+                f"{what} has something before a '-----BEGIN' on its line, which not all of TLS reads"
+            )
     authorities = _load_all(ca, "ca.crt")
     chain = _load_all(certificate, "tls.crt")
     found, own_key = chain[0], _load_key(key, "tls.key")
@@ -86,6 +102,8 @@ def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> N
     signers = [each for each in authorities if _has_signed(each, chain[-1])]
     if not signers:
         raise CertificateError("tls.crt is not signed by ca.crt")
+    _check_keys(found, signers)
+    _check_usages(found)
     now = datetime.datetime.now(datetime.UTC)
     in_time = [each for each in signers if each.not_valid_before_utc <= now <= each.not_valid_after_utc]
     for what, each in (("tls.crt", found), ("ca.crt", (in_time or signers)[0])):
@@ -98,6 +116,43 @@ def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> N
         raise CertificateError(
             f"tls.crt is for {', '.join(names) or 'nobody'}, not for {host}, by which others dial this host"
         )
+
+
+def _check_keys(found: x509.Certificate, signers: Sequence[x509.Certificate]) -> None:
+    """What BoringSSL and OpenSSL both take: a certificate is shown to either."""
+    key = found.public_key()
+    is_rsa = isinstance(key, rsa.RSAPublicKey)
+    if not is_rsa and not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, _SHOWN_CURVES)):
+        raise CertificateError(
+            f"tls.crt has a key of the kind {_kind(key)}, which gRPC does not take: RSA, P-256, P-384 it does"
+        )
+    for what, each in (("tls.crt", key), *(("ca.crt", signer.public_key()) for signer in signers)):
+        if isinstance(each, rsa.RSAPublicKey) and each.key_size < _MIN_RSA_BITS:
+            raise CertificateError(
+                f"{what} has a key of {each.key_size} bits, too few for RSA: {_MIN_RSA_BITS} at least"
+            )
+        if isinstance(each, ec.EllipticCurvePublicKey) and not isinstance(each.curve, _SIGNING_CURVES):
+            raise CertificateError(f"{what} has a key of the kind {_kind(each)}, which gRPC does not take")
+
+
+def _kind(key: CertificatePublicKeyTypes) -> str:
+    return (
+        key.curve.name if isinstance(key, ec.EllipticCurvePublicKey) else type(key).__name__.removesuffix("PublicKey")
+    )
+
+
+def _check_usages(found: x509.Certificate) -> None:
+    """Extensions that are not there forbid nothing (RFC 5280, sections 4.2.1.3 and 4.2.1.12)."""
+    for extension in found.extensions:
+        if isinstance(usages := extension.value, x509.ExtendedKeyUsage):
+            wanted = {"server auth": ExtendedKeyUsageOID.SERVER_AUTH, "client auth": ExtendedKeyUsageOID.CLIENT_AUTH}
+            if missing := [name for name, usage in wanted.items() if usage not in usages]:
+                told = "' and '".join(missing)
+                raise CertificateError(
+                    f"tls.crt is not for '{told}', which its extended key usage must name: it is shown both ways"
+                )
+        if isinstance(extension.value, x509.KeyUsage) and not extension.value.digital_signature:
+            raise CertificateError("tls.crt is not for 'digital signature', which its key usage must name")
 
 
 def names_of(certificate: bytes) -> list[str]:

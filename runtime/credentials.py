@@ -21,6 +21,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ from runtime.logs import log_event
 
 _LOG: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0  # between two looks at the files
+_MAX_TURNS: Final = 4  # of a handshake's two ends: each speaks twice
 
 # Nobody but members is dialled, wherever this host's variables (http_proxy) send what goes out into the world.
 _DIRECT: Final = (("grpc.enable_http_proxy", 0),)
@@ -183,7 +185,40 @@ def _read(directory: Path, host: str | None) -> TlsFiles:
         check_pair(files.ca, files.certificate, files.key, host)
     except ValueError as error:
         raise CredentialsError(f"--tls-dir {directory}: {error}") from None
+    _shake_hands(directory)
     return files
+
+
+def _shake_hands(directory: Path) -> None:
+    """Show the certificate to oneself, in both directions, as members will: chains, bounds of theirs, and what OpenSSL finds weak.
+
+    Raises CredentialsError. Takes a few milliseconds.
+    """
+    contexts = [ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
+    name = "ca.crt"
+    try:
+        for context in contexts:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does: ca.crt need not have the root
+            name = "ca.crt"
+            context.load_verify_locations(directory / name)
+            name = "tls.crt"
+            context.load_cert_chain(directory / name, directory / "tls.key")
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [contexts[0].wrap_bio(back, there), contexts[1].wrap_bio(there, back, server_side=True)]
+        for _ in range(_MAX_TURNS):
+            for end in ends:
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise CredentialsError(
+            f"--tls-dir {directory}: {name} is refused by its own ca.crt: {error.verify_message}"
+        ) from None
+    except ssl.SSLError as error:
+        told = (error.reason or "it is not understood").replace("_", " ").lower()
+        raise CredentialsError(f"--tls-dir {directory}: {name} cannot be used for TLS: {told}") from None
+    except OSError as error:
+        raise CredentialsError(f"--tls-dir {directory}: {name} cannot be read: {error.strerror}") from None
 
 
 def _mark(directory: Path) -> _Mark:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from bench import serve
-from deploy import certs, chat, doctor, status
+from deploy import certs, chat, container_health, doctor, status
+from tests.security.foreign_authority import Signed, host, write
 
 NODE = {"node_id": "decode-0", "bit_exact": True, "transport": {}, "versions": {}}
 ROUTER: dict[str, object] = {"missing": [], "degraded": [], "nodes": [], "versions": {}}
@@ -156,6 +157,34 @@ def test_with_tls_where_there_is_none_and_without_where_there_is_the_sentence_sa
         unknown = told(capsys, ask, url)
         assert ": its certificate is refused here: " in unknown
         assert unknown.endswith(f"; {flag} names the authority that signed it")
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("command", ASKING)
+def test_an_authority_that_this_host_trusts_needs_no_flag(
+    capsys: pytest.CaptureFixture[str], authority: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its store, where companies put their own, or where SSL_CERT_FILE says: what curl finds these commands find."""
+    ask, _ = ASKING[command]
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.crt"))
+    with answering({"/": "{}"}, tls=authority / "localhost") as url:
+        assert "certificate" not in told(capsys, ask, url)
+
+
+@pytest.mark.covers("O06")
+def test_an_authority_need_not_be_a_root(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """ca.crt has the authority that has signed, which another one may have signed: members take that, and so do commands."""
+    between = Signed(name="between", signer=Signed())
+    directory = write(tmp_path / "certs", [between], [host(between)])
+    authority = str(directory / "ca.crt")
+    with answering({"/": "{}"}, tls=directory) as url:
+        assert container_health.answers(container_health.Page(url, directory / "ca.crt"))
+        for ask in (
+            lambda url: status.main([url, "--once", "--tls-dir", str(directory)]),
+            lambda url: chat.main([url, "hi", "--ca", authority]),
+            lambda url: serve.main([url, "--ca", authority]),
+        ):
+            assert "certificate" not in told(capsys, ask, url)
 
 
 @pytest.mark.covers("O06")

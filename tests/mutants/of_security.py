@@ -11,6 +11,7 @@ _LIMITS: Final = ("tests/router/test_rate_limit.py",)
 _GATE: Final = ("tests/router/test_gate.py",)
 _CURVE: Final = ("tests/transport/test_curve.py",)
 _CREDENTIALS: Final = ("tests/security/test_credentials.py",)
+_FOREIGN: Final = ("tests/security/test_foreign_authorities.py",)
 _RENEWED: Final = ("tests/security/test_renewed_credentials.py",)
 _UNHEARD: Final = ("tests/security/test_unheard.py",)
 _HTTP: Final = ("tests/security/test_http_bounds.py",)
@@ -159,6 +160,30 @@ MUTANTS: Final = (
         "if now > each.not_valid_after_utc:",
         "if now < each.not_valid_before_utc:",
         _CREDENTIALS,
+    ),
+    Mutant(
+        "certificates-of-one-direction",
+        "A process starts with a certificate that may not be shown by clients, and every member that it dials refuses it.",
+        "runtime/certificates.py",
+        "for name, usage in wanted.items() if usage not in usages",
+        "for name, usage in wanted.items() if not usages",
+        _FOREIGN,
+    ),
+    Mutant(
+        "chains-nobody-followed",
+        "A process starts with a certificate whose chain nobody can follow to ca.crt, and is refused by everybody.",
+        "runtime/credentials.py",
+        "    _shake_hands(directory)\n    return files",
+        "    return files",
+        _FOREIGN,
+    ),
+    Mutant(
+        "commands-want-a-root",
+        "Commands refuse a router whose authority another one has signed, which members take; `baton up` waits for it for ever.",
+        "runtime/authority.py",
+        "    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN\n",
+        "",
+        ("tests/deploy/test_wrong_urls.py",),
     ),
     Mutant(
         "heads-without-a-bound",
