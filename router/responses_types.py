@@ -12,6 +12,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -21,6 +22,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from router.chat_types import MAX_TOOLS, ChatBody, Function, check_choice, check_tools
 from router.openai_types import (
@@ -36,9 +38,14 @@ from router.openai_types import (
     check_few,
     validated,
 )
+from router.structured import MAX_TEXT_BYTES
 from router.wrong_values import NO_CHARACTER
 
+# Of what answers repeat, a stream's three times, though nobody computes with it: OpenAI's own bounds. Megabytes of it, written at
+# once, hold up everybody's streams.
 MAX_METADATA: Final = 16
+MAX_METADATA_NAME: Final = 64
+MAX_METADATA_TEXT: Final = 512
 _EMPTY_IN_PARTS: Final = ("annotations", "logprobs")  # lists that say nothing if there is nothing in them
 
 UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -70,6 +77,13 @@ _NAMES: Final[Mapping[str, str]] = {  # what a chat calls otherwise
 }
 
 
+def _check_short(text: str) -> str:
+    """In place of pydantic's `max_length`, which cannot count what has half a surrogate pair."""
+    if len(text) > MAX_METADATA_TEXT:
+        raise PydanticKnownError("string_too_long", {"max_length": MAX_METADATA_TEXT})
+    return text
+
+
 class InputPart(Nested):
     """Text of an item: a client's, or of an answer that comes back."""
 
@@ -84,6 +98,7 @@ class InputPart(Nested):
         return {name: value for name, value in values.items() if not (name in _EMPTY_IN_PARTS and value == [])}
 
 
+ShortText = Annotated[StrictStr, AfterValidator(_check_short)]
 Text = StrictStr | Annotated[list[InputPart], Field(fail_fast=True)]
 
 
@@ -178,17 +193,22 @@ class ResponsesBody(SamplingDefaults):
     )
     parallel_tool_calls: Flag = True
     metadata: Annotated[
-        dict[str, StrictStr], Field(max_length=MAX_METADATA), BeforeValidator(partial(check_few, most=MAX_METADATA))
+        dict[str, ShortText], Field(max_length=MAX_METADATA), BeforeValidator(partial(check_few, most=MAX_METADATA))
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     timeout_s: Annotated[Number, Field(gt=0)] | None = None
-    user: StrictStr | None = None
+    user: ShortText | None = None
     request_id: (
         Annotated[str, Field(strict=True, max_length=MAX_REQUEST_ID_LENGTH, pattern=REQUEST_ID_PATTERN)] | None
     ) = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (longest := max(map(len, self.metadata), default=0)) > MAX_METADATA_NAME:
+            raise bad_request("metadata", f"a name may have {MAX_METADATA_NAME} characters, not {longest}")
+        notes = self.text.format.get("description")  # so few as its schema may be
+        if isinstance(notes, str) and len(notes) > MAX_TEXT_BYTES:
+            raise bad_request("text.format.description", f"may have {MAX_TEXT_BYTES} characters, not {len(notes)}")
         if self.instructions is not None and any("\ud800" <= each <= "\udfff" for each in self.instructions):
             raise bad_request("instructions", NO_CHARACTER)
         check_tools([tool.function() for tool in self.tools], "tools.{}")

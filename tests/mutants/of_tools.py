@@ -143,6 +143,14 @@ MUTANTS: Final = (
         _TEMPLATE,
     ),
     Mutant(
+        "whatever-is-repeated-is-taken",
+        "A response repeats megabytes of metadata thrice, and everybody's streams wait while they are written.",
+        "router/responses_types.py",
+        "if len(text) > MAX_METADATA_TEXT:",
+        "if len(text) > MAX_METADATA_TEXT << 20:",
+        _RESPONSES,
+    ),
+    Mutant(
         "deep-notes-are-taken",
         "A schema's notes may be nested so deep that they can be read, and an answer that repeats them cannot be written.",
         "router/structured.py",

@@ -279,6 +279,15 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", '{"type": "function", "name": ...}'),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"metadata": {"a": 1}}, "metadata.a", "must be a text"),
+        # Answers repeat it, and a stream waited for a tenth of a second while another's megabytes of it were written.
+        ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
+        ({"metadata": {"a" * 65: "x"}}, "metadata", "a name may have 64 characters, not 65"),
+        ({"user": "x" * 513}, "user", "at most 512 characters"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "description": "x" * 65537}}},
+            "text.format.description",
+            "may have 65536 characters, not 65537",
+        ),
         ({"model": "other"}, "model", "serves tiny"),
     ]
 
