@@ -53,6 +53,7 @@ class AskedProcess:
         self._ready: Ready | None = None  # it is compiling yet, as the rows know
         self._pid = 0  # the same, as either knows
         self.has_compiled = False  # as whoever checks knows
+        self.why_not_begun = ""  # the same, of a process that could not be started
         self.compiles_too_long = False  # it has computed for all that it may, and has not
         self._patience = Patience()
         self.used_at = 0.0
@@ -92,7 +93,9 @@ class AskedProcess:
     def _compiled(self) -> str:
         """What is wrong with the grammar, once it has compiled. Raises as check; of the time, what it has computed decides."""
         until = time.monotonic() + COMPILE_WAIT_S
-        _, pid = self._next_answer(lambda: until - time.monotonic())  # it has begun
+        self.why_not_begun, pid = self._next_answer(lambda: until - time.monotonic())
+        if self.why_not_begun:
+            raise ConnectionRefusedError
         try:
             problem, self._pid = self._next_answer(lambda: min(COMPILE_S - computed_s(pid), until - time.monotonic()))
         except TimeoutError:

@@ -1,7 +1,8 @@
 """Which grammars have a process, which are refused, and for how long a step waits for one. Pure.
 
 A grammar has one process at most, and a node so many at most: for another one the process goes that nobody has used for longest,
-if nobody has for a while; a completion that is still bound by it starts it anew. A grammar that held up a step is remembered.
+if nobody has for a while; a completion that is still bound by it starts it anew. One that nobody has used for long goes by itself.
+A grammar that held up a step is remembered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from engine.plan import Grammar
 
 MAX_PROCESSES: Final = 64  # a few megabytes each, and what xgrammar compiles
 QUIET_S: Final = 10.0  # who was asked within it has a row in a step, or will have
+IDLE_S: Final = (
+    600.0  # a row that was asked no later is left by all, most likely, and most grammars compile in milliseconds
+)
 MAX_REFUSED: Final = 1024
 # What follows a token is known within a millisecond, and mostly microseconds. A grammar may compute so much longer than that, at
 # once or little by little, and is lost in itself then.
@@ -104,6 +108,17 @@ class GrammarBook(Generic[W]):
         """It has ended, or is to; another of the same grammar stays."""
         if grammar in self._used and self._used[grammar][0] is process:
             del self._used[grammar]
+
+    def take_idle(self, now: float) -> list[W]:
+        """Those that nobody has used for long, of which none is in the book from now on."""
+        gone: list[W] = []
+        while self._used:
+            oldest, (process, used_at) = next(iter(self._used.items()))
+            if now - used_at < IDLE_S:
+                break
+            gone.append(process)
+            del self._used[oldest]
+        return gone
 
     def refuse(self, grammar: Grammar) -> None:
         """Nobody is to follow it again; the first of too many is forgotten."""

@@ -91,13 +91,24 @@ def _fork_and_kill(control: socket.socket, grammars: Grammars) -> None:
                 os.waitpid(pid, 0)  # at once: nothing of it is left then
             continue
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # a limit of processes, or of memory
+            _cannot_begin(descriptors[0], os.strerror(error.errno or 0))
+            pid = -1
         if not pid:
             control.close()
             _be_forked(parent, grammars, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        pids[asked["fork"]] = pid
+        if pid > 0:
+            pids[asked["fork"]] = pid
+
+
+def _cannot_begin(checks_fd: int, why: str) -> None:
+    """Tell the node that nobody follows this grammar, which is not to blame."""
+    with suppress(*_GONE):
+        os.write(checks_fd, json.dumps([why, 0]).encode() + b"\n")
 
 
 def most_memory(num_bytes: int, hard_limit: int) -> int:
@@ -136,7 +147,10 @@ class GrammarProcess:
 
     def run(self) -> None:
         """Until the node has closed its ends, or the grammar cannot be followed."""
-        threading.Thread(target=self._check, daemon=True).start()
+        try:
+            threading.Thread(target=self._check, daemon=True).start()
+        except RuntimeError as error:  # a limit of processes, which threads count for
+            return _cannot_begin(self._checks.fileno(), str(error))
         self._has_compiled.wait()
         with suppress(*_GONE):
             self._follow()

@@ -3,7 +3,8 @@
     threads that compile ──► check ──► a grammar's process ◄── add, allowed ── the runner's thread
 
 One that holds up a step for too long is killed, and its rows get no token: stalled, where the grammar is to blame, and otherwise
-broken, so that they go on elsewhere. Not here: how one is asked (grammar_asked.py), and what it does (grammar_process.py).
+broken, so that they go on elsewhere. One that nobody has used for long is ended. Not here: how one is asked (grammar_asked.py), and
+what it does (grammar_process.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -31,12 +33,14 @@ from node.grammar_book import STALL_CPU_S, STALL_S, GrammarBook, GrammarsBusyErr
 from node.grammar_lines import MAX_BYTES
 from runtime.config import child_environment
 from runtime.logs import log_event
+from runtime.threads import started_thread
 
 LOG: Final = logging.getLogger(__name__)
 _ROOT: Final = Path(__file__).resolve().parent.parent
 LOAD_S: Final = 120.0  # seconds, once: xgrammar is loaded, and the vocabulary read
 END_TIMEOUT_S: Final = 2.0
 USED_EVERY_S: Final = 1.0  # the book is told of a process's use
+IDLE_LOOK_S: Final = 30.0  # who has not been used for long is looked for
 TOO_SLOW: Final = "it can be read in too many ways: a step had to wait for it too long"
 
 
@@ -61,6 +65,8 @@ class GrammarProcesses:
         self._forker: subprocess.Popen[bytes] | None = None
         self._numbers = count()
         self._rows = count()
+        self._is_closed = threading.Event()
+        self._idle_thread: Future[None] | None = None
 
     # ---------------------------------------------------------------- the process that forks
 
@@ -72,7 +78,7 @@ class GrammarProcesses:
     def open(self) -> None:
         """Have xgrammar loaded, which takes seconds the first time; raises GrammarError if it, or the vocabulary, is missing."""
         if importlib.util.find_spec("xgrammar") is None:
-            raise GrammarError("this node has no xgrammar (pip install 'baton[structured]')")
+            raise GrammarError("this node has no xgrammar (pip install -c constraints.txt -e '.[structured]')")
         with self._opening:
             if self._forker is not None and self._forker.poll() is None:
                 return
@@ -97,9 +103,13 @@ class GrammarProcesses:
                 self._end()
                 raise GrammarError(problem)
             own.settimeout(STALL_S)
+            if self._idle_thread is None:
+                with suppress(RuntimeError):  # a limit of processes: who opens next tries again
+                    self._idle_thread = started_thread("grammars-idle", self._end_idle)
 
     def close(self) -> None:
         """End all processes, also one that loads yet, which `open` waits for."""
+        self._is_closed.set()
         if (control := self._control) is not None:
             with suppress(OSError):
                 control.shutdown(socket.SHUT_RDWR)
@@ -166,6 +176,8 @@ class GrammarProcesses:
             return GrammarError(TOO_SLOW)
         if was is Verdict.LOST or process.has_compiled or forker is None or forker.poll() is not None:
             return GrammarsBusyError("the process of its grammar was ended meanwhile")
+        if process.why_not_begun:
+            return GrammarsBusyError(f"the process of its grammar cannot be started: {process.why_not_begun}")
         return _EndedCompiling()
 
     def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Row | Nothing:
@@ -210,6 +222,13 @@ class GrammarProcesses:
         except OSError:
             raise self._reason(process) from None
         return process
+
+    def _end_idle(self) -> None:
+        while not self._is_closed.wait(IDLE_LOOK_S):
+            with self._lock:
+                idle = self._book.take_idle(time.monotonic())
+            for process in idle:
+                self._drop(process)
 
     def _drop(self, process: AskedProcess) -> None:
         with self._lock:

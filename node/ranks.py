@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,12 +25,17 @@ from typing import IO, Final, TypeVar
 from node.rank_process import LOADED, RankJob, meeting_path
 from runtime.config import child_environment
 from runtime.logs import log_event
+from runtime.process import computed_s
 from runtime.threads import started_thread
 
 T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
 _ROOT: Final = Path(__file__).resolve().parent.parent
 END_TIMEOUT_S: Final = 2.0  # for who has nothing left to do but return
+# One that loads computes, if only what it takes to read; who computes nothing for so long is stopped, or hangs.
+HANGS_S: Final = 60.0
+_LOOK_S: Final = 0.5
+_MAX_ANSWER_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +102,10 @@ class RankProcesses:
         return meeting_path(self._meeting)
 
     def wait_until_loaded(self) -> None:
-        """Wait for all of them, then have them join. Raises ValueError with the sentence of one that could not load."""
+        """Wait for all of them, then have them join. Raises ValueError with the sentence of one that could not load, or hangs."""
         for rank in self._ranks:
             with rank.answers:
-                answer = rank.answers.readline().decode().strip()
+                answer = _answer(rank)
             if not answer:
                 rank.ended.result()
                 raise ValueError(f"--tp: rank {rank.number} ended while it loaded: {how_it_ended(rank.process)}")
@@ -148,6 +154,25 @@ class RankProcesses:
             rank.ended.result()
             rank.answers.close()
         os.close(self._meeting)
+
+
+def _answer(rank: _Rank) -> str:
+    """What it says once it has loaded, or cannot; "" if it ends before. Raises ValueError: it hangs."""
+    pid, answers, said = rank.process.pid, select.poll(), b""
+    answers.register(rank.answers, select.POLLIN)
+    computed, idle_s = computed_s(pid), 0.0
+    while not said.endswith(b"\n"):
+        if answers.poll(_LOOK_S * 1000):
+            if not (more := os.read(rank.answers.fileno(), _MAX_ANSWER_BYTES)):
+                break
+            said += more
+        elif (now := computed_s(pid)) > computed:
+            computed, idle_s = now, 0.0
+        else:
+            idle_s += _LOOK_S  # looks, and not what the clock says: this process may have been stopped with it
+        if idle_s >= HANGS_S:
+            raise ValueError(f"--tp: rank {rank.number} hangs as it loads: it has computed nothing for {HANGS_S:g} s")
+    return said.decode().strip()
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str:

@@ -101,6 +101,22 @@ MUTANTS: Final = (
         (f"{_RANKS[0]}::test_a_rank_that_dies_between_loading_and_the_first_step_is_one_sentence_at_once",),
     ),
     Mutant(
+        "a-rank-that-hangs-as-it-loads-is-waited-for",
+        "A stopped rank is waited for without limit.",
+        "node/ranks.py",
+        "idle_s += _LOOK_S  #",
+        "idle_s += 0  #",
+        (f"{_RANKS[0]}::test_a_rank_that_hangs_as_it_loads_is_given_up_in_one_sentence_and_a_slow_one_is_not",),
+    ),
+    Mutant(
+        "a-rank-that-loads-for-long-is-given-up",
+        "A large model is one that hangs.",
+        "node/ranks.py",
+        "computed, idle_s = now, 0.0",
+        "computed, idle_s = now, idle_s + _LOOK_S",
+        (f"{_RANKS[0]}::test_a_rank_that_hangs_as_it_loads_is_given_up_in_one_sentence_and_a_slow_one_is_not",),
+    ),
+    Mutant(
         "ranks-that-part-are-a-traceback",
         "A connection that a dying rank ends while ranks meet is told as torch tells it.",
         "node/ranks.py",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.plan import Grammar
 from node.grammar_book import (
     ANSWER_S,
+    IDLE_S,
     MAX_REFUSED,
     QUIET_S,
     STALL_CPU_S,
@@ -79,6 +80,18 @@ def test_who_was_thrown_out_is_not_put_back_by_being_used() -> None:
     assert book.add(GRAMMARS[1], 2, QUIET_S) == 1
     book.used(GRAMMARS[0], 1, 2 * QUIET_S)
     assert book.find(GRAMMARS[0], 2 * QUIET_S) is None
+
+
+@pytest.mark.covers("A14")
+def test_who_has_not_been_used_for_long_goes() -> None:
+    book: GrammarBook[int] = GrammarBook()
+    for number, grammar in enumerate(GRAMMARS[:4]):
+        book.add(grammar, number, float(number))
+    book.used(GRAMMARS[0], 0, 3.5)
+    assert book.take_idle(0.5 + IDLE_S) == []
+    assert book.take_idle(3 + IDLE_S) == [1, 2, 3]
+    assert book.find(GRAMMARS[3], 3 + IDLE_S) is None
+    assert book.take_all() == [0]
 
 
 @pytest.mark.covers("A14")

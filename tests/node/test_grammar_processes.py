@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
@@ -36,7 +37,6 @@ WORDS = Grammar("regex", "([a-z]{1,20} ){1,30}", False, (END,))
 # Read in one way for four hundred letters, and in very many behind: nothing that is tried before it begins can tell.
 SLOW_LATER = Grammar("regex", "[a-z]{400}([a-z]{1,99}){1,99}", False, (END,))
 
-
 PATIENCE_S = 100.0
 
 
@@ -55,6 +55,12 @@ def processes() -> Iterator[GrammarProcesses]:
     found.open()
     yield found
     found.close()
+
+
+def checked(processes: GrammarProcesses, grammar: Grammar) -> grammar_asked.Row | Nothing:
+    """A row of it, begun."""
+    processes.check(grammar)
+    return processes.constraint(grammar)
 
 
 def pids_of(parent_pid: int) -> set[int]:
@@ -118,9 +124,8 @@ def test_a_grammar_that_is_slow_only_later_costs_a_bounded_time_and_is_refused_f
     spelled.open()
     ids = np.flatnonzero(spelled.constraint(SLOW_LATER).allowed())  # type: ignore[arg-type]
     letters = [int(token_id) for token_id in random.Random(5).choices(ids.tolist(), k=400)]
-    num_tokens, longest_s = stalled_at(
-        processes, letters
-    )  # by what it computed, as nobody is given up for anything else
+    # By what it computed, as nobody is given up for anything else.
+    num_tokens, longest_s = stalled_at(processes, letters)
     assert num_tokens > 100, "it was tried on more than it should be"
     wait_until("it is gone, and reaped", lambda: pids_of(processes.pid or 0) == before_pids)
     assert longest_s < PATIENCE_S / 2, "and of that the machine's own delays"
@@ -240,6 +245,70 @@ def test_what_cannot_be_started_now_is_a_sentence_and_is_tried_again(
     found.close()
 
 
+# Python runs it before anything else: a process that can be told to find the system's limit of processes reached.
+_LIMITED: Final = """
+import os, threading
+
+def limited(begin, fault):
+    return lambda *given: begin(*given) if not os.path.exists(os.environ["NO_MORE"]) else (_ for _ in ()).throw(fault)
+
+if os.environ["LIMITED"] == "process":
+    os.fork = limited(os.fork, BlockingIOError(11, ""))
+else:
+    threading._start_new_thread = limited(threading._start_new_thread, RuntimeError("no more"))
+"""
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize("what", ["process", "thread"])
+def test_a_grammar_that_finds_the_limit_of_processes_reached_is_busy_and_costs_no_other_one_anything(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process that forks ended of it, and all others with it; or a good grammar was answered 400."""
+    (tmp_path / "sitecustomize.py").write_text(_LIMITED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LIMITED", what)
+    monkeypatch.setenv("NO_MORE", str(no_more := tmp_path / "no_more"))
+    found = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+    found.open()
+    beside, forker = checked(found, WORDS), found.pid
+    no_more.touch()
+    with pytest.raises(GrammarsBusyError, match=r"of its grammar cannot be started: \w"):
+        found.check(JSON)
+    lost = found.constraint(JSON)
+    assert (nothing := lost.allowed()) is not None and not nothing.any() and not lost.is_stalled
+    for _ in range(2):
+        allowed = beside.allowed()
+        assert allowed is not None and allowed.any()
+        beside.add(int(allowed.argmax()))
+    no_more.unlink()
+    found.check(JSON)
+    assert found.pid == forker
+    found.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.covers("A14")
+def test_a_process_that_nobody_has_used_for_long_ends_by_itself_and_is_begun_anew_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A grammar that was asked for once had its memory for as long as the node lived."""
+    monkeypatch.setattr(grammar_processes, "IDLE_LOOK_S", 0.01)
+    monkeypatch.setattr(grammar_book, "IDLE_S", PATIENCE_S)
+    found = GrammarProcesses(DEMO_MODEL, VOCAB_SIZE)
+    found.open()
+    forker = found.pid
+    assert forker is not None
+    allowed = (row := checked(found, JSON)).allowed()
+    monkeypatch.setattr(grammar_book, "IDLE_S", 0.0)
+    wait_until("it is gone, and reaped", lambda: not pids_of(forker))
+    monkeypatch.setattr(grammar_book, "IDLE_S", PATIENCE_S)
+    row.add(0)
+    assert (nothing := row.allowed()) is not None and not nothing.any() and not row.is_stalled, "it goes on elsewhere"
+    assert np.array_equal(checked(found, JSON).allowed(), allowed)  # type: ignore[arg-type]
+    found.close()
+
+
 @pytest.mark.covers("A14")
 def test_what_compiles_too_slowly_is_nobodys_fault_where_its_completion_has_begun(
     processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
@@ -247,9 +316,8 @@ def test_what_compiles_too_slowly_is_nobodys_fault_where_its_completion_has_begu
     processes.open()
     monkeypatch.setattr(grammar_asked, "COMPILE_S", 1e-4)
     with pytest.raises(GrammarError, match="to compile"):
-        processes.check(
-            Grammar("regex", "[a-z ]{1,5000}", False, (END,))
-        )  # a second, or its answer might be there first
+        # A second, or its answer might be there first.
+        processes.check(Grammar("regex", "[a-z ]{1,5000}", False, (END,)))
     with pytest.raises(GrammarsBusyError, match="to compile here"):
         processes.check(Grammar("regex", "[a-z ]{1,4999}", False, (END,)), (97,))
 

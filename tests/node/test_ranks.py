@@ -8,7 +8,7 @@ import random
 import select
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import cycle, product
 from pathlib import Path
 from threading import Event
@@ -203,6 +203,31 @@ def test_a_rank_that_dies_between_loading_and_the_first_step_is_one_sentence_at_
     finally:
         never.set()
         ranks.close()
+
+
+@pytest.mark.covers("H14")
+def test_a_rank_that_hangs_as_it_loads_is_given_up_in_one_sentence_and_a_slow_one_is_not(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped one was waited for without limit."""
+    rank = tmp_path / "rank"
+    monkeypatch.setattr("node.ranks.sys.executable", str(rank))
+    monkeypatch.setattr("node.ranks.HANGS_S", 1.5)
+    computes = "n=0; while [ $n -lt 9 ]; do sleep 0.3; k=0; while [ $k -lt 999 ]; do k=$((k+1)); done; n=$((n+1)); done"
+    for work, sentence in (
+        (computes, ""),
+        ("kill -STOP $$", r"^--tp: rank 1 hangs as it loads: it has computed nothing for 1\.5 s$"),
+    ):
+        rank.write_text(f"#!/bin/sh\nread job\n{work}\necho loaded\nread go\nexec sleep 99\n")
+        rank.chmod(0o755)
+        ranks = RankProcesses(job_of(model_dir, KvMemory(read_model_config(model_dir), 16, 4, "fp32")))
+        with held(ranks.pids) as descriptors:
+            try:
+                with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+                    ranks.wait_until_loaded()
+            finally:
+                ranks.close()
+            wait_for_end(descriptors)
 
 
 @pytest.mark.covers("H14")
