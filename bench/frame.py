@@ -58,7 +58,7 @@ def check_files(output: Path | None, plot: Path | None = None) -> None:
     if plot is not None and plot.suffix not in SUFFIXES:
         raise ValueError(f"--plot {plot}: must end in {', '.join(SUFFIXES)}")
     if plot is not None and not can_plot():
-        raise ValueError("--plot: matplotlib is missing; install it with: pip install 'baton[bench]'")
+        raise ValueError("--plot: matplotlib is missing; install it with: pip install -c constraints.txt -e '.[bench]'")
 
 
 def check_model(model: Path) -> None:

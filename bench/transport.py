@@ -73,7 +73,7 @@ class TransportBenchConfig:
 
     def __post_init__(self) -> None:
         if self.transport == "nixl" and not is_installed():
-            raise ValueError("--transport nixl: NIXL is not installed: pip install baton[nixl]")
+            raise ValueError("--transport nixl: NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'")
         for name, unit in (("block_kib", 1 << 10), ("transfer_mib", 1 << 20)):
             try:
                 sizes(getattr(self, name), unit)

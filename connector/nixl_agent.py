@@ -4,7 +4,7 @@ Every link has agents of its own at both ends, so that a link is torn down by de
 then on, whatever the sender, dead or alive, had under way, and the sender's reads no source block any more. NIXL drives UCX, which
 takes RDMA where there is any, shared memory within a host, and TCP.
 
-NIXL is an optional extra (`pip install baton[nixl]`) and is imported when the first link is opened. UCX listens on a TCP port of
+NIXL is an optional extra (`nixl` of pyproject.toml) and is imported when the first link is opened. UCX listens on a TCP port of
 its own, to which anybody may connect who reaches it, and encrypts nothing: hence no nixl with --tls-dir. NIXL's own
 progress threads spin (a third of a core for each agent, measured): there are none, and whoever has an agent drives it while
 something moves.
@@ -56,7 +56,7 @@ class NixlLibrary:
     def __init__(self, host: str) -> None:
         """Raise NixlFault where they cannot be. UCX keeps to the loopback device if `host` does, else to UCX_NET_DEVICES."""
         if (package := _find_package()) is None:
-            raise NixlFault("NIXL is not installed: pip install baton[nixl]")
+            raise NixlFault("NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'")
         try:
             self.api: Final = importlib.import_module(f"{package}._api")
             bindings = vars(importlib.import_module(f"{package}._bindings"))

@@ -170,7 +170,7 @@ class Grammars:
         if self._compiler is not None:
             return
         if importlib.util.find_spec("xgrammar") is None:
-            raise GrammarError("this node has no xgrammar (pip install 'baton[structured]')")
+            raise GrammarError("this node has no xgrammar (pip install -c constraints.txt -e '.[structured]')")
         import xgrammar
 
         with self._opening:

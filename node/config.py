@@ -208,7 +208,7 @@ class NodeConfig:
     transport: Literal["auto", "shm", "zmq", "nixl"] = knob(
         "auto",
         "how KV travels between nodes; auto: shared memory where both are on one host, else nixl where both have it and RDMA, else "
-        "zmq over TCP; nixl needs baton[nixl], encrypts nothing, and trusts the other nodes with this one's KV",
+        "zmq over TCP; nixl needs NIXL at both ends, encrypts nothing, and trusts the other nodes with this one's KV",
     )
     lease_life_s: float = knob(
         10.0, "seconds that a reservation lives unrenewed: what a dead sender costs", low=0.1, high=3600

@@ -99,7 +99,9 @@ def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | Non
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise NoTracing("--otlp-endpoint: needs OpenTelemetry's SDK: pip install 'baton[trace]'") from None
+        raise NoTracing(
+            "--otlp-endpoint: needs OpenTelemetry's SDK: pip install -c constraints.txt -e '.[trace]'"
+        ) from None
     resource = Resource.create({"service.name": f"baton-{service}", "service.instance.id": name})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=CLOSE_TIMEOUT_S)

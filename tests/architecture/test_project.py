@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,11 @@ def test_every_dependency_is_pinned() -> None:
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     names = {each.name.lower().replace("_", "-") for each in importlib.metadata.distributions()}
     assert names - {"baton", "pip", "setuptools", "wheel"} <= pinned
+
+
+def test_nobody_is_told_to_install_baton_from_an_index() -> None:
+    """There the name is somebody else's: `pip install 'baton[trace]'` outside of .venv brings a stranger's code."""
+    pages = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    texts = pages | {source.path: source.text for source in sources() if not source.path.startswith("tests/")}
+    asks = re.compile(r"baton\[|pip install baton\b")
+    assert not [f"{name}: {found}" for name, text in texts.items() for found in asks.findall(text)]

@@ -135,7 +135,7 @@ def test_a_cluster_gives_the_tokens_of_one_engine_alone(
     fresh_seed: int,
 ) -> None:
     if transport == "nixl" and not is_installed():
-        pytest.skip("NIXL is not installed: pip install baton[nixl]")
+        pytest.skip("NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'")
     tiny_model = made_model(like)
     cases = draw_cases(fresh_seed)[:: 1 if like == "llama-tiny" else 3]  # the other families differ in the model only
     expected = alone(tiny_model, dtype, cases)

@@ -227,7 +227,7 @@ def test_a_wrong_endpoint_and_a_missing_library_are_one_line(
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['opentelemetry.sdk'] = None")
     for endpoint, sentence in (
         ("collector:4318", "must begin with http"),
-        ("http://127.0.0.1:9", "pip install 'baton[trace]'"),
+        ("http://127.0.0.1:9", "pip install -c constraints.txt -e '.[trace]'"),
     ):
         command = [sys.executable, "-m", *module, "--model", str(tiny_model), "--otlp-endpoint", endpoint]
         command += ["--port", "0"] if module == ("router",) else ["--router", "127.0.0.1:9"]

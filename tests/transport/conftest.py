@@ -53,7 +53,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def made(kind: str) -> Net:
     """A net of a kind; skips the test where its transport is not installed."""
     if kind.startswith("nixl") and not is_installed():
-        pytest.skip("NIXL is not installed: pip install baton[nixl]")
+        pytest.skip("NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'")
     return KINDS[kind]()
 
 

@@ -112,7 +112,9 @@ def assert_goes_over(
 
 
 @pytest.mark.covers("H12")
-@pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed: pip install baton[nixl]")
+@pytest.mark.skipif(
+    not nixl_agent.is_installed(), reason="NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'"
+)
 @pytest.mark.parametrize(
     ("of_sender", "of_receiver", "is_one_host", "expected"),
     [
