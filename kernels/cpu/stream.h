@@ -48,7 +48,7 @@ class KvStream {
 
     // `count` chunks to be brought nearer: as many `fresh` ones, the last one again where there are no more, or those of before.
     Nearer take(int fresh, int count) {
-        if (next_ + fresh > int(chunks_.size())) make_room(fresh, count);
+        if (next_ + fresh > int(chunks_.size()) || next_ < NUM_FAR + count) make_room(fresh, count);
         const char **to = chunks_.data() + next_;
         for (int left = fresh; left > 0;) {
             if (at_ >= end_) begin_next();
@@ -99,10 +99,13 @@ class KvStream {
         for (Stretch &each : coming_) each = coming();
     }
 
+    // Afterwards there are as many old ones as any place taken so far looks back to, few `fresh` ones or not.
     void make_room(int fresh, int count) {
-        const int kept = std::min(next_, NUM_FAR + count);
+        most_ = std::max(most_, count);
+        const int kept = NUM_FAR + most_, there = std::min(next_, kept);
         if (int(chunks_.size()) < 4 * (kept + fresh)) chunks_.resize(4 * (kept + fresh));
-        std::copy(chunks_.begin() + (next_ - kept), chunks_.begin() + next_, chunks_.begin());
+        std::memmove(&chunks_[kept - there], &chunks_[next_ - there], there * sizeof chunks_[0]);
+        std::fill_n(chunks_.begin(), kept - there, layer_at_);
         next_ = kept;
     }
 
@@ -168,7 +171,7 @@ class KvStream {
     bool is_new_ = true;
     const char *at_ = nullptr, *end_ = nullptr;
     std::vector<const char *> chunks_ = std::vector<const char *>(NUM_FAR + 1, layer_at_);  // taken, to next_; of old ones the last
-    int next_ = NUM_FAR + 1;
+    int next_ = NUM_FAR + 1, most_ = 1;  // the longest place so far
     Stretch coming_[NUM_COMING];
 };
 

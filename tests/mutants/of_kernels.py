@@ -1,4 +1,5 @@
-"""Bugs of the Triton kernels and of what surrounds them: attention, products, graphs of decode steps; and of torch's attention."""
+"""Bugs of the Triton kernels and of what surrounds them: attention, products, graphs of decode steps; of torch's attention, and of
+what asks for KV on a CPU."""
 
 from __future__ import annotations
 
@@ -91,6 +92,14 @@ MUTANTS: Final = (
         " or (spans[:, 1] != 1).any()",
         "",
         _GRAPHS,
+    ),
+    Mutant(
+        "places-before-the-list",
+        "Few fresh chunks at a row's end, and what is asked for begins before the list of chunks: at whatever addresses lie there.",
+        "kernels/cpu/stream.h",
+        " || next_ < NUM_FAR + count) make_room",
+        ") make_room",
+        ("tests/kernels/test_stream.py",),
     ),
     Mutant(
         "heads-not-widened",
