@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +47,18 @@ def test_compose_v2_would_take_the_file(compose: dict[str, Any]) -> None:
     compose["services"]["redis"]["imgae"] = "redis"
     assert not validator.is_valid(compose), "the schema notices nothing"
     del compose["services"]["redis"]["imgae"]
+
+
+@pytest.mark.covers("A14")
+@pytest.mark.parametrize("extra", ["structured", "trace", "nixl"])
+def test_what_an_image_leaves_out_can_be_asked_for_and_the_page_says_so(compose: dict[str, Any], extra: str) -> None:
+    """Without `structured` a container answers 400 to each schema, which `make up` serves."""
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra in extras
+    assert compose["services"]["router-0"]["build"]["args"]["EXTRAS"] == "${EXTRAS:-}"
+    head = (DEPLOY / "Dockerfile").read_text().partition("\nFROM ")[0]
+    assert f"{extra} (" in head and "ARG EXTRAS" in (DEPLOY / "Dockerfile").read_text()
+    assert f"`{extra}`" in (DOCS / "containers.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.tls.yaml", "baton.env", "Dockerfile", "container_entry"])
