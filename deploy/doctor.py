@@ -106,6 +106,10 @@ def _look_at_node(pages: Pages, node: Mapping[str, Any], told: dict[str, dict[st
     """As the router sees it, and as it says itself: that is put into `told`."""
     name = str(node["name"])
     troubles = [] if node["session"] == "up" else [f"its session with the router is {node['session']}"]
+    if node.get("left_out"):
+        troubles = [
+            "its tokenizer is not the router's, which gives it no work: start both with the same model directory"
+        ]
     troubles += (
         [] if node["circuit"] == "closed" else [f"it is left alone for its failures (circuit {node['circuit']})"]
     )

@@ -38,6 +38,7 @@ from node.ranks import RankProcesses
 from node.sizes import EngineSizes, engine_sizes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
+from runtime.tokenizer_digest import tokenizer_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,18 @@ class NodeEngine:
     ranks: RankProcesses | None  # the others, where there are several
     parts: CoreParts
     inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
+    tokenizer: str  # digest of which token each id is, or ""
     kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
+
+    def entry(self) -> pb.NodeEntry:
+        """What a node's entry says of it."""
+        parts, sizes = self.parts, self.sizes
+        return pb.NodeEntry(
+            fingerprint=parts.fingerprint,
+            num_blocks=sizes.num_blocks,
+            max_model_len=sizes.max_model_len,
+            tokenizer=self.tokenizer,
+        )
 
     @property
     def rank_pids(self) -> Sequence[int]:
@@ -137,7 +149,7 @@ def build_engine(
     runner = TorchRunner(
         model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers, grammars=grammars
     )
-    found = (machine.inexactness, model.shortfall)
+    found = (machine.inexactness, tokenizer_digest(config.model), model.shortfall)
     return NodeEngine(model_config, sizes, machine.memory, runner, grammars, machine.ranks, parts, *found)
 
 

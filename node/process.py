@@ -372,20 +372,20 @@ class _NodeProcess:
 
     def _entry(self, incarnation: Incarnation, listeners: _Listeners) -> pb.NodeEntry:
         """What the routers are told."""
-        return pb.NodeEntry(
+        entry = self._engine.entry()
+        told = pb.NodeEntry(
             node=incarnation.identity.to_proto(),
             role=ROLES[incarnation.role],
             grpc_address=listeners.grpc_address,
             http_address=listeners.http_address,
-            fingerprint=self._engine.parts.fingerprint,
-            num_blocks=self._engine.sizes.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
-            max_model_len=self._engine.sizes.max_model_len,
             started_ms=incarnation.started_ms,
             draining=self._ending.is_draining,
             local_prefill=prefills_locally(incarnation.role, self._config),
             num_ranks=self._config.tp,
         )
+        entry.MergeFrom(told)
+        return entry
 
 
 def _now_ms() -> int:

@@ -243,6 +243,7 @@ class NodeEntry(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     grpc_address: _builtins.str
     """host:port of its Session and handoff services"""
@@ -260,6 +261,8 @@ class NodeEntry(_message.Message):
     """it computes prompts whose target is itself, whatever its role"""
     num_ranks: _builtins.int
     """that compute together, --tp; 0: one"""
+    tokenizer: _builtins.str
+    """hex digest over which token each id is; empty: unknown"""
     @_builtins.property
     def node(self) -> Global___PeerId: ...
     @_builtins.property
@@ -279,10 +282,11 @@ class NodeEntry(_message.Message):
         draining: _builtins.bool = ...,
         local_prefill: _builtins.bool = ...,
         num_ranks: _builtins.int = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "num_ranks", b"num_ranks", "role", b"role", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "fingerprint", b"fingerprint", "grpc_address", b"grpc_address", "http_address", b"http_address", "local_prefill", b"local_prefill", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "node", b"node", "num_blocks", b"num_blocks", "num_ranks", b"num_ranks", "role", b"role", "started_ms", b"started_ms", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,7 @@ class DeepLook:
 
     def _nodes(self) -> list[Node]:
         """Those that are to serve: one that is to end, or has gone by its own word, is missed by nobody."""
-        return [node for node, _ in self._shell.nodes() if not (node.is_gone or node.drains)]
+        return [node for node, _ in self._shell.nodes() if not (node.is_gone or node.drains or node.is_left_out)]
 
     async def _try(self, prefill: Node, decode: Node, ends_at: float, turn: asyncio.Semaphore) -> PairSeen:
         async with turn:

@@ -56,7 +56,7 @@ class RouterCore:
         """`caches`: where placement is to know what nodes hold; without it they are not asked."""
         self._config = config
         self._caches = caches
-        self._nodes = NodeTable(config.max_inflight_prefills)
+        self._nodes = NodeTable(config.max_inflight_prefills, config.tokenizer)
         timing = BreakerTiming(config.breaker_failures, config.breaker_first_s, config.breaker_longest_s)
         self._breakers = Breakers(timing)
         self._entrance = Entrance(self._nodes, config)

@@ -22,6 +22,7 @@ class RouterCoreConfig:
 
     max_queue: int = 1024  # branches waiting; beyond: 429. A request is taken whole, so its last ones may be beyond
     max_inflight_prefills: int = 32  # per node that prefills
+    tokenizer: str = ""  # digest of the router's: a node with another one gets no work; empty: unknown
     preempt_retry_count: int = 3  # attempts after the first that failures may cost a branch
     preempt_retry_exclude_decode: bool = True  # who failed a branch is its last resort
     max_nodes_lost: int = 2  # a branch that was on so many when they died is sent to no other

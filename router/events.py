@@ -184,6 +184,13 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A node that is listed gets no session: its tokenizer is not the router's."""
+
+    entry: pb.NodeEntry
+
+
+@dataclass(frozen=True, slots=True)
 class HangUp:
     """Forget the session with this node."""
 
@@ -279,5 +286,17 @@ class Timed:
 
 
 Action = (
-    Dial | HangUp | Degraded | ToNode | Emitted | PromptScored | Finished | Failed | Count | Observe | Noted | Timed
+    Dial
+    | LeftOut
+    | HangUp
+    | Degraded
+    | ToNode
+    | Emitted
+    | PromptScored
+    | Finished
+    | Failed
+    | Count
+    | Observe
+    | Noted
+    | Timed
 )

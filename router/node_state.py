@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -35,6 +36,7 @@ class Node:
     session: Session = Session.DIALING
     is_listed: bool = True  # the registry hears of it: it is dialed again where its session is lost
     is_gone: bool = False  # by its own word, or replaced
+    is_left_out: bool = False  # its tokenizer is not ours: it is never dialed, and what it would say is no text
     has_said_draining: bool = False  # in answer to us: the registry may not have heard
     load: pb.LoadReport = field(default_factory=pb.LoadReport)
     fetch: FetchSpeed | None = None  # of its KV pool, as it said last
@@ -113,3 +115,9 @@ class Node:
     def _share_of_slots(self) -> float:
         """Of its sequences, how many decode or will: none on a prefill node."""
         return len(self.branches) / max(self.entry.max_num_seqs, 1)
+
+
+def left_out(nodes: Iterable[Node]) -> list[str]:
+    """A sentence of those that have another tokenizer, or none."""
+    number = sum(node.is_left_out for node in nodes)
+    return [f"left out for another tokenizer than the router's: {number}"] if number else []

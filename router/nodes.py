@@ -20,6 +20,7 @@ from router.events import (
     Degraded,
     Dial,
     HangUp,
+    LeftOut,
     LoadReported,
     NodeDrains,
     NodeListed,
@@ -31,11 +32,12 @@ from router.events import (
     SessionUp,
 )
 from router.node_kinds import Kind, NodeKinds, NodesOfKind, has_others
-from router.node_state import Node, Session
+from router.node_state import Node, Session, left_out
 from router.placement import Pair
 from router.ranking import Among
 from router.rates import Rates
 
+_HALVES: Final = ("prefill", "decode")
 NO_PREFILL_NODE: Final = "no prefill node can take work: decode nodes compute prompts themselves"
 
 # Who waits for room has a claim to every node that is large enough: by fingerprint, the shortest sequence that waits for its nodes.
@@ -49,7 +51,7 @@ NodeEvent = NodeListed | NodeMissed | NodeUnlisted | NodeDrains | SessionUp | Se
 class NodeChange:
     """What an event about nodes brings about."""
 
-    actions: list[Dial | HangUp | Degraded] = field(default_factory=list)
+    actions: list[Dial | LeftOut | HangUp | Degraded] = field(default_factory=list)
     orphans: list[tuple[BranchKey, NodeRef]] = field(default_factory=list)  # with the lost node that each was on
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
     drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
@@ -60,8 +62,9 @@ class NodeChange:
 class NodeTable:
     """All node processes that are listed or have a session; one per name and one per gRPC address."""
 
-    def __init__(self, max_inflight_prefills: int) -> None:
-        """`max_inflight_prefills`: of a node."""
+    def __init__(self, max_inflight_prefills: int, tokenizer: str = "") -> None:
+        """`max_inflight_prefills`: of a node; `tokenizer`: digest of the router's, which a node's must equal; empty: unknown."""
+        self._tokenizer = tokenizer
         self._nodes: dict[NodeRef, Node] = {}
         self._ref_of: dict[str, NodeRef] = {}  # by name
         self._rates = Rates()
@@ -154,15 +157,21 @@ class NodeTable:
         if node is None:
             self._nodes[ref] = Node(ref, entry, fingerprint)
             self._ref_of[ref.name] = ref
-            change.actions.append(Dial(entry))
+            self._dial(self._nodes[ref], change)
             return
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
         if node.entry.grpc_address != entry.grpc_address:
             self._lose(node, change, has_died=False)
             node.session = Session.DIALING
-            change.actions += [HangUp(ref), Dial(entry)]
+            change.actions.append(HangUp(ref))
+            node.entry = entry
+            self._dial(node, change)
         node.entry, node.fingerprint = entry, fingerprint
         self._kinds.put(node)
+
+    def _dial(self, node: Node, change: NodeChange) -> None:
+        node.is_left_out = "" != node.entry.tokenizer != self._tokenizer != ""
+        change.actions.append(LeftOut(node.entry) if node.is_left_out else Dial(node.entry))
 
     def _lose(self, node: Node, change: NodeChange, has_died: bool) -> None:
         if node.drains:
@@ -223,11 +232,8 @@ class NodeTable:
         ]
         if groups[0] and groups[1]:
             return [] if groups[0] & groups[1] else ["no prefill node has the fingerprint of a decode node"]
-        return [
-            f"no {name} node can take work"
-            for name, group in zip(("prefill", "decode"), groups, strict=True)
-            if not group
-        ]
+        lacking = [f"no {name} node can take work" for name, group in zip(_HALVES, groups, strict=True) if not group]
+        return lacking + left_out(self)
 
     def degraded(self) -> list[str]:
         """What requests are served without, as sentences; empty when every role is there, and when nothing is served."""

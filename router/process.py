@@ -118,7 +118,7 @@ async def _serve(
         started.enter_context(listener)
         if tracing is not None:
             started.push_async_callback(tracing.close)
-        shell = _make_shell(config, credentials, None if tracing is None else RequestSpans(tracing))
+        shell = _make_shell(config, text, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
         registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
@@ -264,12 +264,15 @@ def warn_of_what_is_missing(config: RouterConfig) -> None:
     warn_if_exposed(config.host, "router", missing)
 
 
-def _make_shell(config: RouterConfig, credentials: Credentials, spans: RequestSpans | None) -> RouterShell:
+def _make_shell(
+    config: RouterConfig, text: ModelText, credentials: Credentials, spans: RequestSpans | None
+) -> RouterShell:
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
     core_config = RouterCoreConfig(
         max_queue=config.max_queue,
         refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
+        tokenizer=text.tokenizer_digest,
         preempt_retry_count=config.preempt_retry_count,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,

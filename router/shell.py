@@ -29,6 +29,7 @@ from router.events import (
     Finished,
     FromNode,
     HangUp,
+    LeftOut,
     LoadReported,
     NodeListed,
     NodeMissed,
@@ -274,6 +275,9 @@ class RouterShell:
                     self._end(request_id, action)
                 case Dial(entry):
                     self._dialer.dial(entry)
+                case LeftOut(entry):
+                    why = "its tokenizer is not that of the router's --model: its text would be wrong"
+                    log_event(_LOG, logging.WARNING, "node_left_out", node=entry.node.name, reason=why)
                 case Degraded(sentences):
                     level = logging.WARNING if sentences else logging.INFO
                     log_event(_LOG, level, "degraded" if sentences else "not_degraded", without="; ".join(sentences))

@@ -68,6 +68,7 @@ def _node(node: Node, circuit: str) -> dict[str, Any]:
         "role": pb.Role.Name(entry.role).removeprefix("ROLE_").lower(),
         "session": node.session.value,
         "listed": node.is_listed,
+        "left_out": node.is_left_out,
         "draining": node.drains,
         "circuit": circuit,
         "grpc": entry.grpc_address,

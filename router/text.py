@@ -21,6 +21,7 @@ from router.detokenizer import IncrementalDetokenizer
 from router.openai_types import ApiError, parse_defaults
 from router.spelling import Spelling
 from router.token_bounds import characters_of_longest_token
+from runtime.tokenizer_digest import tokenizer_digest
 
 _MANY_TOKENS: Final = 4096  # whose text takes so long that others must run meanwhile
 
@@ -43,6 +44,7 @@ class ModelText:
             settings |= _read_json(directory / "special_tokens_map.json", is_required=False)
 
         self.vocab_size = _vocab_size(config, directory / "config.json")  # token ids that the model can embed
+        self.tokenizer_digest = tokenizer_digest(directory)  # which token each id is, to compare with nodes'
         self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
         try:
             ids = _read_json(directory / "added_tokens.json", is_required=False)

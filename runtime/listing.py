@@ -61,6 +61,8 @@ def entry_problem(entry: pb.NodeEntry) -> str | None:
     for field, text in texts.items():
         if not 1 <= len(text) <= MAX_TEXT_CHARS or not text.isprintable():
             return f"{field} is {text[:64]!r}, it must have 1 to {MAX_TEXT_CHARS} printable characters."
+    if len(entry.tokenizer) > MAX_TEXT_CHARS or not entry.tokenizer.isprintable():
+        return f"tokenizer is {entry.tokenizer[:64]!r}, it must have at most {MAX_TEXT_CHARS} printable characters."
     for field in ("grpc_address", "http_address"):
         if not is_address(texts[field]):
             return f"{field} is {texts[field]!r}, it must be host:port with a port from 1 to {MAX_PORT}."

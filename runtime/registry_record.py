@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from proto import baton_pb2 as pb
 from runtime.session import Peer
 
-MAX_RECORD_BYTES: Final = 16_384  # nine texts of 256 characters, four bytes each, the address twice, and some numbers
+MAX_RECORD_BYTES: Final = 16_384  # ten texts of 256 characters, four bytes each, the address twice, and some numbers
 _INCARNATION_DIGITS: Final = 16
 
 

@@ -19,6 +19,7 @@ from node.assembly import build_engine
 from node.config import NodeConfig
 from node.identity import NodeIdentity
 from proto import baton_pb2 as pb
+from runtime.tokenizer_digest import tokenizer_digest
 
 
 def flip_byte(path: Path, offset: int) -> None:
@@ -141,3 +142,19 @@ def test_a_model_that_is_changed_while_it_is_read_is_refused(
     monkeypatch.setattr("node.assembly.load_model", load_and_change)
     with pytest.raises(ModelError, match=r"model was changed while it was read: start again"):
         build_engine(config, NodeIdentity("n", 1))
+
+
+@pytest.mark.covers("R24")
+def test_a_node_tells_which_tokenizer_it_has(own_model_dir: Path) -> None:
+    config = NodeConfig(model=own_model_dir, router=("127.0.0.1:1",), num_blocks=16)
+    told = []
+    for text in (None, '{"model": {"vocab": {"a": 0}}}', '{"model": {"vocab": {"b": 0}}}'):
+        if text is not None:
+            (own_model_dir / "tokenizer.json").write_text(text)
+        else:
+            (own_model_dir / "tokenizer.json").unlink(missing_ok=True)
+        engine = build_engine(config, NodeIdentity("n", 1))
+        engine.close()
+        told.append(engine.entry().tokenizer)
+        assert told[-1] == tokenizer_digest(own_model_dir)
+    assert told[0] == "" and len(set(told)) == 3

@@ -11,7 +11,25 @@ _TOKENIZER: Final = ("tests/router/test_tokenizer_files.py",)
 _TEXT: Final = ("tests/router/test_text.py",)
 _FINGERPRINT: Final = ("tests/engine_torch/test_fingerprint.py",)
 
+_TOKENIZERS: Final = ("tests/router/test_tokenizers_alike.py",)
+
 MUTANTS: Final = (
+    Mutant(
+        "another-tokenizer-dialed",
+        "A node whose ids mean something else gets work: its text is wrong in silence.",
+        "router/nodes.py",
+        '        node.is_left_out = "" != node.entry.tokenizer != self._tokenizer != ""\n',
+        "        node.is_left_out = False\n",
+        _TOKENIZERS,
+    ),
+    Mutant(
+        "unknown-tokenizer-differs",
+        "A node that tells no digest, as those of before, is left out by every router.",
+        "router/nodes.py",
+        '        node.is_left_out = "" != node.entry.tokenizer != self._tokenizer != ""\n',
+        "        node.is_left_out = node.entry.tokenizer != self._tokenizer\n",
+        _TOKENIZERS,
+    ),
     Mutant(
         "tensors-between-samples",
         "Two models whose changed matrices lie between the samples of a file have one fingerprint, and mix their KV.",

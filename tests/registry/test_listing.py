@@ -181,6 +181,7 @@ BAD = [
     ("grpc_address", "host:\u0663"),
     ("http_address", "host:http"),
     *[(f"fingerprint.{name}", "") for name in ("architecture", "dtype", "weights", "kernels")],
+    *[("tokenizer", text) for text in ("x" * 257, "a\nb")],
     *[(f"fingerprint.{name}", 0) for name in ("num_layers", "num_kv_heads", "head_dim", "block_size")],
     *[(name, 0) for name in ("num_blocks", "max_num_seqs", "max_model_len")],
 ]

@@ -20,6 +20,7 @@ def test_the_largest_entry_without_a_problem_fits_and_comes_back() -> None:
         setattr(largest, address, ".".join(["a" * 60] * 4) + ":65535")
     for text in ("architecture", "dtype", "weights", "kernels"):
         setattr(largest.fingerprint, text, "\U0001f9ea" * MAX_TEXT_CHARS)
+    largest.tokenizer = "\U0001f9ea" * MAX_TEXT_CHARS
     for size in ("num_blocks", "max_num_seqs", "max_model_len"):
         setattr(largest, size, 2**32 - 1)
     assert entry_problem(largest) is None
