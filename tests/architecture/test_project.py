@@ -82,3 +82,11 @@ def test_nobody_is_told_to_install_baton_from_an_index() -> None:
     texts = pages | {source.path: source.text for source in sources() if not source.path.startswith("tests/")}
     asks = re.compile(r"baton\[|pip install baton\b")
     assert not [f"{name}: {found}" for name, text in texts.items() for found in asks.findall(text)]
+
+
+def test_nodes_are_drained_by_the_names_that_the_page_starts_them_under() -> None:
+    """A node without `--node-id` draws one: who followed the page was told `no such node`."""
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^baton (?:drain|role) (\S+)", page, re.MULTILINE))
+    assert named
+    assert named <= set(re.findall(r"^baton \w+ .*--node-id (\S+)", page, re.MULTILINE))
