@@ -2,27 +2,37 @@
 
 Spans are begun and ended where a request changes hands, never per token. Their context is W3C's `traceparent`
 (https://www.w3.org/TR/trace-context/), which processes pass on as text. What is told is batched by a thread of the library; a
-collector that is slow or gone costs spans, never a request. No prompt, token or key is in any of them.
+collector that is slow or gone costs spans and two lines, never a request. No prompt, token or key is in any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
+from runtime.logs import log_event
 from runtime.threads import started_thread
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span, Tracer
 
 Attribute = str | int | float | bool
 EXPORT_EVERY_MS: Final = 1000
 CLOSE_TIMEOUT_S: Final = 2.0  # for what is not told yet when the process ends
+
+
+_LOG: Final = logging.getLogger(__name__)
+_EXPORTERS_LOG: Final = (
+    "opentelemetry.exporter.otlp"  # and below: what says two lines of each batch that finds no collector
+)
 
 
 class NoTracing(ValueError):
@@ -53,6 +63,50 @@ class TracedSpan:
 
             self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
+
+
+class QuietExporter:
+    """An exporter whose collector may be gone for days: said once when it goes, and once when it is back.
+
+    From its making on, what the library's own exporters log is only the reason in that line.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._is_gone = False
+        self._said = _FirstSaid()
+        log = logging.getLogger(_EXPORTERS_LOG)
+        log.propagate = False
+        log.handlers = [self._said]
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """As SpanExporter; on the library's thread."""
+        self._said.why = ""
+        result = self._exporter.export(spans)
+        if (is_gone := result.name != "SUCCESS") is not self._is_gone:
+            self._is_gone = is_gone
+            if is_gone:
+                log_event(_LOG, logging.WARNING, "spans_lost", reason=self._said.why or result.name)
+            else:
+                log_event(_LOG, logging.INFO, "spans_told_again")
+        return result
+
+    def shutdown(self) -> None:
+        """As SpanExporter."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """As SpanExporter."""
+        return self._exporter.force_flush(timeout_millis)
+
+
+class _FirstSaid(logging.Handler):
+    """Keeps the first thing that was said since `why` was emptied: the cause, which what follows from it comes behind."""
+
+    why = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.why = self.why or record.getMessage()
 
 
 class Tracing:
@@ -105,7 +159,8 @@ def open_tracing(endpoint: str | None, service: str, name: str) -> Tracing | Non
     resource = Resource.create({"service.name": f"baton-{service}", "service.instance.id": name})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=CLOSE_TIMEOUT_S)
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS))
+    quiet = cast("SpanExporter", QuietExporter(exporter))
+    provider.add_span_processor(BatchSpanProcessor(quiet, schedule_delay_millis=EXPORT_EVERY_MS))
     return Tracing(provider, provider.get_tracer("baton"))
 
 

@@ -13,6 +13,14 @@ _METRICS: Final = ("tests/router/test_metrics.py",)
 
 MUTANTS: Final = (
     Mutant(
+        "exporters-own-lines",
+        "A collector that is gone costs two lines of each batch, each second, for days.",
+        "runtime/tracing.py",
+        "        log.propagate = False\n",
+        "        log.propagate = True\n",
+        ("tests/e2e/test_collector_gone.py",),
+    ),
+    Mutant(
         "prefill-counts-the-queue",
         "What an attempt waited for at its node is told as computing, too.",
         "node/timing.py",
@@ -34,6 +42,22 @@ MUTANTS: Final = (
         "decode_node/local_prompts.py",
         "self._not_begun.popleft()[1].begun_at = now",
         "self._not_begun.popleft()",
+        _CORES,
+    ),
+    Mutant(
+        "cached-blocks-for-tokens",
+        "What of a prompt was cached is told in blocks.",
+        "engine/reading.py",
+        "sequence.num_matched * self._room.block_size",
+        "sequence.num_matched",
+        _CORES,
+    ),
+    Mutant(
+        "receivers-tell-what-was-cached",
+        "A node that a prompt was handed over to says that nothing of it was cached, and may say so first.",
+        "node/timing.py",
+        "reserve_wait_us=self.reserve_wait_us,",
+        "reserve_wait_us=self.reserve_wait_us,\n            cached_tokens=0,",
         _CORES,
     ),
     Mutant(
