@@ -68,7 +68,7 @@ class Pages:
 
     def get(self, path: str, timeout_s: float = ASK_TIMEOUT_S) -> httpx.Response:
         """A page of the router, whatever its status. Raises NoAnswer."""
-        return self._get(self.url + path, timeout_s, self._headers)
+        return self._get(self.url + path, timeout_s, self._headers, "; `make up` starts a cluster")
 
     def json(self, path: str) -> Any:
         """A page that must be there. Raises NoAnswer."""
@@ -92,13 +92,15 @@ class Pages:
             raise NoAnswer(f"{url}: is no node's")
         return state, answer
 
-    def _get(self, url: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS) -> httpx.Response:
+    def _get(
+        self, url: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS, hint: str = ""
+    ) -> httpx.Response:
         try:
             return self._client.get(url, timeout=timeout_s, headers=headers)
         except httpx.TimeoutException:
             raise NoAnswer(f"{url}: no answer within {timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            nobody = f"nobody answers there ({without_number(error)}); `make up` starts a cluster"
+            nobody = f"nobody answers there ({without_number(error)}){hint}"
             raise NoAnswer(f"{url}: {why_no_http(str(error), url, _AUTHORITY) or nobody}") from None
         except httpx.UnsupportedProtocol:
             raise NoAnswer(f"{self.url}: must be http(s)://HOST[:PORT]") from None

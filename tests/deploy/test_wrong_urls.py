@@ -95,12 +95,26 @@ def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsy
 
 
 @pytest.mark.covers("O06")
+def test_of_a_node_that_is_gone_nobody_is_told_to_start_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    node = {"name": "decode-0", "session": "up", "circuit": "closed", "draining": False, "fingerprint": {}}
+    router = ROUTER | {"nodes": [node | {"http": "127.0.0.1:1"}]}
+    with answering({"/state": json.dumps(router), "/ready?deep=1": '{"pairs": []}'}) as url:
+        (sentence,) = troubles(capsys, url)
+    gone = (
+        "its HTTP port cannot be asked from here: http://127.0.0.1:1/state: nobody answers there (Connection refused)"
+    )
+    assert sentence == gone
+    assert doctor.main(["http://127.0.0.1:1"]) == 1
+    assert "`make up` starts a cluster" in capsys.readouterr().out
+
+
+@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", [doctor.main, status.main], ids=["doctor", "status"])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
-        (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT]"),
+        (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT][/PREFIX]"),
+        (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT][/PREFIX]"),
         (
             ["http://h", "--api-key", "key\n"],
             "--api-key: keys are printable ASCII; it has another character, a line's end perhaps",
