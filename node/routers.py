@@ -85,11 +85,12 @@ class Routers:
         self._give_back(router, dispatch, pb.INTERNAL, problem, is_retryable=False)
 
     def _turn_away(self, event: FromRouter, flaw: Flaw) -> None:
-        """A grammar that the request asks for cannot be had. What is wrong with it is the client's, not for the log."""
+        """A grammar that is asked for cannot be had. The log has what is wrong here; what is wrong with it is the client's."""
         request_id, code = event.message.dispatch.request_id, pb.ErrorCode.Name(flaw.code)
         named = {"request": request_id, "router": event.router.name, "node": self._name}
-        log_event(LOG, logging.INFO, "grammar_refused", **named, code=code)
         is_retryable = flaw.code == pb.BUSY
+        told = named | ({"code": code, "reason": flaw.reason} if is_retryable else {"code": code})
+        log_event(LOG, logging.INFO, "grammar_refused", **told)
         self._give_back(event.router, event.message.dispatch, flaw.code, flaw.reason, is_retryable=is_retryable)
 
     def _give_back(

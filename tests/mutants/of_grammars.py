@@ -256,6 +256,14 @@ MUTANTS: Final = (
         _PROCESSES,
     ),
     Mutant(
+        "a-grammars-text-in-the-log",
+        "What is wrong with a client's grammar, which may quote it, is logged.",
+        "node/routers.py",
+        '"reason": flaw.reason} if is_retryable else',
+        '"reason": flaw.reason} if True else',
+        ("tests/node/test_service.py",),
+    ),
+    Mutant(
         "unused-for-ever",
         "A grammar that was asked for once has its process as long as the node lives.",
         "node/grammar_processes.py",

@@ -11,6 +11,7 @@ import pytest
 
 from node import events as ev
 from node.grammar_gate import GrammarGate
+from node.grammar_threads import Flaw, GrammarThreads
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
 from tests.node.grpc_node import INCARNATION, ROUTER, GrpcNode, serve_node
@@ -72,6 +73,31 @@ def test_a_reserve_whose_router_was_lost_while_its_grammar_was_compiled_is_refus
 
     error = call(pb.ROLE_DECODE, test).error
     assert error.code == pb.BUSY and "session" in error.message
+
+
+@pytest.mark.covers("A14")
+def test_why_a_node_cannot_follow_a_grammar_now_is_in_its_log_and_what_is_wrong_with_a_grammar_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its operator saw BUSY every two seconds, and nothing of the memory that there was not."""
+    flaws = [Flaw(pb.BUSY, "no memory"), Flaw(pb.INVALID, "'its text' is unclosed")]
+
+    async def flaw(*_: object) -> Flaw:
+        return flaws[len(caplog.messages)]
+
+    async def test(node: GrpcNode, stub: pb_grpc.NodeAsyncStub) -> None:
+        dispatch = good_dispatch()
+        dispatch.sampling.grammar.CopyFrom(pb.Grammar(kind=pb.Grammar.REGEX, text="a", end_token_ids=[1]))
+        for number in (1, 2):
+            node.routers.on_message(ROUTER, pb.RouterMessage(dispatch=dispatch))
+            await until(lambda number=number: len(caplog.messages) == number)  # type: ignore[misc]
+
+    monkeypatch.setattr(GrammarThreads, "flaw", flaw)
+    with caplog.at_level("INFO", logger="node.routers"):
+        call(pb.ROLE_PREFILL, test)
+    busy, invalid = caplog.messages
+    assert busy.startswith("grammar_refused ") and busy.endswith('code=BUSY reason="no memory"')
+    assert invalid.endswith("code=INVALID")
 
 
 def test_each_reserve_gets_the_cores_answer_to_that_call() -> None:
