@@ -100,7 +100,7 @@ class RunningBranches:
             branch.prompt_logprobs.clear()
         branch.token_ids.append(token_id)
         if branch.times is not None:
-            timing, goes_on = branch.times.next_token(branch.key, now)
+            timing, goes_on = branch.times.next_token(branch.key, now, item.num_cached)
             batches.time(branch.router, timing)
             branch.times = branch.times if goes_on else None
 

@@ -160,7 +160,8 @@ class Reader:
         if finish is not None:
             sequence.is_complete = True
             self._all.finish(sequence)
-        told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens)
+        num_cached = 0 if isinstance(row, DecodeRow) else sequence.num_matched * self._room.block_size
+        told = (answer.logprobs, answer.prompt_logprobs, answer.branch_tokens, num_cached)
         return Progress(sequence_id, num_computed, token_id, finish, *told)
 
     def _keep_computed(self, sequence: Sequence, row: PrefillChunk, answer: SlotResult) -> None:

@@ -87,6 +87,7 @@ class Progress:
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
     branch_tokens: tuple[BranchToken, ...] = ()  # with the first token, one per branch seed
+    num_cached: int = 0  # with the first token: leading tokens whose KV the prefix cache had
 
 
 @dataclass(slots=True)

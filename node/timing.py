@@ -38,8 +38,8 @@ class Computed:
         if len(self.chunk_ends) < MAX_CHUNKS:
             self.chunk_ends.append(now)
 
-    def first_token(self, key: AttemptKey, now: float) -> pb.Timing:
-        """It has its first token."""
+    def first_token(self, key: AttemptKey, now: float, num_cached: int) -> pb.Timing:
+        """It has its first token; `num_cached` of those before it were not computed for it."""
         self.told_at = now
         begun_at = now if self.begun_at is None else self.begun_at
         return pb.Timing(
@@ -47,16 +47,17 @@ class Computed:
             queue_us=to_us(begun_at - self.came_at),
             prefill_us=to_us(now - begun_at),
             chunk_end_us=[to_us(end - begun_at) for end in self.chunk_ends],
+            cached_tokens=num_cached,
         )
 
     def reserve_wait_us(self, now: float) -> int:
         """It can be handed over: what the lease was waited for once the token was there."""
         return 0 if self.told_at is None else to_us(now - self.told_at)
 
-    def next_token(self, key: AttemptKey, now: float) -> tuple[pb.Timing, bool]:
+    def next_token(self, key: AttemptKey, now: float, num_cached: int) -> tuple[pb.Timing, bool]:
         """One more token where nothing is handed over; and whether there is more to tell."""
         if self.told_at is None:
-            return self.first_token(key, now), True
+            return self.first_token(key, now, num_cached), True
         return pb.Timing(key=key.to_proto(), first_step_us=to_us(now - self.told_at)), False
 
 
@@ -68,8 +69,8 @@ class Received:
     committed_at: float
     began_at: float
 
-    def next_token(self, key: AttemptKey, now: float) -> tuple[pb.Timing, bool]:
-        """Its first token here; and whether there is more to tell."""
+    def next_token(self, key: AttemptKey, now: float, _num_cached: int) -> tuple[pb.Timing, bool]:
+        """Its first token here; and whether there is more to tell. What was cached is who computed its prompt to tell."""
         timing = pb.Timing(
             key=key.to_proto(),
             reserve_wait_us=self.reserve_wait_us,

@@ -257,7 +257,7 @@ class PrefillCore:
             if item.token_id is not None:
                 own = BranchToken(item.token_id, item.logprobs)
                 task.first_tokens = dict(zip(task.work.keys, (own, *item.branch_tokens), strict=True))
-                self._say_first_tokens(task, batches, now)
+                self._say_first_tokens(task, batches, now, item.num_cached)
             else:
                 task.times.chunk_computed(now)
             advanced.append(task)
@@ -268,7 +268,7 @@ class PrefillCore:
             else:
                 self._step(task, SenderEvent.WITHDRAW, now)
 
-    def _say_first_tokens(self, task: PrefillTask, batches: TokenBatches, now: float) -> None:
+    def _say_first_tokens(self, task: PrefillTask, batches: TokenBatches, now: float, num_cached: int) -> None:
         """Of every branch that is open; one that ends with it is closed."""
         work = task.work
         for key in list(task.open):
@@ -277,7 +277,7 @@ class PrefillCore:
             first_index = len(work.generated_token_ids)
             tokens = batches.add(work.router, key, first_index, [token_id], finish, logprobs)
             tokens.prompt_logprobs.extend(task.prompt_logprobs)
-            batches.time(work.router, task.times.first_token(key, now))
+            batches.time(work.router, task.times.first_token(key, now, num_cached))
             if finish is not None:
                 self._tasks.close(task, key, "finished")
 

@@ -1326,6 +1326,7 @@ class Timing(_message.Message):
     RESERVE_WAIT_US_FIELD_NUMBER: _builtins.int
     ADMIT_US_FIELD_NUMBER: _builtins.int
     FIRST_STEP_US_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """from Dispatch to the plan of its first chunk, what is fetched from the KV pool included"""
     prefill_us: _builtins.int
@@ -1336,6 +1337,8 @@ class Timing(_message.Message):
     """from Commit's arrival until it runs"""
     first_step_us: _builtins.int
     """from then, or from the first token where nothing is handed over, to its next token"""
+    cached_tokens: _builtins.int
+    """with prefill_us: leading tokens, of prompt and generated, whose KV was in the prefix cache"""
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
@@ -1352,12 +1355,15 @@ class Timing(_message.Message):
         reserve_wait_us: _builtins.int = ...,
         admit_us: _builtins.int = ...,
         first_step_us: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "chunk_end_us", b"chunk_end_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "admit_us", b"admit_us", "cached_tokens", b"cached_tokens", "chunk_end_us", b"chunk_end_us", "first_step_us", b"first_step_us", "key", b"key", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_wait_us", b"reserve_wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
 
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
 

@@ -64,6 +64,7 @@ class Piece:
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()  # where asked for, all of them, in the first piece
     finish_reason: str | None = None  # nothing follows
     handed_up_ids: Sequence[int] | None = None  # of a choice that ends RESCHEDULED: all its tokens, given ones included
+    num_cached: int = 0  # tokens of the prompt whose KV a node had already, as far as was told until now
 
 
 class Choice:
@@ -80,6 +81,7 @@ class Choice:
         self.finish_reason: str | None = None
         self._handed_up_ids: Sequence[int] | None = None
         self.num_tokens = 0
+        self.num_cached: int | None = None  # tokens of the prompt; None: no node has told
         self.first_token_at: float | None = None
         self._last_token_at = 0.0
 
@@ -130,6 +132,7 @@ class Choice:
         piece, self._piece = self._piece, Piece()
         piece.text = "".join(self._texts)
         piece.finish_reason, piece.handed_up_ids = self.finish_reason, self._handed_up_ids
+        piece.num_cached = self.num_cached or 0
         self._texts = []
         return piece
 
@@ -167,6 +170,12 @@ class Answer:
         self.is_dispatched = False  # a node was asked to compute the prompt
         self.untold = set(range(len(choices)))  # those whose timelines lack their first or second token
         self.uncounted = set(range(len(choices)))  # those whose end no metric has
+
+    def note_cached(self, num_tokens: int) -> None:
+        """A node that computed a prompt has told how much of it was there; later attempts find what earlier ones have left."""
+        for choice in self.choices:
+            if choice.num_cached is None:
+                choice.num_cached = min(num_tokens, len(self.request.prompt_token_ids))
 
     @property
     def is_complete(self) -> bool:

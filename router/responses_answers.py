@@ -50,6 +50,7 @@ class ResponsesWriter:
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
         self._num_tokens = 0
+        self._num_cached = 0  # of the prompt's tokens
         self._num_events = 0
         self._status = "in_progress"
         self._incomplete: dict[str, str] | None = None
@@ -98,6 +99,7 @@ class ResponsesWriter:
 
     def _take(self, piece: Piece) -> list[Event]:
         self._num_tokens += len(piece.token_ids)
+        self._num_cached = piece.num_cached
         told: Sequence[Told] = [Said(piece.text)] if piece.text else []
         if self._calls is not None:
             told = told_of(self._calls, piece.text, piece.finish_reason)
@@ -223,7 +225,7 @@ class ResponsesWriter:
         num_prompt = len(self._asked.request.prompt_token_ids)
         return {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + self._num_tokens,

@@ -269,6 +269,9 @@ class RouterShell:
                     self._note(action)
                 case Timed(timing):
                     self.timelines.timed(timing)
+                    answer = self._answers.get(timing.key.request_id)
+                    if answer is not None and timing.HasField("cached_tokens"):
+                        answer.note_cached(timing.cached_tokens)
                 case Finished():
                     self._finish(action)
                 case Failed(request_id):

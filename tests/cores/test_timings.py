@@ -103,3 +103,20 @@ def test_a_node_that_does_all_tells_what_it_waited_computed_and_stepped() -> Non
     assert first.queue_us > 0 and first.queue_us + first.prefill_us == (now - 2.0 - 2.0) * 1e6
     assert second.first_step_us == 1_000_000
     node.assert_empty()
+
+
+@pytest.mark.covers("O02", "P02")
+def test_who_computes_a_prompt_tells_how_much_of_it_was_there_and_a_receiver_does_not() -> None:
+    pair = TimedPair()
+    for name, num_cached in (("a", 0), ("b", 8)):  # two of its blocks; the last token is always computed
+        pair.complete(dispatch(name, [1] * 9, 6))
+        computed = next(each for each in timings(pair.prefill.sent) if each.key.request_id == name)
+        assert computed.HasField("cached_tokens") and computed.cached_tokens == num_cached
+    assert not any(each.HasField("cached_tokens") for each in timings(pair.decode.sent))
+    node = decode_node()
+    told: list[pb.Timing] = []
+    for now, name in enumerate(("a", "b")):
+        node.send(dispatch(name, [1] * 40, 3), float(now))
+        while node.plans:
+            told += timings([each.message for each in node.step(float(now)) if isinstance(each, ev.ToRouter)])
+    assert [each.cached_tokens for each in told if each.HasField("cached_tokens")] == [0, 36]

@@ -166,7 +166,10 @@ def test_a_response_has_the_format_and_the_call_that_were_asked_for(client: open
     }
     bound: Any = {"format": {"type": "json_schema", "name": "person", "schema": schema, "strict": True}}
     said = client.responses.create(model=MODEL, input="Who?", text=bound, max_output_tokens=100)
-    assert said.status == "completed"
+    assert said.status == "completed" and said.usage
+    again = client.responses.create(model=MODEL, input="Who?", text=bound, max_output_tokens=100)
+    assert again.usage and again.usage.input_tokens == said.usage.input_tokens
+    assert said.usage.input_tokens_details.cached_tokens < again.usage.input_tokens_details.cached_tokens
     jsonschema_rs.validate(schema, json.loads(said.output_text))
     choice: Any = {"type": "function", "name": "weather"}
     (call,) = client.responses.create(model=MODEL, input="Where?", tools=FLAT, tool_choice=choice).output

@@ -143,6 +143,22 @@ MUTANTS: Final = (
         _TEMPLATE,
     ),
     Mutant(
+        "nothing-was-cached",
+        "A response's usage says that nothing of the prompt was cached, whatever nodes tell.",
+        "router/answer.py",
+        "piece.num_cached = self.num_cached or 0",
+        "piece.num_cached = 0",
+        _RESPONSES,
+    ),
+    Mutant(
+        "a-retry-tells-what-was-cached",
+        "What an attempt has left in a cache counts as cached for the request's next attempt.",
+        "router/answer.py",
+        "if choice.num_cached is None:",
+        "if True:",
+        _RESPONSES,
+    ),
+    Mutant(
         "whatever-is-repeated-is-taken",
         "A response repeats megabytes of metadata thrice, and everybody's streams wait while they are written.",
         "router/responses_types.py",

@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from tests.router.live_router import MODEL_NAME, LiveRouter
-from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
+from tests.router.scripted_nodes import Script, ScriptedAttempt, ScriptedNode, replying
 from tests.router.test_tool_calls import NUM_CUT, SAID, cut, play, saying, told_of
 from tests.router.tiny_model import TURN_ID
 from tests.router.tool_model import CALL_NOW, CITY, write_tool_model
@@ -189,6 +189,33 @@ def test_attempts_that_end_anywhere_do_not_show(model: Path, fresh_seed: int) ->
         assert max(dispatch.attempt for dispatch in router.pair.prefill.dispatches) >= 2
 
     play(model, scenario, cut([*SAID.encode(), TURN_ID], rng), core_config=RouterCoreConfig(min_refusal_wait_s=0.001))
+
+
+@pytest.mark.covers("A07", "A16")
+def test_usage_tells_what_of_the_prompt_the_first_node_that_computed_it_had_cached(model: Path) -> None:
+    async def script(attempt: ScriptedAttempt) -> None:
+        def tell(node: ScriptedNode, cached_tokens: int | None) -> None:
+            timing = pb.Timing(key=attempt.key, first_step_us=1, cached_tokens=cached_tokens)
+            node.send(attempt.prefill.router, pb.NodeMessage(tokens=pb.TokenBatch(timings=[timing])))
+
+        tell(attempt.prefill, 2 if attempt.dispatch.attempt == 0 else 1 << 20)
+        attempt.prefill_says(attempt.num_generated, b"a")
+        if attempt.dispatch.attempt == 0:
+            attempt.prefill_fails(pb.CHECKSUM)
+            return
+        tell(attempt.decode, None)
+        attempt.decode_says(attempt.num_generated, b"ab", pb.FINISH_LENGTH)
+
+    async def scenario(router: LiveRouter) -> None:
+        async with client_of(router) as client:
+            whole = await client.responses.create(**ASKED)
+            streamed = put_together([event async for event in await client.responses.create(**ASKED, stream=True)])
+        assert max(dispatch.attempt for dispatch in router.pair.prefill.dispatches) == 1
+        for usage in (whole.usage, streamed.usage):
+            assert usage and usage.input_tokens_details.cached_tokens == 2 < usage.input_tokens
+            assert usage.total_tokens == usage.input_tokens + 3
+
+    play(model, scenario, script, core_config=RouterCoreConfig(min_refusal_wait_s=0.001))
 
 
 def failing_after(text: bytes) -> Script:

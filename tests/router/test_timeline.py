@@ -121,7 +121,7 @@ def test_the_parts_are_what_truly_took_the_time_whatever_the_clocks_of_the_hosts
         timelines.noted(dispatched(number), router + truth.pass_time(QUEUE))
         times = Computed(sender + truth.pass_time(RETURN, 0.01))
         times.begun_at = sender + truth.pass_time(QUEUE)
-        timing = times.first_token(key(number), sender + truth.pass_time(PREFILL))
+        timing = times.first_token(key(number), sender + truth.pass_time(PREFILL), 0)
         timelines.timed(timing)
         return times
 
@@ -147,7 +147,7 @@ def test_the_parts_are_what_truly_took_the_time_whatever_the_clocks_of_the_hosts
         reserve_wait_us = times.reserve_wait_us(sender + truth.pass_time(RESERVE_WAIT))
         committed_at = receiver + truth.pass_time(TRANSFER, 0.1)
         received = Received(reserve_wait_us, committed_at, receiver + truth.pass_time(ADMIT))
-        timing, goes_on = received.next_token(key(attempt), receiver + truth.pass_time(FIRST_STEP))
+        timing, goes_on = received.next_token(key(attempt), receiver + truth.pass_time(FIRST_STEP), 0)
         assert not goes_on
         timelines.timed(timing)
         truth.spent[TRANSFER] -= seen_at - said_at  # the client had the first token so much later
@@ -167,7 +167,7 @@ def test_where_one_node_does_all_the_second_token_took_a_step() -> None:
     timelines.noted(dispatched(0, "local_short"), 1.0)
     times = Computed(50.0, begun_at=52.0)
     for now, at in ((52.5, 3.6), (52.7, 3.8)):
-        timing, _ = times.next_token(key(0), now)
+        timing, _ = times.next_token(key(0), now, 0)
         timelines.timed(timing)
         timelines.emitted(NAME, 0, 1, at)
     first, second = legs(timelines)
