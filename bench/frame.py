@@ -129,7 +129,12 @@ def writing(prog: str, flag: str, path: Path) -> Iterator[None]:
 
 
 def facts(prog: str, config: DataclassInstance, argv: Sequence[str] | None) -> dict[str, Any]:
-    """What a result's reader must know: the command, the date, the machine, the settings; JSON-able."""
-    command = f"{prog} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
+    """What a result's reader must know: the command, the date, the machine, the settings; JSON-able. Results are shared: no key."""
+    key = getattr(config, "api_key", None)
+    words = sys.argv[1:] if argv is None else argv
+    told = [word.replace(key, "…") if key else word for word in words]
+    command = f"{prog} {shlex.join(told)}".rstrip()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    if key:
+        settings["api_key"] = None
     return {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}

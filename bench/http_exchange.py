@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
 
 import httptools
+
+from runtime.server_url import read_url
 
 Take = Callable[[bytes, float], None]  # a part of the body, and the instant when it came, by time.monotonic
 
@@ -44,18 +45,14 @@ class Server:
     @staticmethod
     def parse(url: str) -> Server:
         """From http(s)://HOST[:PORT][/PREFIX], `/v1` at the end left out; ValueError says in one sentence what is wrong."""
-        try:
-            parts = urlsplit(url)
-            port, host = parts.port, parts.hostname
-        except ValueError as error:
-            raise ValueError(f"{url}: {error}") from None
-        if parts.scheme not in _PORTS or not host or parts.query or parts.fragment:
-            raise ValueError(f"{url}: must be http(s)://HOST[:PORT][/PREFIX]")
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return Server(host, port or _PORTS[parts.scheme], parts.scheme == "https", prefix, host)
+        read = read_url(url)
+        host, prefix = read.raw_host.decode("ascii"), read.raw_path.decode("ascii").rstrip("/")
+        return Server(host, read.port or _PORTS[read.scheme], read.scheme == "https", prefix, host)
 
     async def resolved(self) -> Server:
         """The same with the address that answers now, so that no request waits for a name. Raises OSError."""
+        if ":" in self.host:
+            return self  # is one, with a zone perhaps, which a peer's name lacks
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, self.host, self.port)
         peer: tuple[Any, ...] = transport.get_extra_info("peername")
         transport.abort()
@@ -141,7 +138,7 @@ async def exchange(
     Raises OSError (no connection), BrokenAnswer, MalformedAnswer. Cancelling it closes the connection.
     """
     loop = asyncio.get_running_loop()
-    options: dict[str, Any] = {"ssl": tls, "server_hostname": server.host} if server.is_tls else {}
+    options: dict[str, Any] = {"ssl": tls, "server_hostname": server.host.partition("%")[0]} if server.is_tls else {}
     transport, protocol = await loop.create_connection(
         lambda: _Exchange(request, take), server.address, server.port, **options
     )

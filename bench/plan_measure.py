@@ -8,6 +8,7 @@ Rates are fitted by least squares to what was timed. They hold for the threads, 
 
 from __future__ import annotations
 
+import ssl
 import statistics
 import sys
 import time
@@ -28,7 +29,9 @@ from bench.plan_rates import Measured, Rates, Shape, fit, pairs_of
 from bench.progress import StepProgress
 from engine.config_values import read_settings
 from engine.host_memory import free_memory_bytes
+from runtime.authority import believing
 from runtime.config import knob, load, set_thread_environment
+from runtime.unanswered import check_key, why_no_authority
 
 PROG: Final = "baton plan measure"
 _TIMEOUT_S: Final = 120.0
@@ -42,6 +45,10 @@ class MeasureConfig:
     output: Path = knob(help="JSON file for the rates, which `baton plan --rates` reads", metavar="FILE")
     url: str | None = knob(
         None, "a quiet cluster of one prefill and one decode node; none: an engine in this process", metavar="URL"
+    )
+    api_key: str | None = knob(None, "of the cluster, where it asks; better in the variable", metavar="KEY")
+    ca: Path | None = knob(
+        None, "of the cluster: as PEM, who signed its certificate; none: those that this host trusts", metavar="FILE"
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob("auto", "of weights and KV; as of a node")
     kernels: Literal["cpu", "numba", "torch", "triton"] = knob("cpu", "what computes in this process; as of a node")
@@ -64,7 +71,11 @@ class MeasureConfig:
             if len(set(whole_numbers(flag, text))) < least:
                 raise ValueError(f"{flag} {text}: at least {least} different numbers, or there is nothing to fit")
         if self.url is not None:
-            Server.parse(self.url)
+            try:
+                Server.parse(self.url)
+            except ValueError as error:
+                raise ValueError(f"--url {error}") from None
+        check_key(self.api_key)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +94,19 @@ def measure(config: MeasureConfig, console: Console) -> Rates:
     vocab_size = read_settings(config.model / "config.json").count("vocab_size")
     name = config.model.absolute().name
     probe = Probe(name, vocab_size, size.token_bytes, config.chunk, lengths, rows, config.rounds, config.seed)
-    sender = Sender(Server.parse(config.url), is_stream=True, timeout_s=_TIMEOUT_S)
+    tls = _tls(config.url, config.ca)
+    sender = Sender(Server.parse(config.url), is_stream=True, timeout_s=_TIMEOUT_S, tls=tls, api_key=config.api_key)
     with StepProgress(console, "measurements", probe.num_asked) as progress:
         return Prober(probe, sender, progress.advance).run()
+
+
+def _tls(url: str, authority: Path | None) -> ssl.SSLContext | None:
+    if not Server.parse(url).is_tls:
+        return None
+    try:
+        return believing(authority)
+    except OSError as error:
+        raise ValueError(f"--ca {authority}: {why_no_authority(error)}") from None
 
 
 def _of_engine(

@@ -27,6 +27,7 @@ from bench.cluster import ClusterProblem
 from bench.completions import Asked, Asking, Record
 from bench.load import Sender, run_open_loop
 from bench.plan_rates import Measured, Rates, Shape, Terms, fit, pairs_of
+from runtime.unanswered import why_no_http
 
 _FIRST_TOKEN: Final = 3  # below it are special tokens
 _STREAM_TOKENS: Final = 24
@@ -109,6 +110,8 @@ class Prober:
         for record in records:
             of = f"a prompt of {record.prompt_tokens_asked} tokens, to be answered by {record.output_tokens_asked}"
             if record.status == "connect":
+                if (why := why_no_http(record.error or "", self._sender.server.base_url, "--ca FILE")) is not None:
+                    raise ClusterProblem(f"{self._sender.server.base_url}: {why}")
                 raise ClusterProblem(f"{self._sender.server.base_url}: nobody answers there: {record.error}")
             if not record.is_ok:
                 raise ClusterProblem(f"{self._sender.server.base_url}: {of}, failed: {record.kind} {record.error}")

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROG}: interrupted; nothing was sent\n")
         return INTERRUPTED
     show_outcome(console, outcome, config)
-    write_outcome(console, outcome, config, facts(PROG, replace(config, api_key=None), words))
+    write_outcome(console, outcome, config, facts(PROG, config, words))
     if outcome.is_halted:
         return INTERRUPTED
     return 0 if any(run.report.num_ok for run in outcome.runs) else 1
@@ -214,7 +214,9 @@ def _refuse_redirect(answer: httpx.Response) -> None:
 def _unreachable(config: BenchConfig, error: Exception) -> ServerProblem:
     if (why := why_no_http(str(error), config.url, "--ca FILE")) is not None:
         return ServerProblem(f"--url {config.url}: {why}")
-    told = error or type(error).__name__
+    if isinstance(error, httpx.TimeoutException):
+        return ServerProblem(f"--url {config.url}: no answer within {config.timeout_s:g} s")
+    told = str(error) or type(error).__name__
     return ServerProblem(f"--url {config.url}: cannot be reached: {told}; `make up` starts a cluster")
 
 

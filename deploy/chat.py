@@ -27,6 +27,7 @@ from deploy.chat_talk import CUT_SHORT, HELP, Answer, Command, Say, Talk, Typing
 from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.process import fatal
+from runtime.server_url import read_url
 from runtime.unanswered import check_key
 
 PROG: Final = "baton chat"
@@ -70,8 +71,10 @@ class ChatConfig:
     history: Path | None = knob(None, "file that keeps typed lines from one chat to the next", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")) or not self.url.partition("://")[2]:
-            raise ValueError(f"--url {self.url}: must be http(s)://HOST[:PORT]")
+        try:
+            read_url(self.url)
+        except ValueError as error:
+            raise ValueError(f"--url {error}") from None
         if self.question is not None and not self.question.strip():
             raise ValueError("--question: is empty")
         check_key(self.api_key)

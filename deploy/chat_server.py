@@ -14,6 +14,7 @@ import httpx
 from deploy.chat_talk import Message
 from deploy.router_pages import without_number
 from runtime.authority import believing
+from runtime.server_url import read_url
 from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 _CONNECT_S: Final = 10.0
@@ -38,7 +39,7 @@ class ChatServer:
 
     def __init__(self, url: str, api_key: str | None, ca: Path | None, timeout_s: float) -> None:
         """`timeout_s`: of silence. Raises ChatProblem if `ca` is no certificate authority."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = str(read_url(url))
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
             verify = believing(ca)

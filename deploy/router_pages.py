@@ -15,6 +15,7 @@ import httpx
 
 from runtime.authority import believing
 from runtime.command_words import as_flags
+from runtime.server_url import read_url
 from runtime.unanswered import check_key, why_no_authority, why_no_entry, why_no_http
 
 ASK_TIMEOUT_S: Final = 10.0
@@ -37,8 +38,10 @@ def with_url(words: Sequence[str]) -> list[str]:
 
 def check_asked(url: str, api_key: str | None, tls_dir: Path | None) -> None:
     """Raises ValueError, one sentence, where no router can be asked with these."""
-    if not re.fullmatch(r"https?://[^/:\s]\S*", url):
-        raise ValueError(f"--url {url}: must be http(s)://HOST[:PORT]")
+    try:
+        read_url(url)
+    except ValueError as error:
+        raise ValueError(f"--url {error}") from None
     check_key(api_key)
     if tls_dir is not None and not (tls_dir / "ca.crt").is_file():
         raise ValueError(f"--tls-dir {tls_dir}: there is no ca.crt in it")
@@ -49,7 +52,7 @@ class Pages:
 
     def __init__(self, url: str, api_key: str | None, tls_dir: Path | None) -> None:
         """Raises NoAnswer if the directory has no certificate authority."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = str(read_url(url))
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}  # for the router alone
         try:
             verify = believing(None if tls_dir is None else tls_dir / "ca.crt")
@@ -102,8 +105,6 @@ class Pages:
         except httpx.ConnectError as error:
             nobody = f"nobody answers there ({without_number(error)}){hint}"
             raise NoAnswer(f"{url}: {why_no_http(str(error), url, _AUTHORITY) or nobody}") from None
-        except httpx.UnsupportedProtocol:
-            raise NoAnswer(f"{self.url}: must be http(s)://HOST[:PORT]") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             told = str(error) or type(error).__name__
             raise NoAnswer(f"{url}: {why_no_http(told, url, _AUTHORITY) or told}") from None

@@ -161,7 +161,7 @@ def test_where_there_is_no_answer_there_is_one_sentence_and_exit_code_1(
     ("words", "code", "sentence"),
     [
         (("http://127.0.0.1:1", "hi"), 1, "`make up` starts a cluster, --url names another server"),
-        (("--url", "127.0.0.1:8000"), 2, "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
+        (("--url", "127.0.0.1:8000"), 2, "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT][/PREFIX]"),
         (("--temperature", "3"), 2, "--temperature 3: must be a number between 0 and 2"),
         (("hi", "--ca", "/nowhere"), 2, "--ca /nowhere: is no file"),
         (("hi", "there"), 2, "there: unexpected argument"),

@@ -12,6 +12,7 @@ _GATE: Final = ("tests/router/test_gate.py",)
 _CURVE: Final = ("tests/transport/test_curve.py",)
 _CREDENTIALS: Final = ("tests/security/test_credentials.py",)
 _FOREIGN: Final = ("tests/security/test_foreign_authorities.py",)
+_URLS: Final = ("tests/deploy/test_server_urls.py",)
 _RENEWED: Final = ("tests/security/test_renewed_credentials.py",)
 _UNHEARD: Final = ("tests/security/test_unheard.py",)
 _HTTP: Final = ("tests/security/test_http_bounds.py",)
@@ -184,6 +185,30 @@ MUTANTS: Final = (
         "    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN\n",
         "",
         ("tests/deploy/test_wrong_urls.py",),
+    ),
+    Mutant(
+        "keys-in-results",
+        "A key that was given on the command line is in the result's file, which is handed round.",
+        "bench/frame.py",
+        'word.replace(key, "…") if key else word for word in words',
+        "word for word in words",
+        _URLS,
+    ),
+    Mutant(
+        "passwords-in-urls",
+        "A password in a URL is taken, printed with every error, and shown instead of the key.",
+        "runtime/server_url.py",
+        'if "@" in (',
+        'if "@@" in (',
+        _URLS,
+    ),
+    Mutant(
+        "measured-without-certificates",
+        "A cluster with certificates cannot be measured by `baton plan measure`: a traceback.",
+        "bench/plan_measure.py",
+        "timeout_s=_TIMEOUT_S, tls=tls, api_key",
+        "timeout_s=_TIMEOUT_S, tls=None, api_key",
+        _URLS,
     ),
     Mutant(
         "heads-without-a-bound",
