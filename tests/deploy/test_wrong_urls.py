@@ -113,8 +113,8 @@ def test_of_a_node_that_is_gone_nobody_is_told_to_start_a_cluster(capsys: pytest
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT]"),
-        (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT]"),
+        (["--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000: must be http(s)://HOST[:PORT][/PREFIX]"),
+        (["http://:8000"], "--url http://:8000: must be http(s)://HOST[:PORT][/PREFIX]"),
         (
             ["http://h", "--api-key", "key\n"],
             "--api-key: keys are printable ASCII; it has another character, a line's end perhaps",
