@@ -162,7 +162,7 @@ class RouterCore:
             raise ValueError(f"request id {request.request_id} is in use")
         queued, wait_s = len(self._waiting), self._waiting.wait_s(now)
         if refusal := self._entrance.find_refusal(request, queued, wait_s, now):
-            self._live.actions.append(refusal)
+            self._live.actions.append(replace(refusal, is_refusal=True))
             return
         first, self._num_arrived = self._num_arrived + 1, self._num_arrived + request.num_choices
         config = self._config if request.pinned is None else replace(self._config, preempt_retry_count=0)

@@ -248,6 +248,7 @@ class Failed:
     code: str  # a PD Error code's name, or "OVERLOADED", "LATE", "NO_NODES"
     message: str
     retry_after_s: float | None
+    is_refusal: bool = False  # it was turned away as it came
 
 
 class Count(NamedTuple):

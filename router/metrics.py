@@ -70,6 +70,7 @@ KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "tokens": _KINDS_OF_TOKENS,
     "turned_away": ("no_key", "unknown_key", "requests_limit", "tokens_limit", "tls", *REASONS, *_REFUSALS),
 }
+_ROLES: Final = ("prefill", "decode", "mixed")
 MOST_GONE_CLIENTS: Final = 1024  # who have no key any more, and are shown yet
 # What is known of nodes' prefix caches, where placement asks for it: name -> help.
 CACHE_GAUGES: Final[Mapping[str, str]] = {
@@ -97,7 +98,11 @@ HISTOGRAMS: Final[Mapping[str, tuple[str, str, tuple[float, ...]]]] = {
         "between the tokens of a choice, on average, once it has finished; of choices with two tokens at least",
         _SECONDS_PER_TOKEN,
     ),
-    "request": ("request_seconds", "from a request's arrival to its end", _SECONDS),
+    "request": (
+        "request_seconds",
+        "from a request's arrival to its end; who is turned away at once has none",
+        _SECONDS,
+    ),
     "queue": (
         "queue_seconds",
         "from when a choice began to wait for room to its dispatch, once for each choice and attempt",
@@ -142,7 +147,7 @@ class RouterMetrics:
     """Everything that /metrics shows."""
 
     def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
-        """`snapshot` is the core's."""
+        """`snapshot` is the core's, with whether the router is `ready`."""
         self._registry = registry = CollectorRegistry()
         self._of_clients = CollectorRegistry()
 
@@ -210,10 +215,14 @@ class RouterMetrics:
         if seconds_per_token is not None:
             self.observe("output_token", seconds_per_token)
 
-    def request_ended(self, outcome: str, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
-        """A request ended: with a finish reason, a failure's code, or "aborted"; `prompt_tokens`: that nodes were asked for."""
+    def request_ended(self, outcome: str, seconds: float | None, prompt_tokens: int, completion_tokens: int) -> None:
+        """A request ended: with a finish reason, a failure's code, or "aborted"; `prompt_tokens`: that nodes were asked for.
+
+        `seconds`: None where it was turned away at once, or a rush of refusals would make the router look fast.
+        """
         self._ends[outcome].inc()
-        self.observe("request", seconds)
+        if seconds is not None:
+            self.observe("request", seconds)
         self._tokens["prompt"].inc(prompt_tokens)
         self._tokens["completion"].inc(completion_tokens)
 
@@ -280,6 +289,14 @@ class _CoreGauges(Collector):
             "baton_router_queued_requests", "choices of requests that wait for room", state["queued"]
         )
         yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", len(state["requests"]))
+        text = "1 while requests can be served, else 0: as /ready says"
+        yield GaugeMetricFamily("baton_router_ready", text, float(state["ready"]))
+        text = "nodes that can take work, had they room, by role: prefill, decode, mixed"
+        ready = GaugeMetricFamily("baton_router_nodes_ready", text, labels=["role"])
+        for role in _ROLES:
+            number = sum(node["takes_work"] and node["role"] == role for node in state["nodes"].values())
+            ready.add_metric([role], float(number))
+        yield ready
         yield GaugeMetricFamily(
             "baton_router_degraded",
             "1 while requests are served without a prefill node: decode nodes compute prompts themselves",

@@ -52,6 +52,19 @@ class Node:
         self.fetch = read_fetch_speed(told.latency_s, told.block_s, told.share, told.look_s) if is_told else None
         self.load = load
 
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state."""
+        return {
+            "role": pb.Role.Name(self.entry.role).removeprefix("ROLE_").lower(),
+            "session": self.session.value,
+            "listed": self.is_listed,
+            "takes_work": self.can_take_work,
+            "prefilling": len(self.prefilling),
+            "attempts": self.num_prefills,
+            "prefill_tokens": self.prefill_tokens,
+            "branches": len(self.branches),
+        }
+
     @property
     def can_take_work(self) -> bool:
         """Connected and not about to end; whether there is room is another question."""

@@ -93,18 +93,7 @@ class NodeTable:
 
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state by node process."""
-        return {
-            f"{node.ref.name}@{node.ref.incarnation}": {
-                "role": pb.Role.Name(node.entry.role).removeprefix("ROLE_").lower(),
-                "session": node.session.value,
-                "listed": node.is_listed,
-                "prefilling": len(node.prefilling),
-                "attempts": node.num_prefills,
-                "prefill_tokens": node.prefill_tokens,
-                "branches": len(node.branches),
-            }
-            for node in self
-        }
+        return {f"{node.ref.name}@{node.ref.incarnation}": node.snapshot() for node in self}
 
     # ---------------------------------------------------------------- coming and going
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 from proto import baton_pb2 as pb
@@ -88,7 +89,7 @@ class RouterShell:
         self._newcomers = Newcomers[asyncio.Future[None]]()
         self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
-        self.metrics = RouterMetrics(core.snapshot)
+        self.metrics = RouterMetrics(lambda: {**core.snapshot(), "ready": not self.missing()})
 
     # ---------------------------------------------------------------- the HTTP side
 
@@ -120,7 +121,7 @@ class RouterShell:
             ago_s = self.now() - arrival.at
             self._spans.begin(request.request_id, arrival.traceparent, num_tokens, request.num_choices, ago_s)
         if self._is_closed:
-            self._end(request.request_id, _shutting_down(request.request_id))
+            self._end(request.request_id, replace(_shutting_down(request.request_id), is_refusal=True))
         elif answer.known_end is None:
             self._feed(Submitted(request))
         else:
@@ -356,7 +357,8 @@ class RouterShell:
             self.metrics.request_parted(*record.parts())
         num_prompt_tokens = len(answer.request.prompt_token_ids)
         num_to_compute = num_prompt_tokens if answer.is_dispatched else 0
-        self.metrics.request_ended(outcome, seconds, num_to_compute, answer.num_tokens)
+        was_let_in = not (isinstance(end, Failed) and end.is_refusal)
+        self.metrics.request_ended(outcome, seconds if was_let_in else None, num_to_compute, answer.num_tokens)
         if self._spans is not None:
             self._spans.ended(request_id, outcome, answer.num_tokens, None if end is None else outcome)
         client_id, error = answer.arrival.client_request_id, end.message if isinstance(end, Failed) else None

@@ -13,6 +13,22 @@ _METRICS: Final = ("tests/router/test_metrics.py",)
 
 MUTANTS: Final = (
     Mutant(
+        "refusals-have-durations",
+        "A rush of refusals, which take no time, makes the router's latencies look short.",
+        "router/core.py",
+        "self._live.actions.append(replace(refusal, is_refusal=True))",
+        "self._live.actions.append(refusal)",
+        ("tests/router/test_metrics.py",),
+    ),
+    Mutant(
+        "ready-though-draining",
+        "The gauge says that a router is ready that turns all requests away.",
+        "router/shell.py",
+        '"ready": not self.missing()',
+        '"ready": not core.missing()',
+        ("tests/router/test_metrics.py",),
+    ),
+    Mutant(
         "exporters-own-lines",
         "A collector that is gone costs two lines of each batch, each second, for days.",
         "runtime/tracing.py",

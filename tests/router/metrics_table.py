@@ -14,7 +14,7 @@ PAGE: Final = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.
 HEADING: Final = "## Router\n"
 TABLE_HEAD: Final = "\n| name | kind | labels | what it says |\n|---|---|---|---|\n"
 BOUNDS_HEAD: Final = "\nUpper bounds of the histograms, in seconds:\n\n| name | bounds |\n|---|---|\n"
-_NODE: Final = {"role": "decode", "session": "up", "prefilling": 0, "branches": 0}
+_NODE: Final = {"role": "decode", "session": "up", "takes_work": True, "prefilling": 0, "branches": 0}
 
 
 def used_metrics() -> list[Metric]:
@@ -28,6 +28,7 @@ def used_metrics() -> list[Metric]:
             "nodes": {"d@1": _NODE},
             "circuits": circuits,
             "degraded": [],
+            "ready": True,
             "caches": {},
         }
 

@@ -22,7 +22,7 @@ from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
 
-IDLE: Final = {"queued": 0, "requests": {}, "nodes": {}, "circuits": {}, "degraded": [], "caches": {}}
+IDLE: Final = {"queued": 0, "requests": {}, "nodes": {}, "circuits": {}, "degraded": [], "ready": False, "caches": {}}
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +172,33 @@ def test_a_request_that_no_node_hears_of_is_counted_once_by_what_its_client_was_
 
 
 @pytest.mark.covers("O01")
+def test_whether_a_router_is_ready_and_who_can_take_work_is_measured(model: Path) -> None:
+    """An alert needs no prober: /ready is a page that Prometheus does not read."""
+
+    def told(now: dict[str, float]) -> list[float]:
+        return [now[name] for name in ("ready", *(f"nodes_ready {role}" for role in ("prefill", "decode", "mixed")))]
+
+    async def scenario(router: LiveRouter) -> None:
+        assert told(await measured(router)) == [1, 1, 1, 0]
+        (node,) = (node for node, _ in router.shell.nodes() if node.decodes)
+        router.shell.on_listed(_with(node.entry, draining=True))
+        await until(lambda: bool(router.shell.missing()))
+        assert told(await measured(router)) == [0, 1, 0, 0]
+        router.shell.on_listed(_with(node.entry, draining=False))
+        await until(lambda: not router.shell.missing())
+        router.shell.drain()
+        assert told(await measured(router)) == [0, 1, 1, 0], "it turns requests away, its nodes would not"
+
+    play(model, scenario)
+
+
+def _with(entry: pb.NodeEntry, *, draining: bool) -> pb.NodeEntry:
+    copied = pb.NodeEntry.FromString(entry.SerializeToString())
+    copied.draining = draining
+    return copied
+
+
+@pytest.mark.covers("O01")
 def test_a_prompt_that_no_node_was_asked_to_compute_is_no_prompt_to_compute(model: Path) -> None:
     """What share of the prompts was computed is asked of these counts: who is turned away would make it small."""
 
@@ -187,6 +214,7 @@ def test_a_prompt_that_no_node_was_asked_to_compute_is_no_prompt_to_compute(mode
         assert [(await each).status_code for each in served] == [200, 200]
         now = await measured(router)
         assert now["requests_total OVERLOADED"] == 1 and now["requests_total length"] == 2
+        assert now["request_seconds_count"] == 2, "who is turned away at once has no duration"
         assert now["tokens_total prompt"] == 2 * (1 + len("abc"))
 
     is_full = asyncio.Event()
