@@ -41,8 +41,8 @@ from router.openai_types import (
 from router.structured import MAX_TEXT_BYTES
 from router.wrong_values import NO_CHARACTER
 
-# Of what answers repeat, a stream's three times, though nobody computes with it: OpenAI's own bounds. Megabytes of it, written at
-# once, hold up everybody's streams.
+# Of what answers repeat, a stream's three times, though nobody computes with it: OpenAI's bounds of metadata. Megabytes of it,
+# written at once, hold up everybody's streams.
 MAX_METADATA: Final = 16
 MAX_METADATA_NAME: Final = 64
 MAX_METADATA_TEXT: Final = 512
