@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Final, NamedTuple
 
@@ -68,7 +69,12 @@ class AskedProcess:
         self._checks_there.close()
         self._rows_there.close()
         self._checks.settimeout(CHECK_S)  # to be told what to do: it reads at once
-        self._checks.sendall(json.dumps(asdict(self.grammar)).encode() + b"\n")
+        try:
+            self._checks.sendall(json.dumps(asdict(self.grammar)).encode() + b"\n")
+        except OSError:
+            with self._lock, suppress(OSError):
+                self.why_not_begun = self.why_not_begun or self._next_answer(lambda: CHECK_S)[0]
+            raise
 
     def hang_up(self) -> None:
         """Let whoever waits at either end know."""

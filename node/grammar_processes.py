@@ -220,7 +220,9 @@ class GrammarProcesses:
         try:
             process.begin()
         except OSError:
-            raise self._reason(process) from None
+            self._drop(process)  # it has not read the grammar, which is not to blame
+            why = f"cannot be started: {process.why_not_begun}" if process.why_not_begun else "was ended meanwhile"
+            raise GrammarsBusyError(f"the process of its grammar {why}") from None
         return process
 
     def _end_idle(self) -> None:

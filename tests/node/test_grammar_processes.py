@@ -248,7 +248,6 @@ def test_what_cannot_be_started_now_is_a_sentence_and_is_tried_again(
 # Python runs it before anything else: a process that can be told to find the system's limit of processes reached.
 _LIMITED: Final = """
 import os, threading
-
 def limited(begin, fault):
     return lambda *given: begin(*given) if not os.path.exists(os.environ["NO_MORE"]) else (_ for _ in ()).throw(fault)
 
@@ -260,9 +259,10 @@ else:
 
 
 @pytest.mark.covers("A14")
+@pytest.mark.parametrize("late_s", [0.0, 0.3])  # the grammar is told when nobody is there any more
 @pytest.mark.parametrize("what", ["process", "thread"])
 def test_a_grammar_that_finds_the_limit_of_processes_reached_is_busy_and_costs_no_other_one_anything(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    what: str, late_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The process that forks ended of it, and all others with it; or a good grammar was answered 400."""
     (tmp_path / "sitecustomize.py").write_text(_LIMITED)
@@ -273,13 +273,13 @@ def test_a_grammar_that_finds_the_limit_of_processes_reached_is_busy_and_costs_n
     found.open()
     beside, forker = checked(found, WORDS), found.pid
     no_more.touch()
+    begin = grammar_asked.AskedProcess.begin
+    monkeypatch.setattr(grammar_asked.AskedProcess, "begin", lambda self: (time.sleep(late_s), begin(self)))
     with pytest.raises(GrammarsBusyError, match=r"of its grammar cannot be started: \w"):
         found.check(JSON)
-    lost = found.constraint(JSON)
-    assert (nothing := lost.allowed()) is not None and not nothing.any() and not lost.is_stalled
+    assert (nothing := (lost := found.constraint(JSON)).allowed()) is not None and not nothing.any() and not lost.is_stalled
     for _ in range(2):
-        allowed = beside.allowed()
-        assert allowed is not None and allowed.any()
+        assert (allowed := beside.allowed()) is not None and allowed.any()
         beside.add(int(allowed.argmax()))
     no_more.unlink()
     found.check(JSON)
