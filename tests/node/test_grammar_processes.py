@@ -245,12 +245,10 @@ def test_what_cannot_be_started_now_is_a_sentence_and_is_tried_again(
     found.close()
 
 
-# Python runs it before anything else: a process that can be told to find the system's limit of processes reached.
-_LIMITED: Final = """
+_LIMITED: Final = """# Python runs it before anything else: a process that can be told to find the limit of processes reached.
 import os, threading
 def limited(begin, fault):
     return lambda *given: begin(*given) if not os.path.exists(os.environ["NO_MORE"]) else (_ for _ in ()).throw(fault)
-
 if os.environ["LIMITED"] == "process":
     os.fork = limited(os.fork, BlockingIOError(11, ""))
 else:
@@ -277,9 +275,11 @@ def test_a_grammar_that_finds_the_limit_of_processes_reached_is_busy_and_costs_n
     monkeypatch.setattr(grammar_asked.AskedProcess, "begin", lambda self: (time.sleep(late_s), begin(self)))
     with pytest.raises(GrammarsBusyError, match=r"of its grammar cannot be started: \w"):
         found.check(JSON)
-    assert (nothing := (lost := found.constraint(JSON)).allowed()) is not None and not nothing.any() and not lost.is_stalled
+    lost = found.constraint(JSON)
+    assert (nothing := lost.allowed()) is not None and not nothing.any() and not lost.is_stalled
     for _ in range(2):
-        assert (allowed := beside.allowed()) is not None and allowed.any()
+        allowed = beside.allowed()
+        assert allowed is not None and allowed.any()
         beside.add(int(allowed.argmax()))
     no_more.unlink()
     found.check(JSON)
