@@ -272,7 +272,7 @@ def test_a_grammar_that_finds_the_limit_of_processes_reached_is_busy_and_costs_n
     beside, forker = checked(found, WORDS), found.pid
     no_more.touch()
     begin = grammar_asked.AskedProcess.begin
-    monkeypatch.setattr(grammar_asked.AskedProcess, "begin", lambda self: (time.sleep(late_s), begin(self)))
+    monkeypatch.setattr(grammar_asked.AskedProcess, "begin", lambda self: (threading.Event().wait(late_s), begin(self)))
     with pytest.raises(GrammarsBusyError, match=r"of its grammar cannot be started: \w"):
         found.check(JSON)
     lost = found.constraint(JSON)
