@@ -81,15 +81,27 @@ template <class T, class C> struct PanelStep {
     }
 };
 
+#if !defined(__AVX512F__) && defined(__AVX2__)
+BATON_INLINE __m256 load_eight(const Int8 *from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+}
+#endif
+
 template <class T> struct PanelStep<T, Int8> {
     static_assert(Step<T>::WIDTH == 1);
     static int place(int column, int) { return column; }
     static uint8_t code(int8_t number) { return uint8_t(number); }
+#if !defined(__AVX512F__) && defined(__AVX2__)
+    static BATON_INLINE Floats widened(const Int8 *from) {
+        return of_both([&](int i) __attribute__((always_inline)) { return load_eight(from + 8 * i); });
+    }
+#else
     static BATON_INLINE Floats widened(const Int8 *from) {
         int8_t __attribute__((vector_size(LANES))) numbers;
         std::memcpy(&numbers, from, sizeof numbers);
         return __builtin_convertvector(numbers, Floats);
     }
+#endif
     static BATON_INLINE void load_both(const Int8 *from, Floats &first, Floats &second) {
         first = widened(from), second = widened(from + LANES);
     }
@@ -164,6 +176,50 @@ BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C
     }
 }
 
+// Bring nearer what is `ahead` of a step.
+template <size_t STEP_BYTES, int PANELS> BATON_INLINE void bring_ahead(const char *at, size_t panel_bytes, Ahead &ahead) {
+    if (ahead.distance) {
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (size_t byte = 0; byte < STEP_BYTES; byte += 64) __builtin_prefetch(at + p * panel_bytes + ahead.distance + byte, 0, 2);
+    } else if (ahead.next) {
+        for (size_t byte = 0; byte < ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);
+        ahead.next += ahead.bytes_a_step;
+    }
+}
+
+#if !defined(__AVX512F__) && defined(__AVX2__)
+// Add to sums[m][v] row m times 16 columns of PANELS adjacent panels. Of 16 registers the sums take up to 12; rows are widened
+// before, some steps at a time, so that a number of theirs is one load that spreads it.
+template <class T, int M, int PANELS, class C>
+BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
+                              Ahead ahead = {}) {
+    constexpr int EIGHTS = 4 * PANELS, WIDENED = 128;
+    __m256 sum[M][EIGHTS];
+    alignas(64) float wide[M][WIDENED];
+    std::memcpy(sum, sums, sizeof sum);
+    for (int begin = 0; begin < steps; begin += WIDENED) {
+        const int count = steps - begin < WIDENED ? steps - begin : WIDENED;
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < count; i += LANES) store(wide[m] + i, load_some(rows[m] + begin + i, count - i));
+        for (int i = 0; i < count; i++) {
+            const C *at = columns + size_t(begin + i) * PANEL;
+            bring_ahead<PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), ahead);
+            __m256 spread[M];
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
+#pragma GCC unroll 8
+            for (int v = 0; v < EIGHTS; v++) {
+                const __m256 column = load_eight(at + (v / 4) * panel + v % 4 * 8);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(column, spread[m], sum[m][v]);
+            }
+        }
+    }
+    std::memcpy(sums, sum, sizeof sum);
+}
+#else
 // Add to sums[m][v] row m times 16 columns of PANELS adjacent panels.
 template <class T, int M, int PANELS, class C>
 BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
@@ -174,19 +230,11 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
     for (int m = 0; m < M; m++) row[m] = rows[m];
     for (size_t step = 0; step < size_t(steps); step++) {
         const C *at = columns + step * (W * PANEL);
-        if (ahead.distance) {
-#pragma GCC unroll 2
-            for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-                for (size_t byte = 0; byte < W * PANEL * sizeof(C); byte += 64)
-                    __builtin_prefetch(reinterpret_cast<const char *>(at + p * panel) + ahead.distance + byte, 0, 2);
-        } else if (ahead.next) {
-            for (size_t byte = 0; byte < ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);
-            ahead.next += ahead.bytes_a_step;
-        }
+        bring_ahead<W * PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), ahead);
         multiply_step(row, step * W, at, panel, sums);
     }
 }
+#endif
 
 // The same from zero.
 template <class T, int M, int PANELS, class C>

@@ -3,6 +3,9 @@
 // Written with the compiler's vector types, so that every variant of the library (see build.py) comes from the same lines;
 // intrinsics stand only where those types cannot say it. Nothing here depends on how many numbers a caller has: a lane's
 // result is the same in a full vector and in the tail of a row.
+//
+// Without AVX-512 a vector is two registers of 8. Compilers add and multiply those well, and do all else (conversions, choices,
+// narrowing) number by number; so these are written out.
 #pragma once
 
 #include <cstddef>
@@ -53,6 +56,46 @@ BATON_INLINE Floats load(const float *from) {
     return x;
 }
 
+#if !defined(__AVX512F__) && defined(__AVX2__)
+// Do this to both registers, first to the first.
+template <class F> BATON_INLINE Floats of_both(F &&half) {
+    const __m256 halves[2] = {half(0), half(1)};
+    Floats x;
+    std::memcpy(&x, halves, sizeof x);
+    return x;
+}
+
+BATON_INLINE __m256 half_of(Floats x, int i) {
+    __m256 halves[2];
+    std::memcpy(halves, &x, sizeof halves);
+    return halves[i];
+}
+
+// Eight numbers as they are stored.
+BATON_INLINE __m256 load_eight(const float *from) { return _mm256_loadu_ps(from); }
+BATON_INLINE __m256 load_eight(const Bf16 *from) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+BATON_INLINE __m256 load_eight(const Fp16 *from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
+
+BATON_INLINE Floats load(const Bf16 *from) {
+    return of_both([&](int i) __attribute__((always_inline)) { return load_eight(from + 8 * i); });
+}
+
+// Round to nearest even; a NaN stays one.
+BATON_INLINE __m256i to_bf16_bits(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+    const __m256i up = _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), _mm256_and_si256(_mm256_srli_epi32(bits, 16), one));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), is_nan);
+}
+BATON_INLINE Halves to_bf16(Floats x) {
+    const __m256i packed = _mm256_packus_epi32(to_bf16_bits(half_of(x, 0)), to_bf16_bits(half_of(x, 1)));
+    return (Halves)_mm256_permute4x64_epi64(packed, 0xD8);
+}
+#else
 BATON_INLINE Floats load(const Bf16 *from) {
     Halves x;
     std::memcpy(&x, from, sizeof x);
@@ -67,6 +110,7 @@ BATON_INLINE Halves to_bf16(Floats x) {
     rounded = (is_nan & 0x7FC0u) | (~is_nan & rounded);
     return __builtin_convertvector(rounded, Halves);
 }
+#endif
 
 #if defined(__AVX512F__)
 BATON_INLINE Floats from_fp16(Halves x) { return (Floats)_mm512_cvtph_ps((__m256i)x); }
@@ -128,9 +172,15 @@ template <class T> BATON_INLINE void store_some(T *to, Floats x, int n) {
 // What is left of x after a store and a load.
 template <class T> BATON_INLINE Floats rounded(Floats x);
 template <> BATON_INLINE Floats rounded<float>(Floats x) { return x; }
+#if !defined(__AVX512F__) && defined(__AVX2__)
+template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
+    return of_both([&](int i) __attribute__((always_inline)) { return (__m256)_mm256_slli_epi32(to_bf16_bits(half_of(x, i)), 16); });
+}
+#else
 template <> BATON_INLINE Floats rounded<Bf16>(Floats x) {
     return (Floats)(__builtin_convertvector(to_bf16(x), Bits) << 16);
 }
+#endif
 
 template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return from_fp16(to_fp16(x)); }
 
@@ -163,6 +213,13 @@ BATON_INLINE float sum_of(Floats x) {
 #if defined(__AVX512F__)
 BATON_INLINE Floats at_least(float bound, Floats x) { return (Floats)_mm512_max_ps((__m512)all(bound), (__m512)x); }  // a NaN stays one
 BATON_INLINE Floats at_most(float bound, Floats x) { return (Floats)_mm512_min_ps((__m512)all(bound), (__m512)x); }
+#elif defined(__AVX2__)
+BATON_INLINE Floats at_least(float bound, Floats x) {
+    return of_both([&](int i) __attribute__((always_inline)) { return _mm256_max_ps(_mm256_set1_ps(bound), half_of(x, i)); });
+}
+BATON_INLINE Floats at_most(float bound, Floats x) {
+    return of_both([&](int i) __attribute__((always_inline)) { return _mm256_min_ps(_mm256_set1_ps(bound), half_of(x, i)); });
+}
 #else
 BATON_INLINE Floats at_least(float bound, Floats x) { return x < all(bound) ? all(bound) : x; }
 BATON_INLINE Floats at_most(float bound, Floats x) { return x > all(bound) ? all(bound) : x; }
