@@ -116,10 +116,10 @@ class TorchKernels(TorchBlockCopies):
         return self._is_on_cpu and (self._is_int8 or can_pack(dtype))
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack [out_features, in_features] for oneDNN; fp16, which few CPUs pack, stays plain where it must."""
+        """Pack [out_features, in_features] for oneDNN; what this CPU packs not (bf16 without AVX-512, fp16 on most) stays plain."""
         if self._is_int8:
             return Int8Linear(weight, bias)
-        if not self._is_on_cpu or (weight.dtype is torch.float16 and not can_pack(torch.float16)):
+        if not self._is_on_cpu or not can_pack(weight.dtype):
             return PlainLinear(weight, bias)
         return PackedLinear(weight, bias)
 
