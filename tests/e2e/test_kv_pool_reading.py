@@ -156,12 +156,13 @@ def test_while_redis_stands_still_prompts_are_computed_and_who_comes_later_does_
     try:
         counted = served_in_spite_of(over_redis, rng, redis.freeze, times=6)
         deadline = time.monotonic() + LOOKS_BOUND_S
-        while not counted("kv_pool_too_late"):
+        # A node that computes for longer than the pool may take to answer sees it fail before it is late, and leaves it alone.
+        while not (counted("kv_pool_too_late") or counted("kv_pool_circuit_opened", "read")):
             assert time.monotonic() < deadline
             tokens_of(ask(over_redis, prompt_of(rng)))
     finally:
         redis.thaw()
-    assert counted("kv_pool_too_late") >= 1 and counted("kv_pool_reads", "read") == 0
+    assert counted("kv_pool_reads", "read") == 0
     assert counted.computed >= 6 * PROMPT_BLOCKS * BLOCK_SIZE
 
 
