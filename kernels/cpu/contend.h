@@ -14,10 +14,6 @@
 
 namespace baton {
 
-using Wide = uint64_t __attribute__((vector_size(64)));
-using Signed = int64_t __attribute__((vector_size(64)));  // CPUs without AVX-512 convert nothing else to floats
-using Eight = float __attribute__((vector_size(32)));
-using Integers = int32_t __attribute__((vector_size(64)));
 constexpr float MARGIN = 1.001f;  // thousandfold what fp32 loses of a score between -41 and 0
 constexpr float OCTAVE = 0x1p23f;  // from a power of two to the next, in bits taken for an integer
 
@@ -45,38 +41,28 @@ inline double exponential_of(uint64_t stream, int id) {
     return -std::log((double(mixed(stream + uint64_t(id + 1) * GOLDEN) >> 12) + 0.5) * 0x1p-52);
 }
 
-// 1 - u of 8 tokens, rounded to fp32; `states`: where the stream is at each.
-BATON_INLINE Eight complements(Wide states) {
+// 2^52 times 1 - u of 8 tokens, and half less; `states`: where the stream is at each.
+BATON_INLINE Wide complements(Wide states) {
     Wide x = (states ^ (states >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     x = (x ^ (x >> 31)) >> 12;
-    const Wide rest = ((uint64_t(1) << 52) - 1) - x;
-    return __builtin_convertvector((Signed)rest, Eight);
-}
-
-BATON_INLINE bool any_at_most(Floats a, Floats b) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ);
-#else
-    const Bits is = (Bits)(a <= b), any = is | (Bits)shifted<8>((Floats)is);
-    return (((Wide)any)[0] | ((Wide)any)[1] | ((Wide)any)[2] | ((Wide)any)[3]) != 0;
-#endif
+    return all_wide((uint64_t(1) << 52) - 1) - x;
 }
 
 template <class T> void find_greatest(const T *logits, const Contest &contest, int row) {
     const int size = contest.vocab_size;
-    const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats lane = counting();
     Floats most = all(-std::numeric_limits<float>::infinity());
-    Bits broken = {}, where = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Bits first = where;
+    const Bits first = to_integers(lane);
+    Bits broken = {}, where = first;
     for (int id = 0; id < size; id += LANES) {
         const int left = size - id;
         Floats x = load_some(logits + id, left);
-        if (left < LANES) x = lane < float(left) ? x : all(-std::numeric_limits<float>::infinity());
+        if (left < LANES) x = choose(lane < all(left), x, all(-std::numeric_limits<float>::infinity()));
         broken |= (Bits)(x != x);
-        const Bits larger = (Bits)(x > most);
-        where = (larger & (first + uint32_t(id))) | (~larger & where);
-        most = x > most ? x : most;
+        const Bits is_larger = (Bits)(x > most);
+        where = (is_larger & (first + uint32_t(id))) | (~is_larger & where);
+        most = larger(x, most);
     }
     int best = 0;
     bool is_broken = false;
@@ -102,16 +88,15 @@ template <class F> void race(const Contest &contest, int row, F &&between) {
     float line = line_of_least();
     const float octaves = std::min(sharpness * 1.44269504f * OCTAVE, std::numeric_limits<float>::max());
     int32_t *ids = contest.ids + size_t(row) * contest.limit;
-    Wide states = Wide{1, 2, 3, 4, 5, 6, 7, 8} * GOLDEN + stream, more_states = states + 8 * GOLDEN;
-    for (int id = 0; id < contest.vocab_size; id += LANES, states += 16 * GOLDEN, more_states += 16 * GOLDEN) {
+    Wide states = counting_wide() * GOLDEN + all_wide(stream + GOLDEN);
+    const Wide eight_further = all_wide(8 * GOLDEN), further = all_wide(16 * GOLDEN);
+    for (int id = 0; id < contest.vocab_size; id += LANES, states = states + further) {
         const int left = contest.vocab_size - id;
-        const Eight some = complements(states), others = complements(more_states);
-        const Floats complement =
-            (__builtin_shufflevector(some, others, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + 0.5f) * 0x1p-52f;
+        const Floats complement = (floats_of(complements(states), complements(states + eight_further)) + 0.5f) * 0x1p-52f;
         Floats low, high;
         between(id, left, low, high);
         const Floats below = at_most(0, high - greatest);
-        const Floats lines = __builtin_convertvector((Integers)complement, Floats);
+        const Floats lines = from_integers((Bits)complement);
         if (!any_at_most(lines, multiply_add(below, all(octaves), all(line)))) continue;
         const Bits in = (Bits)(complement <= exponential(below * sharpness) * least);
         const Floats weight = exponential((low - greatest) * sharpness);

@@ -29,20 +29,12 @@ template <class T> struct Step {
     static constexpr int WIDTH = 1;
     static BATON_INLINE Floats columns(const T *from) { return load(from); }
     static BATON_INLINE void put(T *to, Floats columns) { store(to, columns); }
-    static BATON_INLINE Floats spread(const T *from) { return all(*from); }
+    static BATON_INLINE Floats spread(const T *from) { return all(number_of(*from)); }
     static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
 };
 
-template <> struct Step<Fp16> {
-    static constexpr int WIDTH = 1;
-    static BATON_INLINE Floats columns(const Fp16 *from) { return load(from); }
-    static BATON_INLINE void put(Fp16 *to, Floats columns) { store(to, columns); }
-    static BATON_INLINE Floats spread(const Fp16 *from) { return all(_cvtsh_ss(from->bits)); }
-    static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
-};
-
-template <> struct Step<Bf16> {
 #if defined(__AVX512BF16__)
+template <> struct Step<Bf16> {
     static constexpr int WIDTH = 2;
     static BATON_INLINE Floats columns(const Bf16 *from) { return (Floats)_mm512_loadu_si512(from); }
     static BATON_INLINE void put(Bf16 *to, Floats columns) { _mm512_storeu_si512(to, (__m512i)columns); }
@@ -54,19 +46,8 @@ template <> struct Step<Bf16> {
     static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)columns, (__m512bh)row);
     }
-#else
-    static constexpr int WIDTH = 1;
-    static BATON_INLINE Floats columns(const Bf16 *from) { return load(from); }
-    static BATON_INLINE void put(Bf16 *to, Floats columns) { store(to, columns); }
-    static BATON_INLINE Floats spread(const Bf16 *from) {
-        uint32_t bits = uint32_t(from->bits) << 16;
-        float x;
-        std::memcpy(&x, &bits, sizeof x);
-        return all(x);
-    }
-    static BATON_INLINE Floats add(Floats sum, Floats columns, Floats row) { return multiply_add(columns, row, sum); }
-#endif
 };
+#endif
 
 // A weight of 8 bits, a whole number of -127 .. 127, which each dtype of rows holds exactly: products and their order are those
 // of weights that are stored wide.
@@ -81,29 +62,17 @@ template <class T, class C> struct PanelStep {
     }
 };
 
-#if !defined(__AVX512F__) && defined(__AVX2__)
-BATON_INLINE __m256 load_eight(const Int8 *from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
-}
+BATON_INLINE Floats load(const Int8 *from) { return load(reinterpret_cast<const int8_t *>(from)); }
+#if !defined(__AVX512F__)
+BATON_INLINE __m256 load_eight(const Int8 *from) { return load_eight(reinterpret_cast<const int8_t *>(from)); }
 #endif
 
 template <class T> struct PanelStep<T, Int8> {
     static_assert(Step<T>::WIDTH == 1);
     static int place(int column, int) { return column; }
     static uint8_t code(int8_t number) { return uint8_t(number); }
-#if !defined(__AVX512F__) && defined(__AVX2__)
-    static BATON_INLINE Floats widened(const Int8 *from) {
-        return of_both([&](int i) __attribute__((always_inline)) { return load_eight(from + 8 * i); });
-    }
-#else
-    static BATON_INLINE Floats widened(const Int8 *from) {
-        int8_t __attribute__((vector_size(LANES))) numbers;
-        std::memcpy(&numbers, from, sizeof numbers);
-        return __builtin_convertvector(numbers, Floats);
-    }
-#endif
     static BATON_INLINE void load_both(const Int8 *from, Floats &first, Floats &second) {
-        first = widened(from), second = widened(from + LANES);
+        first = load(from), second = load(from + LANES);
     }
 };
 
@@ -189,20 +158,29 @@ template <size_t STEP_BYTES, int PANELS> BATON_INLINE void bring_ahead(const cha
     }
 }
 
-#if !defined(__AVX512F__) && defined(__AVX2__)
+#if !defined(__AVX512F__)
+// Numbers [begin, begin + count) of a row.
+template <class T> BATON_INLINE void widen(const T *row, int count, float *to) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8) _mm256_store_ps(to + i, load_eight(row + i));
+    for (; i < count; i++) to[i] = number_of(row[i]);
+}
+
 // Add to sums[m][v] row m times 16 columns of PANELS adjacent panels. Of 16 registers the sums take up to 12; rows are widened
 // before, some steps at a time, so that a number of theirs is one load that spreads it.
 template <class T, int M, int PANELS, class C>
 BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
                               Ahead ahead = {}) {
     constexpr int EIGHTS = 4 * PANELS, WIDENED = 128;
-    __m256 sum[M][EIGHTS];
     alignas(64) float wide[M][WIDENED];
-    std::memcpy(sum, sums, sizeof sum);
     for (int begin = 0; begin < steps; begin += WIDENED) {
         const int count = steps - begin < WIDENED ? steps - begin : WIDENED;
+        for (int m = 0; m < M; m++) widen(rows[m] + begin, count, wide[m]);
+        __m256 sum[M][EIGHTS];
+#pragma GCC unroll 12
         for (int m = 0; m < M; m++)
-            for (int i = 0; i < count; i += LANES) store(wide[m] + i, load_some(rows[m] + begin + i, count - i));
+#pragma GCC unroll 8
+            for (int v = 0; v < EIGHTS; v += 2) sum[m][v] = sums[m][v / 2].low, sum[m][v + 1] = sums[m][v / 2].high;
         for (int i = 0; i < count; i++) {
             const C *at = columns + size_t(begin + i) * PANEL;
             bring_ahead<PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), ahead);
@@ -216,8 +194,11 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
                 for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(column, spread[m], sum[m][v]);
             }
         }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int v = 0; v < EIGHTS; v += 2) sums[m][v / 2] = {sum[m][v], sum[m][v + 1]};
     }
-    std::memcpy(sums, sum, sizeof sum);
 }
 #else
 // Add to sums[m][v] row m times 16 columns of PANELS adjacent panels.

@@ -46,7 +46,7 @@ template <class T> void exact_logits(const Screen &screen, const T *x, const int
 template <class T> bool screen_row(const T *near, const Screen &screen, const Contest &contest, int row) {
     const T *x = static_cast<const T *>(screen.rows) + size_t(row) * screen.in;
     const float infinity = std::numeric_limits<float>::infinity();
-    const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats lane = counting();
     Floats squares = {};
     for (int k = 0; k < screen.in; k += LANES) {
         const Floats numbers = load_some(x + k, screen.in - k);
@@ -55,7 +55,7 @@ template <class T> bool screen_row(const T *near, const Screen &screen, const Co
     const float length = std::sqrt(sum_of(squares)) * 1.004f;  // and a little for what follows
     auto between = [&](int id, int left, Floats &low, Floats &high) {
         const Floats logit = load_some(near + id, left);
-        const Floats size = (Floats)((Bits)logit & 0x7FFFFFFFu);
+        const Floats size = as_floats((Bits)logit & 0x7FFFFFFFu);
         const Floats apart = multiply_add(load_some(screen.radii + id, left), all(length), multiply_add(size, all(ROUNDINGS), all(SMALLEST)));
         low = logit - apart, high = logit + apart;
     };
@@ -66,8 +66,8 @@ template <class T> bool screen_row(const T *near, const Screen &screen, const Co
         Floats low, high;
         between(id, left, low, high);
         broken += (low + high) * 0.0f;  // NaN of what is no number
-        if (left < LANES) low = lane < float(left) ? low : all(-infinity);
-        most = low > most ? low : most;
+        if (left < LANES) low = choose(lane < all(left), low, all(-infinity));
+        most = larger(low, most);
     }
     float at_least = most[0];
     for (int i = 1; i < LANES; i++) at_least = std::max(at_least, most[i]);

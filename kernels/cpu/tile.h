@@ -129,9 +129,8 @@ template <int M, class Weight, class Meanwhile = DoNothing>
 BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float scale, float *greatest, float *sums, float *shrink,
                         Meanwhile &&meanwhile = {}) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
-    const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats lane = counting();
     const bool sees_a_part = low > 0 || high < TILE;
-    auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
     Floats most[M], total[M];
     alignas(64) float reduced[lane_of(M + 3)], gaps[LANES] = {};
     auto reduce = [&](const Floats (&of)[M], auto &&both) {
@@ -147,13 +146,13 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
             Floats score = load(scores + m * TILE + v * LANES) * scale;
             if (sees_a_part) {
                 const Floats at = lane + float(v * LANES);
-                score = (at >= float(low)) & (at < float(high)) ? score : hidden;
+                score = choose((at >= all(low)) & (at < all(high)), score, hidden);
             }
             store(scores + m * TILE + v * LANES, score);
             most[m] = larger(score, most[m]);
         }
     }
-    reduce(most, larger);
+    reduce(most, [](auto a, auto b) __attribute__((always_inline)) { return larger(a, b); });
     for (int m = 0; m < M; m++) gaps[m] = greatest[m] - reduced[lane_of(m)], greatest[m] = reduced[lane_of(m)];
     store(gaps, exponential(load(gaps)));
     auto exponentials_of = [&](int m, auto num) {
@@ -171,7 +170,7 @@ BATON_INLINE void weigh(float *scores, Weight *weights, int low, int high, float
     };
     for (int m = 0; m + 1 < M; m += 2) exponentials_of(m, std::integral_constant<int, 2>{});
     if constexpr (M % 2) exponentials_of(M - 1, std::integral_constant<int, 1>{});
-    reduce(total, [](Floats a, Floats b) { return a + b; });
+    reduce(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
     for (int m = 0; m < M; m++) shrink[m] = gaps[m], sums[m] = sums[m] * shrink[m] + reduced[lane_of(m)];
 }
 

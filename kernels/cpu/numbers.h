@@ -1,0 +1,34 @@
+// How single numbers are stored.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include <immintrin.h>
+
+#define BATON_INLINE inline __attribute__((always_inline))
+
+namespace baton {
+
+constexpr int LANES = 16;
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+struct Fp16 {
+    uint16_t bits;
+};
+
+BATON_INLINE float number_of(float x) { return x; }
+BATON_INLINE float number_of(Fp16 x) { return _cvtsh_ss(x.bits); }
+BATON_INLINE float number_of(Bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+}  // namespace baton
