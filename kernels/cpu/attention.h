@@ -55,21 +55,51 @@ BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, si
 }
 #endif
 
+#if !defined(__AVX512F__)
+// 8 rows of 8 numbers become 8 columns of a panel.
+template <class T> BATON_INLINE void transpose(const T *const *rows, int offset, float *to) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = load_eight(rows[i] + offset);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+
+// Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
+template <class T> void unpack_keys(const T *const *rows, int head_dim, float *panel, int column) {
+    panel += column;
+    int at = 0;
+    for (; at + 8 <= head_dim; at += 8) transpose(rows, at, panel + at * PANEL), transpose(rows + 8, at, panel + at * PANEL + 8);
+    for (; at < head_dim; at++)
+        for (int i = 0; i < LANES; i++) panel[at * PANEL + i] = number_of(rows[i][at]);
+}
+#else
 // Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
 template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel, int column) {
     constexpr int W = Step<T>::WIDTH;
     const int steps = head_dim / W;
     int step = 0;
-#if defined(__AVX512F__)
     if constexpr (W * sizeof(T) == 4)
         for (; step + LANES <= steps; step += LANES)
             transpose(reinterpret_cast<const void *const *>(rows), step * 4,
                       reinterpret_cast<char *>(panel + (size_t(step) * PANEL + column) * W), PANEL * 4);
-#endif
     for (; step < steps; step++)
         for (int i = 0; i < LANES; i++)
             for (int w = 0; w < W; w++) panel[(size_t(step) * PANEL + column + i) * W + w] = rows[i][step * W + w];
 }
+#endif
 
 // The values of one step's positions, in the panels of a tile.
 template <class T> BATON_INLINE void unpack_values(const T *const *values, int head_dim, float *to) {
@@ -129,6 +159,8 @@ BATON_INLINE void mix_half(const Bf16 *const *weights, size_t offset, const Bf16
 constexpr int32_t FIRST_SEEN = 0xFFFF, SECOND_SEEN = ~0xFFFF;
 #endif
 
+constexpr int PASS_QUERIES = max_rows(MAX_PANELS);  // of one pass
+
 // Multiply weights [low, high) of M queries by 16 columns of PANELS adjacent panels of values.
 template <class T, int M, int PANELS>
 BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, int high, Floats (&sums)[M][2 * PANELS]) {
@@ -154,13 +186,13 @@ BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, 
 template <class T>
 void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, const float *shrink, Scratch<T> &s, Mixed &mixed) {
     const int padded = rows.cache.padded();
-    for (int query = begin; query < end; query += MAX_ROWS_OF_PAIR)
-        with_constant<MAX_ROWS_OF_PAIR>(std::min(MAX_ROWS_OF_PAIR, end - query), [&](auto constant) {
+    for (int query = begin; query < end; query += PASS_QUERIES)
+        with_constant<PASS_QUERIES>(std::min(PASS_QUERIES, end - query), [&](auto constant) {
             constexpr int M = constant();
             const Mixable<T> *weights[M];
             for (int m = 0; m < M; m++) weights[m] = s.weights + size_t(query + m) * TILE;
-            for (int column = 0; column < padded; column += 2 * PANEL)
-                with_constant<2>(std::min(2, (padded - column) / PANEL), [&](auto panels) {
+            for (int column = 0; column < padded; column += MAX_PANELS * PANEL)
+                with_constant<MAX_PANELS>(std::min(MAX_PANELS, (padded - column) / PANEL), [&](auto panels) {
                     Floats sums[M][2 * panels()];
                     const Mixable<T> *values = s.values + size_t(column / PANEL) * TILE * PANEL;
                     mix_panels<Mixable<T>, M, panels()>(weights, values, low, high, sums);
@@ -182,8 +214,8 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRo
     int first = 0, last = rows.num_rows;  // rows that see any of it
     while (first < last && high(first) <= low(first)) first++;
     while (first < last && high(last - 1) <= low(last - 1)) last--;
-    for (int query = first * group; query < last * group; query += MAX_ROWS_OF_PAIR)
-        with_constant<MAX_ROWS_OF_PAIR>(std::min(MAX_ROWS_OF_PAIR, last * group - query), [&](auto constant) {
+    for (int query = first * group; query < last * group; query += PASS_QUERIES)
+        with_constant<PASS_QUERIES>(std::min(PASS_QUERIES, last * group - query), [&](auto constant) {
             constexpr int M = constant();
             const T *queries[M];
             for (int m = 0; m < M; m++) queries[m] = rows.query(query + m);

@@ -42,12 +42,12 @@ template <class T> struct Pass {
     Hold &hold;
 };
 
-template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &pass, const C *columns) {
+// What is done to the sums of a pass.
+template <class T, int M, int VECTORS> BATON_INLINE void finish_pass(const Pass<T> &pass, Floats (&sums)[M][VECTORS]) {
+    constexpr int PANELS = VECTORS / 2;
     const Linear &linear = pass.linear;
     const Output<T> &output = pass.output;
     const int panel = pass.panel;
-    Floats sums[M][2 * PANELS];
-    multiply<T, M, PANELS>(pass.x, columns, panel_size<T>(linear.in), steps_of<T>(linear.in), sums, pass.ahead);
     auto for_columns = [&](const void *numbers, auto &&change) {
         for (int v = 0; v < 2 * PANELS; v++) {
             const Floats number = load(static_cast<const float *>(numbers) + panel * PANEL + v * LANES);
@@ -76,8 +76,11 @@ template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &
     }
 }
 
-// Rows of one pass over one panel, or over two.
-constexpr int max_rows(int panels) { return panels == 1 ? MAX_ROWS : MAX_ROWS_OF_PAIR; }
+template <class T, int M, int PANELS, class C> void linear_block(const Pass<T> &pass, const C *columns) {
+    Floats sums[M][2 * PANELS];
+    multiply<T, M, PANELS>(pass.x, columns, panel_size<T>(pass.linear.in), steps_of<T>(pass.linear.in), sums, pass.ahead);
+    finish_pass(pass, sums);
+}
 
 // Pick the block that is compiled for this number of rows.
 template <class T, int PANELS, class C, int M = max_rows(PANELS)> void linear_rows(const Pass<T> &pass, const C *columns) {
@@ -93,9 +96,25 @@ constexpr int BUSY = 5;
 constexpr size_t NEAR = 8192;    // bytes
 constexpr int LARGE_BATCH = 24;   // rows; from here on two panels a pass save more loads than a third pass costs
 
+// How a linear's panels are cut into pieces. The shape of the passes was measured.
+struct Cut {
+    int panels;      // of a piece
+    int passes;      // over each piece, so many rows at a time
+    bool is_direct;  // columns are unpacked anew by each pass, or need not be
+
+    int row_of(int pass, int num_rows) const { return int(int64_t(num_rows) * pass / passes); }  // the first
+};
+
+template <class T, class C> Cut cut_of(int num_rows) {
+    const bool is_direct = std::is_same_v<Unpacked<T>, C> || num_rows <= MAX_ROWS;
+    const int panels = num_rows >= LARGE_BATCH ? MAX_PANELS : 1;
+    return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
+}
+
+#if defined(__AVX512F__)
 // Columns as rows have them. Where many rows want the same panels they are widened once, into memory of the thread.
-template <class T> const T *widened_panels(const T *columns, size_t) { return columns; }
-template <class T> const T *widened_panels(const Int8 *columns, size_t numbers) {
+template <class T> const T *unpacked_panels(const T *columns, size_t) { return columns; }
+template <class T> const T *unpacked_panels(const Int8 *columns, size_t numbers) {
     static thread_local Buffer buffer;
     T *to = reinterpret_cast<T *>(buffer.at_least(numbers * sizeof(T)));
     constexpr int W = Step<T>::WIDTH;
@@ -106,19 +125,46 @@ template <class T> const T *widened_panels(const Int8 *columns, size_t numbers) 
     }
     return to;
 }
-
-// How a linear's panels are cut into pieces. The shape of the passes was measured.
-struct Cut {
-    int panels;      // of a piece
-    int passes;      // over each piece, so many rows at a time
-    bool is_direct;  // columns are widened anew by each pass, or need not be
-};
-
-template <class T, class C> Cut cut_of(int num_rows) {
-    const bool is_direct = std::is_same_v<T, C> || num_rows <= MAX_ROWS;
-    const int panels = num_rows >= LARGE_BATCH && MAX_ROWS_OF_PAIR > 1 ? 2 : 1;
-    return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
+#else
+// A panel times many rows, some steps at a time: their columns, unpacked once, stay in the nearest cache for all passes. `next`:
+// the panel to bring nearer, or null.
+template <class T, class C>
+void linear_step_by_step(const Linear &linear, const T *x, int num_rows, const Output<T> &output, const Cut &cut, int panel,
+                         const C *columns, const C *next, Hold &hold) {
+    constexpr int STEPS = 128;
+    static thread_local Buffer buffer;
+    char *memory = buffer.at_least((size_t(STEPS) + num_rows) * PANEL * sizeof(float));
+    float *unpacked = take<float>(memory, STEPS * PANEL), *sums = take<float>(memory, size_t(num_rows) * PANEL);
+    std::fill_n(sums, size_t(num_rows) * PANEL, 0.0f);
+    auto each_pass = [&](int begin_step, auto &&with_sums) {
+        for (int number = 0; number < cut.passes; number++) {
+            const int begin = cut.row_of(number, num_rows), end = cut.row_of(number + 1, num_rows);
+            const T *rows[MAX_ROWS];
+            for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * linear.in + begin_step;
+            with_constant<MAX_ROWS>(end - begin, [&](auto constant) {
+                constexpr int M = constant();
+                Floats own[M][2];
+                float *at = sums + size_t(begin) * PANEL;
+                for (int m = 0; m < M; m++) own[m][0] = load(at + m * PANEL), own[m][1] = load(at + m * PANEL + LANES);
+                with_sums(number, Pass<T>{linear, output, rows, M, begin, panel, {}, hold}, own);
+                for (int m = 0; m < M; m++) store(at + m * PANEL, own[m][0]), store(at + m * PANEL + LANES, own[m][1]);
+            });
+        }
+    };
+    for (int begin = 0; begin < linear.in; begin += STEPS) {
+        const int count = std::min(STEPS, linear.in - begin);
+        for (int i = 0; i < count * PANEL; i += 8) {
+            const C *step = columns + size_t(begin) * PANEL + i / PANEL * PANEL;
+            _mm256_store_ps(unpacked + i, PanelStep<T, C>::load(step, i % PANEL / 8));
+        }
+        each_pass(begin, [&](int number, const Pass<T> &pass, auto &own) {
+            const Ahead ahead = {0, reinterpret_cast<const char *>(next + size_t(begin) * PANEL), PANEL * sizeof(C)};
+            multiply_on<T, int(sizeof own / sizeof *own), 1>(pass.x, unpacked, 0, count, own, next && number == 0 ? ahead : Ahead{});
+        });
+    }
+    each_pass(0, [&](int, const Pass<T> &pass, auto &own) { finish_pass(pass, own); });
 }
+#endif
 
 // Panels first .. last, one or two.
 template <class T, class C>
@@ -130,17 +176,26 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
     const size_t bytes_a_step = (bytes_next / passes_ahead / steps + 63) / 64 * 64;
     const C *columns = static_cast<const C *>(linear.weight) + first * size;
     const char *at = reinterpret_cast<const char *>(columns + width * size);
-    const T *wide = std::is_same_v<T, C> || !cut.is_direct ? widened_panels<T>(columns, width * size) : nullptr;
+#if defined(__AVX512F__)
+    const T *unpacked = std::is_same_v<T, C> || !cut.is_direct ? unpacked_panels<T>(columns, width * size) : nullptr;
+#else
+    if (!cut.is_direct)
+        return linear_step_by_step(linear, x, num_rows, output, cut, first, columns, bytes_next ? columns + size : nullptr, hold);
+#endif
     for (int number = 0; number < cut.passes; number++) {
-        const int begin = int64_t(num_rows) * number / cut.passes, end = int64_t(num_rows) * (number + 1) / cut.passes;
+        const int begin = cut.row_of(number, num_rows), end = cut.row_of(number + 1, num_rows);
         const T *rows[MAX_ROWS];
         for (int row = begin; row < end; row++) rows[row - begin] = x + size_t(row) * linear.in;
         Pass<T> pass{linear, output, rows, end - begin, begin, first, {}, hold};
         if (cut.passes == 1) pass.ahead.distance = num_rows * int(sizeof(T) / sizeof(C)) < BUSY ? 0 : NEAR;
         else if (bytes_next && number < passes_ahead) pass.ahead = {0, at + number * bytes_a_step * steps, bytes_a_step};
-        if (!wide) linear_rows<T, 1>(pass, columns);
-        else if (width == 2) linear_rows<T, 2>(pass, wide);
-        else linear_rows<T, 1>(pass, wide);
+#if defined(__AVX512F__)
+        if (!unpacked) linear_rows<T, 1>(pass, columns);
+        else if (width == 2) linear_rows<T, 2>(pass, unpacked);
+        else linear_rows<T, 1>(pass, unpacked);
+#else
+        linear_rows<T, 1>(pass, columns);
+#endif
     }
 }
 
@@ -187,14 +242,13 @@ template <class T, class C, class From, class F> void pack_panels(const Linear &
 
 // The weight in T, or int8_t where the linear has scales.
 template <class T> void pack_linear(const Linear &linear, const void *weight, void *packed) {
-    constexpr int W = Step<T>::WIDTH;
     if (linear.scales)
         return pack_panels<T>(linear, static_cast<const int8_t *>(weight), static_cast<Int8 *>(packed),
                               [](Int8 *to, int column, int w, int8_t number) {
                                   to[PanelStep<T, Int8>::place(column, w)].bits = PanelStep<T, Int8>::code(number);
                               });
     pack_panels<T>(linear, static_cast<const T *>(weight), static_cast<T *>(packed),
-                   [](T *to, int column, int w, T number) { to[column * W + w] = number; });
+                   [](T *to, int column, int w, T number) { to[PanelStep<T, T>::place(column, w)] = number; });
 }
 
 }  // namespace baton

@@ -11,18 +11,23 @@
 // that is why a row's bits cannot depend on its neighbours.
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace baton {
 
 constexpr int PANEL = 2 * LANES;
 #if defined(__AVX512F__)  // what fits into 32 registers of 16 numbers: 24 sums, the columns of a step, a spare
-constexpr int MAX_ROWS_OF_PAIR = 6;  // of one pass over two panels
-constexpr int MAX_ROWS = 12;         // of one pass over one panel
-#else  // 16 registers of 8
-constexpr int MAX_ROWS_OF_PAIR = 1;
+constexpr int MAX_ROWS = 12;  // of one pass over one panel
+constexpr int MAX_PANELS = 2;  // of one pass, over half as many rows
+template <class T> using Unpacked = T;  // columns as many passes multiply by them
+#else  // 16 registers of 8: 12 sums
 constexpr int MAX_ROWS = 3;
+constexpr int MAX_PANELS = 1;
+template <class T> using Unpacked = float;
 #endif
+constexpr int max_rows(int panels) { return MAX_ROWS / panels; }
 
 // How one step is stored (`put`: as `columns` finds it) and added up.
 template <class T> struct Step {
@@ -55,26 +60,48 @@ struct Int8 {
     uint8_t bits;
 };
 
-// How a panel's step comes into registers: 32 columns of C, to be multiplied by rows of T.
+#if defined(__AVX512F__)
+// How a panel's step comes into registers: 32 columns of C, to be multiplied by rows of T. place: where in the step a column's
+// number of position w is.
 template <class T, class C> struct PanelStep {
+    static int place(int column, int w) { return column * Step<T>::WIDTH + w; }
     static BATON_INLINE void load_both(const C *from, Floats &first, Floats &second) {
         first = Step<T>::columns(from), second = Step<T>::columns(from + Step<T>::WIDTH * LANES);
     }
 };
-
-BATON_INLINE Floats load(const Int8 *from) { return load(reinterpret_cast<const int8_t *>(from)); }
-#if !defined(__AVX512F__)
-BATON_INLINE __m256 load_eight(const Int8 *from) { return load_eight(reinterpret_cast<const int8_t *>(from)); }
-#endif
 
 template <class T> struct PanelStep<T, Int8> {
     static_assert(Step<T>::WIDTH == 1);
     static int place(int column, int) { return column; }
     static uint8_t code(int8_t number) { return uint8_t(number); }
     static BATON_INLINE void load_both(const Int8 *from, Floats &first, Floats &second) {
-        first = load(from), second = load(from + LANES);
+        const int8_t *numbers = reinterpret_cast<const int8_t *>(from);
+        first = load(numbers), second = load(numbers + LANES);
     }
 };
+#else
+// How a panel's step comes into registers: eighth is 0 .. 3, for columns 8 * eighth on. place: where in the step a column is.
+template <class T, class C> struct PanelStep {
+    static int place(int column, int) { return column; }
+    static BATON_INLINE __m256 load(const C *from, int eighth) { return load_eight(from + 8 * eighth); }
+};
+
+template <class T> struct PanelStep<T, Int8> {
+    static int place(int column, int) { return column; }
+    static uint8_t code(int8_t number) { return uint8_t(number); }
+    static BATON_INLINE __m256 load(const Int8 *from, int eighth) { return load_eight(reinterpret_cast<const int8_t *>(from) + 8 * eighth); }
+};
+
+// Pairs of columns that are 8 apart share 4 bytes: a shift makes fp32 of the first one, a mask of the second, where numbers side by
+// side would have to be drawn apart before.
+template <class T> struct PanelStep<T, Bf16> {
+    static int place(int column, int) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
+    static BATON_INLINE __m256 load(const Bf16 *from, int eighth) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + eighth / 2 * 16));
+        return _mm256_castsi256_ps(eighth % 2 ? _mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000))) : _mm256_slli_epi32(pairs, 16));
+    }
+};
+#endif
 
 #if defined(__AVX512BF16__)
 // The bf16 of 0 .. 127, byte by byte.
@@ -109,6 +136,13 @@ template <> struct PanelStep<Bf16, Int8> {
     }
 };
 #endif
+
+// Call f with num (1 .. M) as a compile-time constant.
+template <int M, class F> BATON_INLINE void with_constant(int num, F &&f) {
+    if constexpr (M > 1)
+        if (num < M) return with_constant<M - 1>(num, f);
+    f(std::integral_constant<int, M>{});
+}
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -189,7 +223,7 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
             for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
 #pragma GCC unroll 8
             for (int v = 0; v < EIGHTS; v++) {
-                const __m256 column = load_eight(at + (v / 4) * panel + v % 4 * 8);
+                const __m256 column = PanelStep<T, C>::load(at + v / 4 * panel, v % 4);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(column, spread[m], sum[m][v]);
             }

@@ -25,7 +25,23 @@ template <class T> constexpr bool has_chains(int head_dim) {
 }
 
 // scores[m][i] = query m times column i of a tile's two panels.
+template <class T, int M> void score_in_one_chain(const T *const *queries, const Unpacked<T> *panels, int head_dim, float *scores) {
+    const size_t panel = panel_size<T>(head_dim);
+    for (int p = 0; p < 2; p += MAX_PANELS) {
+        Floats sums[M][2 * MAX_PANELS];
+        multiply<T, M, MAX_PANELS>(queries, panels + p * panel, panel, head_dim / Step<T>::WIDTH, sums);
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < 2 * MAX_PANELS; v++) store(scores + m * TILE + p * PANEL + v * LANES, sums[m][v]);
+    }
+}
+
+#if !defined(__AVX512F__)
+template <class T, int M> void score_panels(const T *const *queries, const float *panels, int head_dim, float *scores) {
+    score_in_one_chain<T, M>(queries, panels, head_dim, scores);
+}
+#else
 template <class T, int M> void score_panels(const T *const *queries, const T *panels, int head_dim, float *scores) {
+    if (!has_chains<T>(head_dim)) return score_in_one_chain<T, M>(queries, panels, head_dim, scores);
     constexpr int W = Step<T>::WIDTH;
     const size_t panel = panel_size<T>(head_dim);
     Floats sums[M][4];
@@ -33,10 +49,6 @@ template <class T, int M> void score_panels(const T *const *queries, const T *pa
         for (int m = 0; m < M; m++)
             for (int v = 0; v < 4; v++) store(to + m * TILE + v * LANES, combined(m * TILE + v * LANES, sums[m][v]));
     };
-    if (!has_chains<T>(head_dim)) {
-        multiply<T, M, 2>(queries, panels, panel, head_dim / W, sums);
-        return put(scores, [](int, Floats sum) { return sum; });
-    }
     const T *rows[M];
     for (int m = 0; m < M; m++) rows[m] = queries[m];
     float third[M * TILE];
@@ -52,7 +64,6 @@ template <class T, int M> void score_panels(const T *const *queries, const T *pa
     }
 }
 
-#if defined(__AVX512F__)
 // Four rows of 16 cells: afterwards quarter q of columns[i] is cell 4 q + i of all four.
 template <class T> BATON_INLINE void transpose_quarters(const T *const *rows, size_t offset, Floats (&columns)[4]) {
     const __m512 a = _mm512_loadu_ps(rows[0] + offset), b = _mm512_loadu_ps(rows[1] + offset);

@@ -43,7 +43,7 @@ template <class T> struct Attend {
 
 // One thread's memory.
 template <class T> struct Scratch {
-    T *keys;          // [2 panels]
+    Unpacked<T> *keys;  // [2 panels]
     float *sums;      // [num_heads, head_dim]
     Mixable<T> *values;   // [padded / PANEL] panels of TILE positions
     float *scores;        // [queries, TILE]
@@ -54,12 +54,12 @@ template <class T> struct Scratch {
 
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
-        return 2 * panel_size<T>(cache.head_dim) * sizeof(T) +
+        return 2 * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
                (cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 + 8 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
-        keys = take<T>(memory, 2 * panel_size<T>(cache.head_dim));
+        keys = take<Unpacked<T>>(memory, 2 * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
         values = take<Mixable<T>>(memory, cache.padded() * TILE);
         scores = take<float>(memory, queries * TILE);
@@ -86,13 +86,6 @@ struct Mixed {
     }
     bool has_nothing(int query) const { return sums[query] == 0.0f; }  // false of a NaN
 };
-
-// Call f with num (1 .. M) as a compile-time constant.
-template <int M, class F> BATON_INLINE void with_constant(int num, F &&f) {
-    if constexpr (M > 1)
-        if (num < M) return with_constant<M - 1>(num, f);
-    f(std::integral_constant<int, M>{});
-}
 
 // Where a tile's positions are: KV head 0 of each position's keys; its values are `values` numbers behind.
 template <class T> struct TileRows {
