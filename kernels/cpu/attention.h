@@ -56,24 +56,40 @@ BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, si
 #endif
 
 #if !defined(__AVX512F__)
-// 8 rows of 8 numbers become 8 columns of a panel.
+// 8 rows of 8 numbers become 8 columns of a panel. Nothing crosses the halves of a register, for which some CPUs take long.
+BATON_INLINE void transpose(const float *const *rows, int offset, float *to) {
+    auto both = [&](int row, int at) __attribute__((always_inline)) {
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[row] + at)), _mm_loadu_ps(rows[row + 4] + at), 1);
+    };
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        const __m256 a = both(0, offset + i), b = both(1, offset + i), c = both(2, offset + i), d = both(3, offset + i);
+        const __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+        const __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
+        _mm256_storeu_ps(to + i * PANEL, _mm256_shuffle_ps(ab, cd, 0x44));
+        _mm256_storeu_ps(to + (i + 1) * PANEL, _mm256_shuffle_ps(ab, cd, 0xEE));
+        _mm256_storeu_ps(to + (i + 2) * PANEL, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
+        _mm256_storeu_ps(to + (i + 3) * PANEL, _mm256_shuffle_ps(ab_high, cd_high, 0xEE));
+    }
+}
+// Numbers of 2 bytes are widened last.
 template <class T> BATON_INLINE void transpose(const T *const *rows, int offset, float *to) {
-    __m256 a[8], b[8];
+    static_assert(sizeof(T) == 2);
+    __m128i a[8], b[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) a[i] = load_eight(rows[i] + offset);
+    for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[i] + offset));
+    // a[i] is row i; then b[i], b[i + 1] what rows i and i + 1 have, in pairs; then a[i .. i + 3] quadruples of rows i .. i + 3
 #pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 2) b[i] = _mm_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm_unpackhi_epi16(a[i], a[i + 1]);
 #pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
-            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xEE);
-        }
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm_unpacklo_epi32(b[i], b[i + 2]), a[i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
+        a[i + 2] = _mm_unpacklo_epi32(b[i + 1], b[i + 3]), a[i + 3] = _mm_unpackhi_epi32(b[i + 1], b[i + 3]);
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * PANEL, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+        _mm256_storeu_ps(to + 2 * i * PANEL, widened<T>(_mm_unpacklo_epi64(a[i], a[i + 4])));
+        _mm256_storeu_ps(to + (2 * i + 1) * PANEL, widened<T>(_mm_unpackhi_epi64(a[i], a[i + 4])));
     }
 }
 
@@ -126,9 +142,10 @@ BATON_INLINE void unpack_values(const Bf16 *const *values, int head_dim, Bf16 *t
 }
 #endif
 
-// Bring one KV head's tile into the form that products take; positions that it lacks are zero.
+// Bring one KV head's tile into the form that products take; positions that it lacks are zero. ahead: `count` chunks to bring
+// nearer meanwhile, which are another tile's.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s) {
+void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s, Nearer ahead, int count) {
     constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
@@ -139,8 +156,10 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T>
             rows[i] = is_there ? tile.keys[begin + i] + head * D : nothing;
             values[i] = is_there ? rows[i] + tile.values : nothing;
         }
-        for (int i = 0; i < LANES && begin + i < tile.count; i += W)
+        for (int i = 0; i < LANES && begin + i < tile.count; i += W) {
             unpack_values(values + i, D, s.values + size_t(begin + i) * PANEL);
+            for (int w = 0; w < W && count > 0; w++, count--) bring_far(*ahead++);
+        }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
 }
@@ -252,9 +271,14 @@ void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mi
             attend_directly(rows, num_heads, start, tile, s, mixed, mixed_size, *stream);
             continue;
         }
+        // All heads' rows lie side by side, and the first head reads of each: what is brought nearer is as far ahead as a tile is long.
+        const int from = std::max(rows.low(0) - start, 0) / LANES * LANES;
+        int chunks = stream ? 2 * stream->chunks_of(start + from, tile.count - from) : 0;
         for (int head = 0; head < num_heads; head++) {
             rows.head = first_head + head;
-            load_tile(rows.cache, tile, rows.head, s);
+            const int share = ceil_div(chunks, num_heads - head);
+            chunks -= share;
+            load_tile(rows.cache, tile, rows.head, s, share ? stream->take(share, share) : nullptr, share);
             Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
             attend_tile(rows, start, tile, s, so_far);
         }

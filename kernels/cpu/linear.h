@@ -92,7 +92,11 @@ template <class T, int PANELS, class C, int M = max_rows(PANELS)> void linear_ro
 // One panel behind the other is what hardware prefetchers like best: a pass of few rows over them reads as fast as anything does,
 // while two panels side by side, or prefetches that are not needed, take a fifth off that. From BUSY rows on (half as many where
 // weights have 8 bits) a pass is too busy to look far enough ahead by itself.
+#if defined(__AVX512F__)
 constexpr int BUSY = 5;
+#else
+constexpr int BUSY = 1;
+#endif
 constexpr size_t NEAR = 8192;    // bytes
 constexpr int LARGE_BATCH = 24;   // rows; from here on two panels a pass save more loads than a third pass costs
 
@@ -106,7 +110,7 @@ struct Cut {
 };
 
 template <class T, class C> Cut cut_of(int num_rows) {
-    const bool is_direct = std::is_same_v<Unpacked<T>, C> || num_rows <= MAX_ROWS;
+    const bool is_direct = std::is_same_v<Unpacked<T>, C> || num_rows <= PASSES_UNPACKING * MAX_ROWS;
     const int panels = num_rows >= LARGE_BATCH ? MAX_PANELS : 1;
     return {panels, ceil_div(num_rows, max_rows(panels)), is_direct};
 }

@@ -21,10 +21,12 @@ constexpr int PANEL = 2 * LANES;
 #if defined(__AVX512F__)  // what fits into 32 registers of 16 numbers: 24 sums, the columns of a step, a spare
 constexpr int MAX_ROWS = 12;  // of one pass over one panel
 constexpr int MAX_PANELS = 2;  // of one pass, over half as many rows
-template <class T> using Unpacked = T;  // columns as many passes multiply by them
+constexpr int PASSES_UNPACKING = 1;  // so few unpack columns each for itself, if they need it
+template <class T> using Unpacked = T;  // what columns are for more passes
 #else  // 16 registers of 8: 12 sums
 constexpr int MAX_ROWS = 3;
 constexpr int MAX_PANELS = 1;
+constexpr int PASSES_UNPACKING = 3;
 template <class T> using Unpacked = float;
 #endif
 constexpr int max_rows(int panels) { return MAX_ROWS / panels; }
@@ -179,16 +181,16 @@ BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C
     }
 }
 
-// Bring nearer what is `ahead` of a step.
-template <size_t STEP_BYTES, int PANELS> BATON_INLINE void bring_ahead(const char *at, size_t panel_bytes, Ahead &ahead) {
+// Bring nearer what is `ahead` of some steps.
+template <size_t BYTES, int PANELS> BATON_INLINE void bring_ahead(const char *at, size_t panel_bytes, int steps, Ahead &ahead) {
     if (ahead.distance) {
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
-            for (size_t byte = 0; byte < STEP_BYTES; byte += 64) __builtin_prefetch(at + p * panel_bytes + ahead.distance + byte, 0, 2);
+            for (size_t byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(at + p * panel_bytes + ahead.distance + byte, 0, 2);
     } else if (ahead.next) {
-        for (size_t byte = 0; byte < ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);
-        ahead.next += ahead.bytes_a_step;
+        for (size_t byte = 0; byte < steps * ahead.bytes_a_step; byte += 64) __builtin_prefetch(ahead.next + byte, 0, 2);
+        ahead.next += steps * ahead.bytes_a_step;
     }
 }
 
@@ -205,7 +207,7 @@ template <class T> BATON_INLINE void widen(const T *row, int count, float *to) {
 template <class T, int M, int PANELS, class C>
 BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],
                               Ahead ahead = {}) {
-    constexpr int EIGHTS = 4 * PANELS, WIDENED = 128;
+    constexpr int EIGHTS = 4 * PANELS, WIDENED = 128, TOGETHER = 4;
     alignas(64) float wide[M][WIDENED];
     for (int begin = 0; begin < steps; begin += WIDENED) {
         const int count = steps - begin < WIDENED ? steps - begin : WIDENED;
@@ -215,9 +217,8 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
             for (int v = 0; v < EIGHTS; v += 2) sum[m][v] = sums[m][v / 2].low, sum[m][v + 1] = sums[m][v / 2].high;
-        for (int i = 0; i < count; i++) {
+        auto step = [&](int i) __attribute__((always_inline)) {
             const C *at = columns + size_t(begin + i) * PANEL;
-            bring_ahead<PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), ahead);
             __m256 spread[M];
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
@@ -227,7 +228,15 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(column, spread[m], sum[m][v]);
             }
+        };
+        int i = 0;
+        for (; i + TOGETHER <= count; i += TOGETHER) {
+            const C *at = columns + size_t(begin + i) * PANEL;
+            bring_ahead<TOGETHER * PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), TOGETHER, ahead);
+#pragma GCC unroll 4
+            for (int j = 0; j < TOGETHER; j++) step(i + j);
         }
+        for (; i < count; i++) step(i);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
@@ -245,7 +254,7 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
     for (int m = 0; m < M; m++) row[m] = rows[m];
     for (size_t step = 0; step < size_t(steps); step++) {
         const C *at = columns + step * (W * PANEL);
-        bring_ahead<W * PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), ahead);
+        bring_ahead<W * PANEL * sizeof(C), PANELS>(reinterpret_cast<const char *>(at), panel * sizeof(C), 1, ahead);
         multiply_step(row, step * W, at, panel, sums);
     }
 }

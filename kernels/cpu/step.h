@@ -76,9 +76,9 @@ void attend_shared(const Attend<T> &attend, const Cache &cache, const Batch &bat
     KvStream stream(cache, batch, plan.shared.data() + first, plan.shared.data() + last, attend.layer, attend.window, sizeof(T));
     for (int64_t i = first; i < last; i++) {
         const Unit &unit = plan.shared[i];
-        stream.reach(&unit);
         const Span &span = batch.spans[unit.span];
         const Rows<T> rows = rows_of(attend, cache, batch, unit, 0);
+        stream.reach(&unit, rows.is_direct() ? 0 : 2 * stream.chunks_of(0, TILE));
         attend_part(rows, cache.num_kv_heads, unit.head, scratch, plan.mixed_memory + unit.mixed,
                     StepPlan::mixed_size(span, cache), &stream);
     }

@@ -72,12 +72,14 @@ class KvStream {
         return chunks;
     }
 
-    // The thread begins with this unit. What it read without taking chunks need not be brought any more.
-    void reach(const Unit *unit) {
+    // The thread begins with this unit. What it read without taking chunks need not be brought any more. lead: chunks that are to be
+    // under way at least, once it has begun.
+    void reach(const Unit *unit, int lead) {
         if (unit_ < unit) go_to(unit);
         if (!is_new_) return;
         for (int i = 0; i < NUM_FAR; i++) bring_far(*take(1, 1));
         for (int i = 0; i < NUM_CLOSE; i++) bring(take(1, 1));
+        for (int i = NUM_FAR + NUM_CLOSE; i < lead; i++) bring_far(*take(1, 1));
         is_new_ = false;
     }
 

@@ -86,11 +86,11 @@ BATON_INLINE Floats from_integers(Bits x) { return {_mm256_cvtepi32_ps(x.low), _
 
 // Eight numbers as they are stored.
 BATON_INLINE __m256 load_eight(const float *from) { return _mm256_loadu_ps(from); }
-BATON_INLINE __m256 load_eight(const Bf16 *from) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-BATON_INLINE __m256 load_eight(const Fp16 *from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
+template <class T> BATON_INLINE __m256 widened(__m128i halves);
+template <> BATON_INLINE __m256 widened<Bf16>(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
+template <> BATON_INLINE __m256 widened<Fp16>(__m128i halves) { return _mm256_cvtph_ps(halves); }
+BATON_INLINE __m256 load_eight(const Bf16 *from) { return widened<Bf16>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
+BATON_INLINE __m256 load_eight(const Fp16 *from) { return widened<Fp16>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
 BATON_INLINE __m256 load_eight(const int8_t *from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
 }
