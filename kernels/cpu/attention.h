@@ -56,48 +56,13 @@ BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, si
 #endif
 
 #if !defined(__AVX512F__)
-// 8 rows of 8 numbers become 8 columns of a panel. Nothing crosses the halves of a register, for which some CPUs take long.
-BATON_INLINE void transpose(const float *const *rows, int offset, float *to) {
-    auto both = [&](int row, int at) __attribute__((always_inline)) {
-        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[row] + at)), _mm_loadu_ps(rows[row + 4] + at), 1);
-    };
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        const __m256 a = both(0, offset + i), b = both(1, offset + i), c = both(2, offset + i), d = both(3, offset + i);
-        const __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
-        const __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
-        _mm256_storeu_ps(to + i * PANEL, _mm256_shuffle_ps(ab, cd, 0x44));
-        _mm256_storeu_ps(to + (i + 1) * PANEL, _mm256_shuffle_ps(ab, cd, 0xEE));
-        _mm256_storeu_ps(to + (i + 2) * PANEL, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
-        _mm256_storeu_ps(to + (i + 3) * PANEL, _mm256_shuffle_ps(ab_high, cd_high, 0xEE));
-    }
-}
-// Numbers of 2 bytes are widened last.
-template <class T> BATON_INLINE void transpose(const T *const *rows, int offset, float *to) {
-    static_assert(sizeof(T) == 2);
-    __m128i a[8], b[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[i] + offset));
-    // a[i] is row i; then b[i], b[i + 1] what rows i and i + 1 have, in pairs; then a[i .. i + 3] quadruples of rows i .. i + 3
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) b[i] = _mm_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm_unpackhi_epi16(a[i], a[i + 1]);
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        a[i] = _mm_unpacklo_epi32(b[i], b[i + 2]), a[i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
-        a[i + 2] = _mm_unpacklo_epi32(b[i + 1], b[i + 3]), a[i + 3] = _mm_unpackhi_epi32(b[i + 1], b[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + 2 * i * PANEL, widened<T>(_mm_unpacklo_epi64(a[i], a[i + 4])));
-        _mm256_storeu_ps(to + (2 * i + 1) * PANEL, widened<T>(_mm_unpackhi_epi64(a[i], a[i + 4])));
-    }
-}
-
 // Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
 template <class T> void unpack_keys(const T *const *rows, int head_dim, float *panel, int column) {
     panel += column;
     int at = 0;
-    for (; at + 8 <= head_dim; at += 8) transpose(rows, at, panel + at * PANEL), transpose(rows + 8, at, panel + at * PANEL + 8);
+    for (; at + 8 <= head_dim; at += 8)
+        for (int eight = 0; eight < LANES; eight += 8)
+            transpose(rows + eight, at, [&](int i, __m256 keys) __attribute__((always_inline)) { _mm256_storeu_ps(panel + (at + i) * PANEL + eight, keys); });
     for (; at < head_dim; at++)
         for (int i = 0; i < LANES; i++) panel[at * PANEL + i] = number_of(rows[i][at]);
 }
@@ -142,10 +107,20 @@ BATON_INLINE void unpack_values(const Bf16 *const *values, int head_dim, Bf16 *t
 }
 #endif
 
-// Bring one KV head's tile into the form that products take; positions that it lacks are zero. ahead: `count` chunks to bring
-// nearer meanwhile, which are another tile's.
+// Chunks to bring nearer while a tile is gone through, which are another one's.
+struct AheadOfTile {
+    Nearer next;
+    int count;
+
+    BATON_INLINE void bring_next() {
+        if (count > 0) bring_far(*next++), count--;
+    }
+};
+
+// Bring one KV head's tile into the form that products take; positions that it lacks are zero. ahead: what to bring
+// nearer meanwhile.
 template <class T>
-void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s, Nearer ahead, int count) {
+void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s, AheadOfTile &ahead) {
     constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
@@ -158,7 +133,7 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T>
         }
         for (int i = 0; i < LANES && begin + i < tile.count; i += W) {
             unpack_values(values + i, D, s.values + size_t(begin + i) * PANEL);
-            for (int w = 0; w < W && count > 0; w++, count--) bring_far(*ahead++);
+            for (int w = 0; w < W; w++) ahead.bring_next();
         }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }
@@ -201,9 +176,36 @@ BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, 
 #endif
 }
 
+#if !defined(__AVX512F__)
+// The same of values where they lie.
+template <class T, int M>
+BATON_INLINE void mix_rows(const float *const *weights, const T *const *keys, size_t offset, int low, int high, Floats (&sums)[M][2],
+                           AheadOfTile &ahead) {
+    __m256 sum[M][4];
+#pragma GCC unroll 12
+    for (int i = 0; i < 4 * M; i++) sum[i / 4][i % 4] = _mm256_setzero_ps();
+    for (int i = low; i < high; i++) {
+        ahead.bring_next();
+        __m256 spread[M];
+#pragma GCC unroll 3
+        for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(weights[m] + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            const __m256 values = load_eight(keys[i] + offset + 8 * v);
+#pragma GCC unroll 3
+            for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(values, spread[m], sum[m][v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < 2 * M; i++) sums[i / 2][i % 2] = {sum[i / 2][i % 2 * 2], sum[i / 2][i % 2 * 2 + 1]};
+}
+#endif
+
 // Multiply weights [low, high) of queries begin .. end by the tile's values and add them to what these have so far.
 template <class T>
-void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, const float *shrink, Scratch<T> &s, Mixed &mixed) {
+void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, const TileRows<T> &tile, const float *shrink,
+                Scratch<T> &s, Mixed &mixed, AheadOfTile &ahead) {
+    const bool is_unpacked = rows.is_unpacked();
     const int padded = rows.cache.padded();
     for (int query = begin; query < end; query += PASS_QUERIES)
         with_constant<PASS_QUERIES>(std::min(PASS_QUERIES, end - query), [&](auto constant) {
@@ -214,7 +216,13 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
                 with_constant<MAX_PANELS>(std::min(MAX_PANELS, (padded - column) / PANEL), [&](auto panels) {
                     Floats sums[M][2 * panels()];
                     const Mixable<T> *values = s.values + size_t(column / PANEL) * TILE * PANEL;
+#if defined(__AVX512F__)
                     mix_panels<Mixable<T>, M, panels()>(weights, values, low, high, sums);
+#else
+                    const size_t offset = tile.values + rows.head * rows.cache.head_dim + column;
+                    if (is_unpacked) mix_panels<float, M, 1>(weights, values, low, high, sums);
+                    else mix_rows<T, M>(weights, tile.keys, offset, low, high, sums, ahead);
+#endif
                     for (int m = 0; m < M; m++)
                         for (int v = 0; v < 2 * panels(); v++) {
                             float *at = mixed.values + size_t(query + m) * padded + column + v * LANES;
@@ -224,8 +232,11 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
         });
 }
 
-// One tile of one KV head, unpacked.
-template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed) {
+// One tile of one KV head.
+template <class T>
+void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed, AheadOfTile ahead) {
+    const bool is_unpacked = rows.is_unpacked();
+    if (is_unpacked) load_tile(rows.cache, tile, rows.head, s, ahead);
     const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
     auto low = [&](int row) { return std::clamp(rows.low(row) - start, 0, TILE); };
@@ -238,7 +249,12 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRo
             constexpr int M = constant();
             const T *queries[M];
             for (int m = 0; m < M; m++) queries[m] = rows.query(query + m);
-            score_panels<T, M>(queries, s.keys, D, s.scores + size_t(query) * TILE);
+            float *scores = s.scores + size_t(query) * TILE;
+            if (is_unpacked) return score_panels<T, M>(queries, s.keys, D, scores);
+#if !defined(__AVX512F__)
+            for (int m = 0; m < M; m++) widen(queries[m], D, s.sums + m * D);
+            for (int at = 0; at < tile.count; at += LANES) score_rows<T, M>(s.sums, tile.keys + at, rows.head * D, D, scores + at);
+#endif
         });
     float shrink[256];
     const int most_rows = std::max(1, 256 / group);
@@ -250,7 +266,7 @@ template <class T> void attend_tile(const Rows<T> &rows, int start, const TileRo
                 weigh<constant()>(s.scores + size_t(query) * TILE, s.weights + size_t(query) * TILE, low(row), high(row), scale,
                                   mixed.greatest + query, mixed.sums + query, shrink + (query - row * group));
             });
-        mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
+        mix_values(rows, row * group, end * group, low(row), high(row), tile, shrink, s, mixed, ahead);
         row = end;
     }
 }
@@ -278,9 +294,8 @@ void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mi
             rows.head = first_head + head;
             const int share = ceil_div(chunks, num_heads - head);
             chunks -= share;
-            load_tile(rows.cache, tile, rows.head, s, share ? stream->take(share, share) : nullptr, share);
             Mixed so_far(mixed + head * mixed_size, rows.num_queries(), padded);
-            attend_tile(rows, start, tile, s, so_far);
+            attend_tile(rows, start, tile, s, so_far, {share ? stream->take(share, share) : nullptr, share});
         }
         rows.head = first_head;
     }

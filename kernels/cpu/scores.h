@@ -36,6 +36,62 @@ template <class T, int M> void score_in_one_chain(const T *const *queries, const
 }
 
 #if !defined(__AVX512F__)
+// put(i, numbers): number i of 8 rows' 8. Nothing crosses the halves of a register, for which some CPUs take long.
+template <class F> BATON_INLINE void transpose(const float *const *rows, int offset, F &&put) {
+    auto both = [&](int row, int at) __attribute__((always_inline)) {
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[row] + at)), _mm_loadu_ps(rows[row + 4] + at), 1);
+    };
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        const __m256 a = both(0, offset + i), b = both(1, offset + i), c = both(2, offset + i), d = both(3, offset + i);
+        const __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+        const __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
+        put(i, _mm256_shuffle_ps(ab, cd, 0x44));
+        put(i + 1, _mm256_shuffle_ps(ab, cd, 0xEE));
+        put(i + 2, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
+        put(i + 3, _mm256_shuffle_ps(ab_high, cd_high, 0xEE));
+    }
+}
+// Numbers of 2 bytes are widened last.
+template <class T, class F> BATON_INLINE void transpose(const T *const *rows, int offset, F &&put) {
+    static_assert(sizeof(T) == 2);
+    __m128i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[i] + offset));
+    // a[i] is row i; then b[i], b[i + 1] what rows i and i + 1 have, in pairs; then a[i .. i + 3] quadruples of rows i .. i + 3
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) b[i] = _mm_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm_unpackhi_epi16(a[i], a[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm_unpacklo_epi32(b[i], b[i + 2]), a[i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
+        a[i + 2] = _mm_unpacklo_epi32(b[i + 1], b[i + 3]), a[i + 3] = _mm_unpackhi_epi32(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        put(2 * i, widened<T>(_mm_unpacklo_epi64(a[i], a[i + 4])));
+        put(2 * i + 1, widened<T>(_mm_unpackhi_epi64(a[i], a[i + 4])));
+    }
+}
+
+// The same of 16 rows of keys where they lie: scores[m][i], in one chain each.
+template <class T, int M> void score_rows(const float *queries, const T *const *keys, size_t offset, int head_dim, float *scores) {
+    const T *rows[LANES];
+    for (int i = 0; i < LANES; i++) rows[i] = keys[i] + offset;
+    for (int eight = 0; eight < LANES; eight += 8) {
+        __m256 sums[M];
+#pragma GCC unroll 3
+        for (int m = 0; m < M; m++) sums[m] = _mm256_setzero_ps();
+        for (int at = 0; at < head_dim; at += 8)
+            transpose(rows + eight, at, [&](int i, __m256 numbers) __attribute__((always_inline)) {
+#pragma GCC unroll 3
+                for (int m = 0; m < M; m++)
+                    sums[m] = _mm256_fmadd_ps(numbers, _mm256_broadcast_ss(queries + m * head_dim + at + i), sums[m]);
+            });
+#pragma GCC unroll 3
+        for (int m = 0; m < M; m++) _mm256_storeu_ps(scores + m * TILE + eight, sums[m]);
+    }
+}
+
 template <class T, int M> void score_panels(const T *const *queries, const float *panels, int head_dim, float *scores) {
     score_in_one_chain<T, M>(queries, panels, head_dim, scores);
 }
