@@ -62,7 +62,9 @@ template <class T> void unpack_keys(const T *const *rows, int head_dim, float *p
     int at = 0;
     for (; at + 8 <= head_dim; at += 8)
         for (int eight = 0; eight < LANES; eight += 8)
-            transpose(rows + eight, at, [&](int i, __m256 keys) __attribute__((always_inline)) { _mm256_storeu_ps(panel + (at + i) * PANEL + eight, keys); });
+            transpose(rows + eight, at, [&](int i, __m256 keys) __attribute__((always_inline)) {
+                _mm256_storeu_ps(panel + (at + i) * PANEL + eight, keys);
+            });
     for (; at < head_dim; at++)
         for (int i = 0; i < LANES; i++) panel[at * PANEL + i] = number_of(rows[i][at]);
 }
@@ -179,8 +181,8 @@ BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, 
 #if !defined(__AVX512F__)
 // The same of values where they lie.
 template <class T, int M>
-BATON_INLINE void mix_rows(const float *const *weights, const T *const *keys, size_t offset, int low, int high, Floats (&sums)[M][2],
-                           AheadOfTile &ahead) {
+BATON_INLINE void mix_rows(const float *const *weights, const T *const *keys, size_t offset, int low, int high,
+                           Floats (&sums)[M][2], AheadOfTile &ahead) {
     __m256 sum[M][4];
 #pragma GCC unroll 12
     for (int i = 0; i < 4 * M; i++) sum[i / 4][i % 4] = _mm256_setzero_ps();
@@ -252,8 +254,8 @@ void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratc
             float *scores = s.scores + size_t(query) * TILE;
             if (is_unpacked) return score_panels<T, M>(queries, s.keys, D, scores);
 #if !defined(__AVX512F__)
-            for (int m = 0; m < M; m++) widen(queries[m], D, s.sums + m * D);
-            for (int at = 0; at < tile.count; at += LANES) score_rows<T, M>(s.sums, tile.keys + at, rows.head * D, D, scores + at);
+            for (int m = 0; m < M; m++) widen(queries[m], D, s.queries + m * D);
+            for (int at = 0; at < tile.count; at += LANES) score_rows<T, M>(s.queries, tile.keys + at, rows.head * D, D, scores + at);
 #endif
         });
     float shrink[256];
@@ -287,7 +289,7 @@ void attend_part(Rows<T> rows, int num_heads, int part, Scratch<T> &s, float *mi
             attend_directly(rows, num_heads, start, tile, s, mixed, mixed_size, *stream);
             continue;
         }
-        // All heads' rows lie side by side, and the first head reads of each: what is brought nearer is as far ahead as a tile is long.
+        // All heads' rows lie side by side, and the first head reads of each: what is asked for is a tile ahead.
         const int from = std::max(rows.low(0) - start, 0) / LANES * LANES;
         int chunks = stream ? 2 * stream->chunks_of(start + from, tile.count - from) : 0;
         for (int head = 0; head < num_heads; head++) {

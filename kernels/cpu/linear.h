@@ -162,8 +162,10 @@ void linear_step_by_step(const Linear &linear, const T *x, int num_rows, const O
             _mm256_store_ps(unpacked + i, PanelStep<T, C>::load(step, i % PANEL / 8));
         }
         each_pass(begin, [&](int number, const Pass<T> &pass, auto &own) {
-            const Ahead ahead = {0, reinterpret_cast<const char *>(next + size_t(begin) * PANEL), PANEL * sizeof(C)};
-            multiply_on<T, int(sizeof own / sizeof *own), 1>(pass.x, unpacked, 0, count, own, next && number == 0 ? ahead : Ahead{});
+            constexpr int M = sizeof own / sizeof *own;
+            Ahead ahead;
+            if (next && number == 0) ahead = {0, reinterpret_cast<const char *>(next + size_t(begin) * PANEL), PANEL * sizeof(C)};
+            multiply_on<T, M, 1>(pass.x, unpacked, 0, count, own, ahead);
         });
     }
     each_pass(0, [&](int, const Pass<T> &pass, auto &own) { finish_pass(pass, own); });

@@ -91,7 +91,9 @@ template <class T, class C> struct PanelStep {
 template <class T> struct PanelStep<T, Int8> {
     static int place(int column, int) { return column; }
     static uint8_t code(int8_t number) { return uint8_t(number); }
-    static BATON_INLINE __m256 load(const Int8 *from, int eighth) { return load_eight(reinterpret_cast<const int8_t *>(from) + 8 * eighth); }
+    static BATON_INLINE __m256 load(const Int8 *from, int eighth) {
+        return load_eight(reinterpret_cast<const int8_t *>(from) + 8 * eighth);
+    }
 };
 
 // Pairs of columns that are 8 apart share 4 bytes: a shift makes fp32 of the first one, a mask of the second, where numbers side by
@@ -100,7 +102,8 @@ template <class T> struct PanelStep<T, Bf16> {
     static int place(int column, int) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
     static BATON_INLINE __m256 load(const Bf16 *from, int eighth) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + eighth / 2 * 16));
-        return _mm256_castsi256_ps(eighth % 2 ? _mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000))) : _mm256_slli_epi32(pairs, 16));
+        if (eighth % 2 == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+        return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000))));
     }
 };
 #endif

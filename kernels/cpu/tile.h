@@ -45,7 +45,8 @@ template <class T> struct Attend {
 // One thread's memory.
 template <class T> struct Scratch {
     Unpacked<T> *keys;  // [2 panels]
-    float *sums;      // [num_heads, or queries of a pass, head_dim]
+    float *sums;      // [num_heads, head_dim]
+    float *queries;   // [queries of a pass, head_dim], widened
     Mixable<T> *values;   // [padded / PANEL] panels of TILE positions
     float *scores;        // [queries, TILE]
     Mixable<T> *weights;  // [queries, TILE]; the scores' memory where they are fp32
@@ -56,12 +57,14 @@ template <class T> struct Scratch {
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         return 2 * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
-               (std::max(cache.num_heads, MAX_ROWS) * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 + 8 * 64;
+               ((cache.num_heads + MAX_ROWS) * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 +
+               9 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         keys = take<Unpacked<T>>(memory, 2 * panel_size<T>(cache.head_dim));
-        sums = take<float>(memory, std::max(cache.num_heads, MAX_ROWS) * cache.head_dim);
+        sums = take<float>(memory, cache.num_heads * cache.head_dim);
+        this->queries = take<float>(memory, MAX_ROWS * cache.head_dim);
         values = take<Mixable<T>>(memory, cache.padded() * TILE);
         scores = take<float>(memory, queries * TILE);
         if constexpr (std::is_same_v<Mixable<T>, float>) weights = scores;
@@ -188,7 +191,7 @@ template <class T> struct Rows {
     bool is_direct() const {
         return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && has_chains<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
     }
-    // The same where all that is saved is to store what was unpacked: only where CPUs have no AVX-512.
+    // Whether its tiles are unpacked once for all its queries. Without AVX-512 each pass of a few unpacks them in registers.
     bool is_unpacked() const {
 #if defined(__AVX512F__)
         return true;

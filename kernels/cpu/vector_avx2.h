@@ -45,10 +45,16 @@ BATON_OF_TWO(Bits, uint32_t, all_bits, -, _mm256_sub_epi32)
 BATON_OF_TWO(Bits, uint32_t, all_bits, &, _mm256_and_si256)
 BATON_OF_TWO(Bits, uint32_t, all_bits, |, _mm256_or_si256)
 #undef BATON_OF_TWO
-BATON_INLINE Floats operator-(Floats x) { return {_mm256_xor_ps(x.low, _mm256_set1_ps(-0.0f)), _mm256_xor_ps(x.high, _mm256_set1_ps(-0.0f))}; }
+BATON_INLINE Floats operator-(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_xor_ps(x.low, sign), _mm256_xor_ps(x.high, sign)};
+}
 BATON_INLINE Floats &operator+=(Floats &a, Floats b) { return a = a + b; }
 BATON_INLINE Bits &operator|=(Bits &a, Bits b) { return a = a | b; }
-BATON_INLINE Bits operator~(Bits x) { return {_mm256_xor_si256(x.low, _mm256_set1_epi32(-1)), _mm256_xor_si256(x.high, _mm256_set1_epi32(-1))}; }
+BATON_INLINE Bits operator~(Bits x) {
+    const __m256i ones = _mm256_set1_epi32(-1);
+    return {_mm256_xor_si256(x.low, ones), _mm256_xor_si256(x.high, ones)};
+}
 BATON_INLINE Bits operator<<(Bits x, int by) { return {_mm256_slli_epi32(x.low, by), _mm256_slli_epi32(x.high, by)}; }
 BATON_INLINE Floats as_floats(Bits x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
 
@@ -66,8 +72,9 @@ BATON_INLINE Floats choose(Bits mask, Floats a, Floats b) {
     return {_mm256_blendv_ps(b.low, a.low, which.low), _mm256_blendv_ps(b.high, a.high, which.high)};
 }
 BATON_INLINE bool any_at_most(Floats a, Floats b) {
-    const Bits is = a <= b, any = {_mm256_or_si256(is.low, is.high), {}};
-    return !_mm256_testz_si256(any.low, any.low);
+    const Bits is = a <= b;
+    const __m256i any = _mm256_or_si256(is.low, is.high);
+    return !_mm256_testz_si256(any, any);
 }
 
 BATON_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -87,7 +94,9 @@ BATON_INLINE Floats from_integers(Bits x) { return {_mm256_cvtepi32_ps(x.low), _
 // Eight numbers as they are stored.
 BATON_INLINE __m256 load_eight(const float *from) { return _mm256_loadu_ps(from); }
 template <class T> BATON_INLINE __m256 widened(__m128i halves);
-template <> BATON_INLINE __m256 widened<Bf16>(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
+template <> BATON_INLINE __m256 widened<Bf16>(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 template <> BATON_INLINE __m256 widened<Fp16>(__m128i halves) { return _mm256_cvtph_ps(halves); }
 BATON_INLINE __m256 load_eight(const Bf16 *from) { return widened<Bf16>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
 BATON_INLINE __m256 load_eight(const Fp16 *from) { return widened<Fp16>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))); }
@@ -120,7 +129,9 @@ BATON_INLINE void store(Fp16 *to, Floats x) {
 template <class T> BATON_INLINE Floats rounded(Floats x);
 template <> BATON_INLINE Floats rounded<float>(Floats x) { return x; }
 template <> BATON_INLINE Floats rounded<Bf16>(Floats x) { return as_floats(Bits{to_bf16_bits(x.low), to_bf16_bits(x.high)} << 16); }
-template <> BATON_INLINE Floats rounded<Fp16>(Floats x) { return {_mm256_cvtph_ps(to_fp16_bits(x.low)), _mm256_cvtph_ps(to_fp16_bits(x.high))}; }
+template <> BATON_INLINE Floats rounded<Fp16>(Floats x) {
+    return {widened<Fp16>(to_fp16_bits(x.low)), widened<Fp16>(to_fp16_bits(x.high))};
+}
 
 // Lane 4 i is what `both`, taken of halves again and again, makes of the i-th.
 template <class F> BATON_INLINE Floats reduce_four(Floats a, Floats b, Floats c, Floats d, F &&both) {
@@ -148,8 +159,8 @@ BATON_INLINE Wide operator-(Wide a, Wide b) { return {_mm256_sub_epi64(a.low, b.
 BATON_INLINE Wide operator^(Wide a, Wide b) { return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
 BATON_INLINE Wide operator>>(Wide a, int by) { return {_mm256_srli_epi64(a.low, by), _mm256_srli_epi64(a.high, by)}; }
 BATON_INLINE __m256i product_of_wide(__m256i a, __m256i b) {
-    const __m256i crosswise = _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), b), _mm256_mul_epu32(a, _mm256_srli_epi64(b, 32)));
-    return _mm256_add_epi64(_mm256_mul_epu32(a, b), _mm256_slli_epi64(crosswise, 32));
+    const __m256i first = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b), second = _mm256_mul_epu32(a, _mm256_srli_epi64(b, 32));
+    return _mm256_add_epi64(_mm256_mul_epu32(a, b), _mm256_slli_epi64(_mm256_add_epi64(first, second), 32));
 }
 BATON_INLINE Wide operator*(Wide a, uint64_t b) {
     const Wide x = all_wide(b);

@@ -12,7 +12,9 @@ using Halves = uint16_t __attribute__((vector_size(32)));
 BATON_INLINE Floats all(float x) { return x - Floats{}; }
 BATON_INLINE Floats counting() { return Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-BATON_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+BATON_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
 BATON_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where either is a NaN
 BATON_INLINE Floats at_least(float bound, Floats x) { return (Floats)_mm512_max_ps((__m512)all(bound), (__m512)x); }  // a NaN stays one
 BATON_INLINE Floats at_most(float bound, Floats x) { return (Floats)_mm512_min_ps((__m512)all(bound), (__m512)x); }
