@@ -212,11 +212,13 @@ def test_a_rank_that_hangs_as_it_loads_is_given_up_in_one_sentence_and_a_slow_on
     """A stopped one was waited for without limit."""
     rank = tmp_path / "rank"
     monkeypatch.setattr("node.ranks.sys.executable", str(rank))
-    monkeypatch.setattr("node.ranks.HANGS_S", 1.5)
-    computes = "n=0; while [ $n -lt 9 ]; do sleep 0.3; k=0; while [ $k -lt 999 ]; do k=$((k+1)); done; n=$((n+1)); done"
+    monkeypatch.setattr("node.ranks.HANGS_S", 3.0)
+    computes = (
+        "n=0; while [ $n -lt 12 ]; do sleep 0.3; k=0; while [ $k -lt 999 ]; do k=$((k+1)); done; n=$((n+1)); done"
+    )
     for work, sentence in (
         (computes, ""),
-        ("kill -STOP $$", r"^--tp: rank 1 hangs as it loads: it has computed nothing for 1\.5 s$"),
+        ("kill -STOP $$", r"^--tp: rank 1 hangs as it loads: it has computed nothing for 3 s$"),
     ):
         rank.write_text(f"#!/bin/sh\nread job\n{work}\necho loaded\nread go\nexec sleep 99\n")
         rank.chmod(0o755)
