@@ -198,7 +198,7 @@ template <size_t BYTES, int PANELS> BATON_INLINE void bring_ahead(const char *at
 }
 
 #if !defined(__AVX512F__)
-// Numbers [begin, begin + count) of a row.
+// The first `count` numbers of a row as fp32; `to` begins at a multiple of 32 bytes.
 template <class T> BATON_INLINE void widen(const T *row, int count, float *to) {
     int i = 0;
     for (; i + 8 <= count; i += 8) _mm256_store_ps(to + i, load_eight(row + i));
