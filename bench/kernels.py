@@ -125,7 +125,7 @@ def _measure(config: KernelsConfig) -> tuple[str, list[Figures]]:
     from kernels.choice import choose_kernels
 
     device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
-    kernels = choose_kernels("cpu", dtype, config.device).kernels
+    kernels = choose_kernels("cpu", config.device).kernels
     seconds, limits = timer_of(config.device), Limits(device, dtype)
     with torch.inference_mode():
         found = [

@@ -195,7 +195,7 @@ def load_model(
     config = read_model_config(model_dir)
     check_split(config, split.size)
     dtype = config.resolve_dtype(dtype)
-    kernels, shortfall = _chosen_kernels(kernels_name, TORCH_DTYPES[dtype], device, weight_dtype, split)
+    kernels, shortfall = _chosen_kernels(kernels_name, device, weight_dtype, split)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
         if config.ties_embeddings:
@@ -239,11 +239,9 @@ def _read_layer(reader: WeightReader, config: ModelConfig, prefix: str) -> Layer
     )
 
 
-def _chosen_kernels(
-    name: str, dtype: torch.dtype, device: torch.device, weight_dtype: WeightDtype, split: Split
-) -> Choice:
+def _chosen_kernels(name: str, device: torch.device, weight_dtype: WeightDtype, split: Split) -> Choice:
     try:
-        return choose_kernels(name, dtype, device.type, weight_dtype, num_ranks=split.size)
+        return choose_kernels(name, device.type, weight_dtype, num_ranks=split.size)
     except NoKernels as error:
         raise ModelError(str(error)) from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.batch import Segment, build_batch
-from engine.kv_memory import TORCH_DTYPES, KvMemory
+from engine.kv_memory import KvMemory
 from engine.model import Model
 
 _NUM_TOKENS = 70  # past one attention tile of 64
@@ -24,8 +24,8 @@ def find_inexactness(model: Model) -> str | None:
     the back end knows that it is not.
     """
     name = model.kernels.name
-    if not model.kernels.keeps_row_bits(TORCH_DTYPES[model.dtype]):
-        return f"{name} kernels do not promise it for {model.dtype} on this machine"
+    if not model.kernels.keeps_row_bits:
+        return f"{name} kernels do not promise it on this machine"
     shallow = model.first_layers(1)
     kv = KvMemory(shallow.config, _BLOCK_SIZE, 2 * _BLOCKS_EACH, model.dtype).part(
         model.split, model.ends.embedding.device

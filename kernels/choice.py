@@ -8,13 +8,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
-import torch
-
 from kernels.cpu_build import bits_name, library_path, usable_variants
 from kernels.cpu_kernels import CpuKernels
 from kernels.cpu_library import Library
 from kernels.interface import Kernels
-from kernels.torch_reference import TorchKernels, can_compute
+from kernels.torch_reference import TorchKernels
 
 WeightDtype = Literal["auto", "int8"]  # "auto": the dtype of everything else
 
@@ -32,7 +30,6 @@ class NoKernels(ValueError):
 
 def choose_kernels(
     name: str,
-    dtype: torch.dtype,
     device_type: str = "cpu",
     weight_dtype: WeightDtype = "auto",
     num_ranks: int = 1,
@@ -73,8 +70,6 @@ def choose_kernels(
             except OSError as error:
                 shortfall = f"{path.name} cannot be loaded: {error}"
         shortfall = shortfall or "nothing was compiled for this CPU: `make setup` does it where there is a C++ compiler"
-    if not (is_int8 or can_compute(dtype)):
-        raise NoKernels(f"this CPU does not compute packed {str(dtype).removeprefix('torch.')} linears; use fp32")
     if name != "torch":
         found, reason = _numba_kernels(is_int8)
         if found is not None:

@@ -275,15 +275,12 @@ class CpuKernels(TorchBlockCopies):
         self._is_int8 = is_int8
         self._contest = Contest(1)
         self.name: Final = f"cpu-{variant}{INT8_SUFFIX if is_int8 else ''}"
+        self.keeps_row_bits: Final = True  # by construction
 
     @property
     def num_taken_over(self) -> int:
         """Pieces of work, of this process so far, that were done by another thread than had begun them (kernels/cpu/turns.h)."""
         return int(self._library.call.baton_num_taken_over())
-
-    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        """By construction."""
-        return dtype in DTYPE_CODES
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay [out_features, in_features] out as panels."""

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -177,8 +176,9 @@ class Kernels(BlockCopies, Protocol):
     def name(self) -> str:
         """Part of the model's fingerprint: KV of back ends with different names is never mixed."""
 
-    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        """Whether the law above holds on this machine for this dtype, as far as the back end itself can know."""
+    @property
+    def keeps_row_bits(self) -> bool:
+        """Whether the law above holds on this machine, as far as the back end itself can know."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take [out_features, in_features] and [out_features]; the caller drops its own copies."""

@@ -46,8 +46,28 @@ class PackedLinear:
         return product[:num_rows]
 
 
+class WidenedLinear:
+    """A linear computed in fp32 and rounded once, behind scale and bias: right, and neither small nor fast.
+
+    For weights in 8 bits (kernels/int8_weights.py), and for what oneDNN does not pack: bf16 without AVX-512, fp16 on most CPUs.
+    """
+
+    def __init__(self, linear: Linear, bias: Tensor | None, scales: Tensor | None = None) -> None:
+        """`linear`: in fp32, without a bias."""
+        self._linear = linear
+        self._scales = scales
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply [num_rows, in_features] into [num_rows, out_features]."""
+        product = self._linear(x.float())
+        if self._scales is not None:
+            product.mul_(self._scales)
+        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
+
+
 class PlainLinear:
-    """torch's own product, for a dtype that oneDNN does not pack on this CPU: slow, and nobody vouches for its bits."""
+    """The product of another device's library, or of a torch without oneDNN: by the number of rows, so its bits are no promise."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -56,20 +76,6 @@ class PlainLinear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]."""
         return torch.nn.functional.linear(x, self._weight, self._bias)
-
-
-class Int8Linear:
-    """A weight in 8 bits (kernels/int8_weights.py), computed in fp32: right, and neither small nor fast."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        numbers, self._scales = quantized(weight)
-        self._linear = PackedLinear(numbers.float())
-        self._bias = None if bias is None else bias.float()
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Multiply [num_rows, in_features] into [num_rows, out_features]; rounded once, behind scale and bias."""
-        product = self._linear(x.float()).mul_(self._scales)
-        return (product if self._bias is None else product.add_(self._bias)).to(x.dtype)
 
 
 class GatedLinear:
@@ -107,21 +113,20 @@ class TorchKernels(TorchBlockCopies):
 
     def __init__(self, device_type: str = "cpu", *, is_int8: bool = False) -> None:
         """`is_int8`: whether linears round their weights to 8 bits; on a CPU only."""
-        self._is_on_cpu = device_type == "cpu"
+        is_on_cpu = device_type == "cpu"
         self._is_int8 = is_int8
-        self.name = f"torch-{products_kind() if self._is_on_cpu else device_type}{INT8_SUFFIX if is_int8 else ''}"
-
-    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        """As measured, wherever oneDNN packs; other devices' libraries choose their products by the number of rows."""
-        return self._is_on_cpu and (self._is_int8 or can_pack(dtype))
+        self.keeps_row_bits = is_on_cpu and can_pack(torch.float32)  # as measured
+        self.name = f"torch-{products_kind() if is_on_cpu else device_type}{INT8_SUFFIX if is_int8 else ''}"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack [out_features, in_features] for oneDNN; what this CPU packs not (bf16 without AVX-512, fp16 on most) stays plain."""
+        """Pack [out_features, in_features] for oneDNN, in fp32 where it packs no such dtype."""
+        linear = PackedLinear if self.keeps_row_bits else PlainLinear
         if self._is_int8:
-            return Int8Linear(weight, bias)
-        if not self._is_on_cpu or not can_pack(weight.dtype):
-            return PlainLinear(weight, bias)
-        return PackedLinear(weight, bias)
+            numbers, scales = quantized(weight)
+            return WidenedLinear(linear(numbers.float()), bias, scales)
+        if linear is PlainLinear or can_pack(weight.dtype):
+            return linear(weight, bias)
+        return WidenedLinear(linear(weight.float()), bias)
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack as any linear; the gate is applied behind it."""
@@ -169,8 +174,3 @@ def can_pack(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
-def can_compute(dtype: torch.dtype) -> bool:
-    """Whether this back end runs models of this dtype here: fp16 always, the others where they can be packed."""
-    return dtype is torch.float16 or can_pack(dtype)

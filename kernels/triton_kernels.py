@@ -103,10 +103,7 @@ class TritonKernels:
         self._capture = capture
         place = "interpreter" if capability is None else f"sm{capability[0]}{capability[1]}"
         self.name: Final = f"triton-{place}-{_digest()}"
-
-    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        """By construction."""
-        return dtype in DTYPE_NAMES
+        self.keeps_row_bits: Final = True  # by construction
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep [out_features, in_features] as it is."""

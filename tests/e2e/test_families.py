@@ -76,7 +76,7 @@ def through(cluster: Cluster, prompts: list[tuple[int, ...]]) -> list[list[int]]
 
 
 @pytest.mark.covers("M02")
-def test_fp16_is_served_and_a_node_says_at_start_where_its_bits_do_not_hold(tmp_path: Path) -> None:
+def test_fp16_is_served_by_torch_and_its_bits_hold_whatever_onednn_packs(tmp_path: Path) -> None:
     model_dir = tmp_path / "llama-tiny"
     command = [sys.executable, "-m", "engine.make_model", "--dtype", "fp16", "--out", str(model_dir)]
     subprocess.run(command, check=True, timeout=120)
@@ -87,9 +87,8 @@ def test_fp16_is_served_and_a_node_says_at_start_where_its_bits_do_not_hold(tmp_
         states = [cluster.state(node) for node in cluster.nodes]
         logs = [(cluster.run_dir / f"{node['node_id']}.log").read_text() for node in cluster.nodes]
     assert len(completion) == MAX_TOKENS and len(set(completion)) > 5
-    packs = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    assert [state["bit_exact"] for state in states] == [packs, packs]
-    assert [" not_bit_exact " in log for log in logs] == [not packs, not packs]
+    assert [state["bit_exact"] for state in states] == [True, True]
+    assert not any(" not_bit_exact " in log for log in logs)
 
 
 @pytest.mark.covers("D07", "M01")

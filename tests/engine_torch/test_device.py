@@ -43,9 +43,9 @@ def test_blocks_take_no_more_than_the_smaller_of_both_memories(monkeypatch: pyte
 
 
 def test_torch_on_a_device_has_a_name_of_its_own_and_promises_no_bits() -> None:
-    found = choose_kernels("torch", torch.bfloat16, "cuda")
+    found = choose_kernels("torch", "cuda")
     assert (found.kernels.name, found.shortfall) == ("torch-cuda", "")
-    assert not found.kernels.keeps_row_bits(torch.bfloat16)
+    assert not found.kernels.keeps_row_bits
     assert TorchKernels().name.startswith(f"torch-{torch.__version__}-")
 
 
@@ -59,19 +59,19 @@ def test_a_cuda_device_has_triton_unless_there_is_none_and_then_it_is_said_why(m
     monkeypatch.setitem(sys.modules, "kernels.triton_kernels", offered)
     monkeypatch.setattr(choice, "has_triton", lambda: True)
     for asked in ("cpu", "numba", "triton"):
-        found = choose_kernels(asked, torch.bfloat16, "cuda")
+        found = choose_kernels(asked, "cuda")
         assert (found.kernels.name, found.shortfall) == ("triton-sm90-0", "")
-    assert choose_kernels("torch", torch.bfloat16, "cuda").kernels.name == "torch-cuda"
-    assert choose_kernels("cpu", torch.bfloat16).kernels.name != "triton-sm90-0"
+    assert choose_kernels("torch", "cuda").kernels.name == "torch-cuda"
+    assert choose_kernels("cpu").kernels.name != "triton-sm90-0"
 
     def too_old(device_type: str) -> None:
         raise NoTuning(TOO_OLD)
 
     offered.triton_kernels = too_old  # type: ignore[attr-defined]
-    found = choose_kernels("cpu", torch.bfloat16, "cuda")
+    found = choose_kernels("cpu", "cuda")
     assert (found.kernels.name, found.shortfall) == ("torch-cuda", f"Triton cannot be used: {TOO_OLD}")
     monkeypatch.setattr(choice, "has_triton", lambda: False)
-    found = choose_kernels("triton", torch.bfloat16, "cuda")
+    found = choose_kernels("triton", "cuda")
     assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch-cuda", "Triton is not installed")
 
 

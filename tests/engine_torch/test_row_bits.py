@@ -17,7 +17,6 @@ from engine.model import Model, load_model
 from engine.probe import find_inexactness
 from kernels.choice import has_numba
 from kernels.interface import Kernels
-from kernels.torch_reference import can_pack
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels.back_ends import BACK_ENDS
 
@@ -87,9 +86,6 @@ def alone(model: Model, sequence: int) -> Tensor:
             for k in ("cpu", "torch", *NUMBA_NAME)
             for s in ("group4", "group1", "group7")
             for d in DTYPES
-            if k == "cpu"
-            or d != "bf16"
-            or can_pack(torch.bfloat16)  # others multiply by oneDNN, and refuse what it packs not
         ),
         *((k, "group7", d, "int8") for k in ("cpu", "torch") for d in DTYPES),
     ],
@@ -144,7 +140,7 @@ def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
 @pytest.mark.covers("M06")
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
-    [(each, d) for each in BACK_ENDS for d in (torch.float32, torch.bfloat16) if each.keeps_row_bits(d)],
+    [(each, d) for each in BACK_ENDS for d in (torch.float32, torch.bfloat16, torch.float16)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])

@@ -35,7 +35,6 @@ from engine.sequence import SequenceSpec
 from engine.split import Split, check_split
 from kernels.choice import WeightDtype
 from kernels.interface import AttentionBatch, Kernels
-from kernels.torch_reference import can_pack
 from tests.engine_torch.conftest import TINY
 from tests.engine_torch.rank_threads import RankThreads, rank_threads
 from tests.engine_torch.test_row_bits import Scenario, scenarios, tokens
@@ -80,7 +79,6 @@ CASES: list[tuple[str, str, str, int, WeightDtype]] = [
         for kernels in ("cpu", "torch")
         for shape, size in (("plain", 2), ("biases", 2), ("odd", 4))
         for dtype in ("fp32", "bf16")
-        if kernels == "cpu" or dtype == "fp32" or can_pack(torch.bfloat16)  # what oneDNN does not pack is refused
     ),
     *(("cpu", shape, "bf16", 2, "auto") for shape in ("qwen2", "qwen3", "mistral")),
     ("torch", "qwen3", "fp32", 2, "auto"),

@@ -19,7 +19,6 @@ from engine.probe import find_inexactness
 from engine.runner import TorchRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
-from kernels.torch_reference import can_pack
 from tests.engine_torch.conftest import ModelDirs
 from tests.kernels.back_ends import IS_INTERPRETED, TRITON
 
@@ -37,8 +36,7 @@ pytestmark = [
 def test_logits_are_those_of_the_reference(model_dirs: ModelDirs, dtype: str) -> None:
     name = "group1" if dtype == "fp32" else "group7"
     triton = load_model(model_dirs(name, dtype), "auto", "triton", DEVICE)
-    others = "torch" if dtype == "fp32" or can_pack(torch.bfloat16) else "cpu"
-    reference = load_model(model_dirs(name, dtype), "auto", others)
+    reference = load_model(model_dirs(name, dtype), "auto", "torch")
     assert triton.kernels.name.startswith("triton-")
     assert triton.shortfall == ""
     tokens = list(range(40, 60))

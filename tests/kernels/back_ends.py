@@ -21,16 +21,16 @@ from tests.kernels.on_device import OnDevice
 REFERENCE: Final = TorchKernels()
 _LIBRARIES: Final = tuple((Library(build(variant)), bits_name(variant)) for variant in usable_variants())
 COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library) for library in _LIBRARIES)
-NUMBA: Final[tuple[Kernels, ...]] = (choose_kernels("numba", torch.float32).kernels,) if has_numba() else ()
+NUMBA: Final[tuple[Kernels, ...]] = (choose_kernels("numba").kernels,) if has_numba() else ()
 IS_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _triton() -> tuple[Kernels, ...]:
     if IS_INTERPRETED:
-        return (choose_kernels("triton", torch.float32).kernels,)
+        return (choose_kernels("triton").kernels,)
     if not torch.cuda.is_available():
         return ()
-    return (OnDevice(choose_kernels("triton", torch.float32, "cuda").kernels, torch.device("cuda")),)
+    return (OnDevice(choose_kernels("triton", "cuda").kernels, torch.device("cuda")),)
 
 
 TRITON: Final = _triton()

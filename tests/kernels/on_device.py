@@ -28,7 +28,7 @@ class OnDevice:
 
     def __init__(self, kernels: Kernels, device: torch.device) -> None:
         self._kernels, self._device = kernels, device
-        self.name = kernels.name
+        self.name, self.keeps_row_bits = kernels.name, kernels.keeps_row_bits
 
     def _there(self, x: Tensor | None) -> Tensor:
         assert x is not None
@@ -36,9 +36,6 @@ class OnDevice:
 
     def _maybe(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self._there(x)
-
-    def keeps_row_bits(self, dtype: torch.dtype) -> bool:
-        return self._kernels.keeps_row_bits(dtype)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return _Linear(self._kernels.pack_linear(self._there(weight), self._maybe(bias)), self._device)

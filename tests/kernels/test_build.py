@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels import choice, cpu_build
 from kernels.choice import choose_kernels
@@ -41,12 +40,12 @@ def test_cpus_on_which_a_library_may_choose_unlike_products_have_unlike_kinds() 
 
 @pytest.mark.covers("M04")
 def test_the_best_variant_that_was_built_computes() -> None:
-    found = choose_kernels("cpu", torch.float32)
+    found = choose_kernels("cpu")
     assert (found.kernels.name, found.shortfall) == (COMPILED[0].name, "")
     assert library_path(usable_variants()[0]).stem.startswith(found.kernels.name.replace("cpu", "baton", 1)), (
         "its sources are told"
     )
-    assert choose_kernels("torch", torch.float32).kernels.name == REFERENCE.name
+    assert choose_kernels("torch").kernels.name == REFERENCE.name
 
 
 def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,20 +53,20 @@ def test_a_variant_that_was_not_built_gives_way_to_the_next(monkeypatch: pytest.
     if not others:
         pytest.skip("this CPU runs one variant only")
     monkeypatch.setattr(choice, "library_path", lambda each: tmp_path / "none" if each == best else library_path(each))
-    assert choose_kernels("cpu", torch.float32).kernels.name == f"cpu-{bits_name(others[0])}"
+    assert choose_kernels("cpu").kernels.name == f"cpu-{bits_name(others[0])}"
 
 
 @pytest.mark.covers("M04")
 def test_without_a_library_torch_computes_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
-    found = choose_kernels("cpu", torch.float32)
+    found = choose_kernels("cpu")
     assert found.kernels.name.startswith("torch-")
     assert "make setup" in found.shortfall
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(choice, "library_path", lambda _: broken)
-    found = choose_kernels("cpu", torch.float32)
+    found = choose_kernels("cpu")
     assert found.kernels.name.startswith("torch-")
     assert "broken.so cannot be loaded" in found.shortfall
 

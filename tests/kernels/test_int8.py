@@ -101,13 +101,13 @@ def test_its_kv_is_no_other_back_end_s() -> None:
     """The name is in the fingerprint."""
     names = [kernels.name for kernels in (*BACK_ENDS, *INT8_BACK_ENDS)]
     assert len(set(names)) == len(names)
-    assert choose_kernels("cpu", torch.bfloat16, weight_dtype="int8").kernels.name == INT8_COMPILED[0].name
-    assert choose_kernels("torch", torch.bfloat16, weight_dtype="int8").kernels.name == INT8_REFERENCE.name
+    assert choose_kernels("cpu", weight_dtype="int8").kernels.name == INT8_COMPILED[0].name
+    assert choose_kernels("torch", weight_dtype="int8").kernels.name == INT8_REFERENCE.name
 
 
 def test_another_device_refuses_it_in_one_sentence() -> None:
     with pytest.raises(NoKernels, match="--weight-dtype int8: only a CPU computes with it"):
-        choose_kernels("cpu", torch.bfloat16, "cuda", "int8")
+        choose_kernels("cpu", "cuda", "int8")
 
 
 def test_weights_lie_one_behind_the_other_from_a_huge_page_on() -> None:

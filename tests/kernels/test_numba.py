@@ -72,18 +72,18 @@ def test_numbers_that_are_none_break_their_own_row_and_no_other(dtype: torch.dty
 def test_it_is_what_computes_where_nothing_was_compiled_and_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert choose_kernels("numba", torch.float32).shortfall == ""
+    assert choose_kernels("numba").shortfall == ""
     monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
-    found = choose_kernels("cpu", torch.float32)
+    found = choose_kernels("cpu")
     assert found.kernels.name == NUMBA[0].name
     assert found.kernels.name.startswith("numba-")
     assert "C++ compiler" in found.shortfall
     monkeypatch.setitem(sys.modules, "kernels.numba_kernels", None)
-    broken = choose_kernels("cpu", torch.float32)
+    broken = choose_kernels("cpu")
     assert broken.kernels.name == REFERENCE.name
     assert "C++ compiler; numba cannot be used: " in broken.shortfall
     monkeypatch.setattr(choice, "has_numba", lambda: False)
-    found = choose_kernels("numba", torch.float32)
+    found = choose_kernels("numba")
     assert (found.kernels.name, found.shortfall.partition(" (")[0]) == (REFERENCE.name, "numba is not installed")
 
 
