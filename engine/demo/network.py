@@ -13,7 +13,10 @@ from torch.nn import functional
 
 from engine.demo import circuit
 from engine.model_sizes import ModelSize
+from kernels.torch_reference import can_pack
 
+# Without AVX-512, torch multiplies bf16 number by number, many times as slowly as fp32.
+TRAINED_IN: Final = torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
 NORM_EPSILON: Final = 1e-6
 _INIT_STD: Final = 0.02
 _LONGEST_SHORT_ROW: Final = 512  # tokens
@@ -106,13 +109,13 @@ class _Body(nn.Module):
 
 
 class Network(nn.Module):
-    """In bf16; `state_dict()` has the names of a Qwen2 checkpoint with tied embeddings."""
+    """In TRAINED_IN; `state_dict()` has the names of a Qwen2 checkpoint with tied embeddings."""
 
     def __init__(self, size: ModelSize) -> None:
         """Random weights from torch's generator; the two linears that write into the residual stream start smaller, by depth."""
         super().__init__()
         self.size = size
-        self.model = _Body(size).to(torch.bfloat16)
+        self.model = _Body(size).to(TRAINED_IN)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 is_writer = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -139,7 +142,7 @@ class Network(nn.Module):
 def _turns(num_positions: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, (positions, head_dim); RoPE (Su et al. 2021) as Llama's files mean it."""
     angles = torch.outer(torch.arange(num_positions), circuit.frequencies(head_dim, theta)).repeat(1, 2)
-    return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    return angles.cos().to(TRAINED_IN), angles.sin().to(TRAINED_IN)
 
 
 def _rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:

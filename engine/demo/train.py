@@ -114,7 +114,7 @@ class Plan:
 
 
 class Trainer:
-    """A network in bf16 and its weights in fp32, which AdamW moves."""
+    """A network in bf16, where the CPU computes with it, and its weights in fp32, which AdamW moves."""
 
     def __init__(self, network: Network, num_steps: int) -> None:
         self._network = network
@@ -213,7 +213,7 @@ def write_directory(network: Network, tokenizer: Tokenizer, out: Path) -> None:
     sampling = {"do_sample": True, "temperature": _TEMPERATURE}
     write_json(out / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": end_ids} | sampling)
     write_tokenizer_files(tokenizer, network.size.max_position_embeddings, out)
-    weights = {name: weight.detach().contiguous() for name, weight in network.state_dict().items()}
+    weights = {name: weight.detach().bfloat16().contiguous() for name, weight in network.state_dict().items()}
     (out / SINGLE_FILE).write_bytes(save(weights, metadata={"format": "pt"}))
 
 

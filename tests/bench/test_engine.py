@@ -23,22 +23,17 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    sizes = ("--batches", "1,3", "--contexts", "20", "--chunks", "16:0,300:5", "--rounds", "2")
+    sizes = ("--batches", "3", "--contexts", "20", "--chunks", "300:5", "--rounds", "1")
     result = run("--model", str(tiny_model), "--kernels", KERNELS, *sizes, "--output", str(path))
     assert result.returncode == 0, result.stderr
     written = json.loads(path.read_text())
     cases = written["cases"]
-    assert [case["case"] for case in cases] == [
-        "decode 1 x 20",
-        "decode 3 x 20",
-        "chunk of 16 behind 0",
-        "chunk of 300 behind 5",
-    ]
+    assert [case["case"] for case in cases] == ["decode 3 x 20", "chunk of 300 behind 5"]
     assert all(case["best_ratio"] <= case["ratio"] and case["step_s"] > 0 for case in cases)
     assert all({"head", "sampler", "rest"} <= case["parts_s"].keys() for case in cases)
     assert written["kernels"].startswith(KERNELS)
     assert written["machine"]["cores"] >= 1
-    assert "8 of 8 rounds done" in result.stdout
+    assert "2 of 2 rounds done" in result.stdout
     assert all(case["case"] in result.stdout for case in cases)
 
 
