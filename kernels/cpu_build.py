@@ -129,18 +129,25 @@ def build(variant: Variant) -> Path:
 
 def main() -> int:
     """Build everything; a machine that cannot still has a working Baton, so that is no failure."""
-    try:
-        missing = [each for each in variants() if not library_path(each).exists()]
-        if missing and any(map(shutil.which, COMPILERS)):
-            sys.stdout.write(f"kernels: compiling for {len(missing)} kinds of CPU, seconds each\n")
-            sys.stdout.flush()
-        for variant in variants():
+    missing = [each for each in variants() if not library_path(each).exists()]
+    if missing and any(map(shutil.which, COMPILERS)):
+        sys.stdout.write(f"kernels: compiling for {len(missing)} kinds of CPU, seconds each\n")
+        sys.stdout.flush()
+    failures: dict[str, None] = {}  # each once: a compiler that is missing is so for all
+    for variant in variants():  # one that fails leaves the others
+        try:
             build(variant)
-    except (BuildError, OSError, subprocess.TimeoutExpired) as error:
-        sys.stdout.write(f"kernels: {error}; nodes here will compute on numba or torch, several times slower\n")
-        return 0
-    names = ", ".join(variant.name for variant in usable_variants()) or "none that this CPU runs"
-    sys.stdout.write(f"kernels: built for {names}\n")
+        except (BuildError, OSError, subprocess.TimeoutExpired) as error:
+            failures[str(error)] = None
+    for failure in failures:
+        sys.stdout.write(f"kernels: {failure}\n")
+    built = [each.name for each in usable_variants() if library_path(each).exists()]
+    if built:
+        sys.stdout.write(f"kernels: built for {', '.join(built)}\n")
+    else:
+        sys.stdout.write(
+            "kernels: none that this CPU runs; nodes here will compute on numba or torch, several times slower\n"
+        )
     return 0
 
 

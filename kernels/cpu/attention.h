@@ -10,8 +10,8 @@
 //     row       parts one after the other, merged in the same way
 //
 // Nothing of it depends on other rows, so that a decode row (its parts shared out over threads) and the same row inside a
-// chunk (many rows at a tile that was unpacked once) have the same bits. Positions that a row does not see are never
-// multiplied: what lies there may be anything.
+// chunk (many rows at a tile that was unpacked once) have the same bits. What lies at positions that a row does not see may be
+// anything: their values are never multiplied, and what their keys gave is replaced.
 #pragma once
 
 #include <algorithm>
@@ -53,22 +53,7 @@ BATON_INLINE void transpose(const void *const *rows, size_t offset, char *to, si
         _mm512_storeu_si512(to + (i + 12) * stride, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
     }
 }
-#endif
 
-#if !defined(__AVX512F__)
-// Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
-template <class T> void unpack_keys(const T *const *rows, int head_dim, float *panel, int column) {
-    panel += column;
-    int at = 0;
-    for (; at + 8 <= head_dim; at += 8)
-        for (int eight = 0; eight < LANES; eight += 8)
-            transpose(rows + eight, at, [&](int i, __m256 keys) __attribute__((always_inline)) {
-                _mm256_storeu_ps(panel + (at + i) * PANEL + eight, keys);
-            });
-    for (; at < head_dim; at++)
-        for (int i = 0; i < LANES; i++) panel[at * PANEL + i] = number_of(rows[i][at]);
-}
-#else
 // Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
 template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel, int column) {
     constexpr int W = Step<T>::WIDTH;
@@ -81,6 +66,19 @@ template <class T> void unpack_keys(const T *const *rows, int head_dim, T *panel
     for (; step < steps; step++)
         for (int i = 0; i < LANES; i++)
             for (int w = 0; w < W; w++) panel[(size_t(step) * PANEL + column + i) * W + w] = rows[i][step * W + w];
+}
+#else
+// Lay 16 rows of head_dim out as columns column .. column + 15 of a panel.
+template <class T> void unpack_keys(const T *const *rows, int head_dim, float *panel, int column) {
+    panel += column;
+    int at = 0;
+    for (; at + 8 <= head_dim; at += 8)
+        for (int eight = 0; eight < LANES; eight += 8)
+            transpose(rows + eight, at, [&](int i, __m256 keys) __attribute__((always_inline)) {
+                _mm256_storeu_ps(panel + (at + i) * PANEL + eight, keys);
+            });
+    for (; at < head_dim; at++)
+        for (int i = 0; i < LANES; i++) panel[at * PANEL + i] = number_of(rows[i][at]);
 }
 #endif
 
@@ -119,14 +117,14 @@ struct AheadOfTile {
     }
 };
 
-// Bring one KV head's tile into the form that products take; positions that it lacks are zero. ahead: what to bring
-// nearer meanwhile.
+// Bring one KV head's tile into the form that products take; keys that it lacks are zero. ahead: what to bring nearer meanwhile.
 template <class T>
 void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T> &s, AheadOfTile &ahead) {
     constexpr int W = Step<Mixable<T>>::WIDTH;
     const int D = cache.head_dim;
     static const T nothing[1024] = {};
     const T *rows[LANES], *values[LANES];
+    const int chunks = ceil_div(ahead.count, std::max(tile.count, 1));  // a position
     for (int begin = 0; begin < TILE; begin += LANES) {
         for (int i = 0; i < LANES; i++) {
             const bool is_there = begin + i < tile.count;
@@ -135,7 +133,7 @@ void load_tile(const Cache &cache, const TileRows<T> &tile, int head, Scratch<T>
         }
         for (int i = 0; i < LANES && begin + i < tile.count; i += W) {
             unpack_values(values + i, D, s.values + size_t(begin + i) * PANEL);
-            for (int w = 0; w < W; w++) ahead.bring_next();
+            for (int n = 0; n < W * chunks; n++) ahead.bring_next();
         }
         unpack_keys(rows, D, s.keys + (begin / PANEL) * panel_size<T>(D), begin % PANEL);
     }

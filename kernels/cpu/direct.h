@@ -1,4 +1,5 @@
-// A tile for one row, as in decode: keys and values are read where they lie, in the order of addresses, all KV heads together.
+// A tile for one row, as in decode, with AVX-512: keys and values are read where they lie, in the order of addresses, all KV heads
+// together.
 #pragma once
 
 #include "tile.h"

@@ -90,8 +90,8 @@ template <class T, int PANELS, class C, int M = max_rows(PANELS)> void linear_ro
 }
 
 // One panel behind the other is what hardware prefetchers like best: a pass of few rows over them reads as fast as anything does,
-// while two panels side by side, or prefetches that are not needed, take a fifth off that. From BUSY rows on (half as many where
-// weights have 8 bits) a pass is too busy to look far enough ahead by itself.
+// while two panels side by side, or prefetches that are not needed, take a fifth off that. From BUSY rows on (fewer where weights
+// take fewer bytes than rows' numbers) a pass is too busy to look far enough ahead by itself.
 #if defined(__AVX512F__)
 constexpr int BUSY = 5;
 #else
@@ -172,7 +172,7 @@ void linear_step_by_step(const Linear &linear, const T *x, int num_rows, const O
 }
 #endif
 
-// Panels first .. last, one or two.
+// Panels first .. last: one, or two where MAX_PANELS is.
 template <class T, class C>
 void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T> &output, const Cut &cut, int first, int last,
                   Hold &hold) {
@@ -208,6 +208,7 @@ void linear_piece(const Linear &linear, const T *x, int num_rows, const Output<T
 // A thread's part in rows times the weight, which all threads take: whole panels, so that each weight is read by one thread.
 template <class T, class C>
 void linear_phase_of(Worker &worker, const Linear &linear, const T *x, int num_rows, const Output<T> &output) {
+    if (num_rows == 0) return;
     const Cut cut = cut_of<T, C>(num_rows);
     worker.phase(num_panels(linear), cut.panels, cut.passes == 1, [&](int64_t first, int64_t last, Hold &hold) {
         linear_piece<T, C>(linear, x, num_rows, output, cut, int(first), int(last), hold);

@@ -1,4 +1,4 @@
-// Rows times packed columns: the one inner loop that linears and attention share, and with it one order of summation.
+// Rows times packed columns: the inner loop that linears and attention share, and with it one order of summation.
 //
 // A matrix is packed into panels of PANEL columns, `step` after `step` of the summed dimension (two numbers a step where
 // the CPU has a dot product of bf16 pairs, one elsewhere):
@@ -170,20 +170,6 @@ template <int M, int VECTORS> BATON_INLINE void clear(Floats (&sums)[M][VECTORS]
         for (int v = 0; v < VECTORS; v++) sums[m][v] = Floats{};
 }
 
-// Add one step to the sums. `at`: the step's columns in the first panel; `offset`: where the step is in a row.
-template <class T, class C, int M, int VECTORS>
-BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C *at, size_t panel, Floats (&sums)[M][VECTORS]) {
-    Floats column[VECTORS];
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; v += 2) PanelStep<T, C>::load_both(at + (v / 2) * panel, column[v], column[v + 1]);
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-        Floats spread = Step<T>::spread(row[m] + offset);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = Step<T>::add(sums[m][v], column[v], spread);
-    }
-}
-
 // Bring nearer what is `ahead` of some steps.
 template <size_t BYTES, int PANELS> BATON_INLINE void bring_ahead(const char *at, size_t panel_bytes, int steps, Ahead &ahead) {
     if (ahead.distance) {
@@ -247,6 +233,20 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
     }
 }
 #else
+// Add one step to the sums. `at`: the step's columns in the first panel; `offset`: where the step is in a row.
+template <class T, class C, int M, int VECTORS>
+BATON_INLINE void multiply_step(const T *const (&row)[M], size_t offset, const C *at, size_t panel, Floats (&sums)[M][VECTORS]) {
+    Floats column[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v += 2) PanelStep<T, C>::load_both(at + (v / 2) * panel, column[v], column[v + 1]);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+        Floats spread = Step<T>::spread(row[m] + offset);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = Step<T>::add(sums[m][v], column[v], spread);
+    }
+}
+
 // Add to sums[m][v] row m times 16 columns of PANELS adjacent panels.
 template <class T, int M, int PANELS, class C>
 BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t panel, int steps, Floats (&sums)[M][2 * PANELS],

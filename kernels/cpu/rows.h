@@ -35,5 +35,4 @@ template <class T> void rotate_head(const T *x, const float *cos, const float *s
     }
 }
 
-
 }  // namespace baton

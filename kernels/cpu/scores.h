@@ -12,7 +12,7 @@
 
 namespace baton {
 
-constexpr int MAX_DIRECT = 4;  // queries of one pass over keys and values where they lie
+constexpr int MAX_DIRECT = 4;  // queries of one pass over keys and values where they lie (direct.h)
 
 #if defined(__AVX512F__)
 constexpr bool HAS_QUARTERS = true;
@@ -73,7 +73,7 @@ template <class T, class F> BATON_INLINE void transpose(const T *const *rows, in
     }
 }
 
-// The same of 16 rows of keys where they lie: scores[m][i], in one chain each.
+// Scores of 16 rows of keys where they lie: scores[m][i] of query m, in one chain each. queries: [M, head_dim], widened.
 template <class T, int M> void score_rows(const float *queries, const T *const *keys, size_t offset, int head_dim, float *scores) {
     const T *rows[LANES];
     for (int i = 0; i < LANES; i++) rows[i] = keys[i] + offset;

@@ -1,4 +1,4 @@
-// What the two ways through a tile share: whose rows and positions it has, a thread's memory, scores becoming weights.
+// What the ways through a tile share (unpacked, or keys and values where they lie: in registers, or, direct.h, for one row): whose rows and positions it has, a thread's memory, scores becoming weights.
 #pragma once
 
 #include <cmath>

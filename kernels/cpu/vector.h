@@ -1,7 +1,7 @@
 // Sixteen fp32 numbers at a time: loads, rounding, exp, sums in a fixed order.
 //
-// All else is written with these, so that every variant of the library (see cpu_build.py) comes from the same lines; intrinsics
-// stand elsewhere only where they cannot say it. Nothing here depends on how many numbers a caller has: a lane's result is the
+// All else is written with these, so that variants of the library (see cpu_build.py) share most lines; intrinsics stand elsewhere
+// only where they cannot say it, and whole inner loops where 16 registers of 8 numbers want another one than 32 of 16. Nothing here depends on how many numbers a caller has: a lane's result is the
 // same in a full vector and in the tail of a row.
 #pragma once
 

@@ -26,10 +26,12 @@ class Buffer {
     // At least so many bytes; what was in them may be gone.
     char *at_least(size_t bytes) {
         if (bytes > size_) {
+            const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
             std::free(memory_);
-            size_ = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-            memory_ = static_cast<char *>(std::aligned_alloc(4096, size_));
+            size_ = 0;
+            memory_ = static_cast<char *>(std::aligned_alloc(4096, size));
             if (!memory_) throw std::bad_alloc();
+            size_ = size;
         }
         return memory_;
     }

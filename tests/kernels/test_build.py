@@ -90,7 +90,26 @@ def test_building_says_in_one_sentence_what_is_missing(
         build(X86_VARIANTS[0])
     if cpu_build.variants():
         assert cpu_build.main() == 0
-        assert capsys.readouterr().out.count("\n") == 1
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 2 and "no C++ compiler" in said[0] and "numba or torch" in said[1]
+
+
+def test_a_variant_that_does_not_compile_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "library.cpp").write_text("int one;")
+    best, usable = X86_VARIANTS[0]._replace(flags=("-march=no-such-cpu",)), X86_VARIANTS[-1]
+    monkeypatch.setattr(cpu_build, "SOURCE_DIR", tmp_path / "sources")
+    monkeypatch.setattr(cpu_build, "BUILD_DIR", tmp_path / "built")
+    monkeypatch.setattr(cpu_build, "variants", lambda: (best, usable))
+    monkeypatch.setattr(cpu_build, "usable_variants", lambda: (best, usable))
+    assert cpu_build.main() == 0
+    assert [path.name for path in (tmp_path / "built").iterdir()] == [library_path(usable).name]
+    said = capsys.readouterr().out
+    assert f"does not compile the {best.name} kernels: " in said and said.endswith(
+        f"kernels: built for {usable.name}\n"
+    )
 
 
 def test_code_that_does_not_compile_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
