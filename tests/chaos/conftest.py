@@ -23,6 +23,8 @@ __all__ = ["made_model", "tiny_model"]
 NAMES: Final = ("router", "router-1", "prefill-0", "prefill-1", "decode-0", "decode-1")
 CHUNK_TOKENS: Final = 16  # a long prompt takes as many steps as a fault needs to hit it
 SIZES: Final = ("--block-size", "8", "--max-num-seqs", "16", "--max-num-batched-tokens", str(CHUNK_TOKENS))
+# Twice the default: what a last node has to finish takes 8 s, and a busy machine's time.
+PATIENT: Final = ("--drain-timeout-s", "50")
 
 
 class Broken:
@@ -87,7 +89,11 @@ class Broken:
 
 @contextmanager
 def started_town(
-    model: Path, folder: Path, names: Sequence[str], of_routers: Sequence[str] = (), of_nodes: Sequence[str] = SIZES
+    model: Path,
+    folder: Path,
+    names: Sequence[str],
+    of_routers: Sequence[str] = (),
+    of_nodes: Sequence[str] = (*SIZES, *PATIENT),
 ) -> Iterator[Broken]:
     """A cluster of these processes, each a host of its own where that can be."""
     with ExitStack() as stack:
