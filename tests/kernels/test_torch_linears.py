@@ -23,6 +23,7 @@ def test_what_onednn_does_not_pack_is_computed_in_fp32_and_rounded_once(
         whole = linear(x)
         assert whole.dtype is dtype
         assert_close(whole, (x.double() @ weight.double().T + added.double()).to(dtype))
+        assert torch.equal(whole, (kernels.pack_linear(weight.float())(x.float()) + added.float()).to(dtype))
         assert all(torch.equal(linear(x[row : row + 1])[0], whole[row]) for row in range(len(x)))
 
 
