@@ -164,13 +164,6 @@ def test_the_layers_in_one_call_have_the_bits_of_one_by_one_and_the_values_of_th
     assert torch.equal(fused.kv.nan_to_num(), plain.kv.nan_to_num())
 
 
-@pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
-def test_no_rows_times_a_weight_are_no_rows(kernels: CpuKernels) -> None:
-    linear = kernels.pack_linear(torch.ones(70, 32))
-    assert linear(torch.empty(0, 32)).shape == (0, 70)
-    assert torch.equal(linear(torch.ones(2, 32)), torch.full((2, 70), 32.0))
-
-
 @pytest.mark.covers("M06")
 @pytest.mark.parametrize("kernels", COMPILED, ids=lambda kernels: kernels.name)
 @settings(max_examples=30, deadline=None)
