@@ -11,7 +11,6 @@ Messages are numbers.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -36,6 +35,7 @@ from runtime.session_events import (
     StreamEnded,
     Superseded,
 )
+from tests.copied import Copier
 from tests.session.real_ends import NODE_NAME, ROUTER, TIMING, Ends, Node, Router, feed, fire_due, new_node, strike_lost
 
 ENDED: Final = b"ENDED"  # behind the last frame of a stream that was closed
@@ -86,6 +86,8 @@ class Cluster:
 
     def __init__(self, budget: Budget) -> None:
         self.ends = Ends()
+        self._copier = Copier()
+        self._refusals: dict[tuple[int, bytes], Fate | None] = {}  # by a node's number and a Hello
         self._budget = budget
 
     def start(self) -> World:
@@ -243,9 +245,9 @@ class Cluster:
             return _tidy(_with(w, i, s._replace(listener="closed", is_down_alive=False, up=())))
         hello = pb.Frame.FromString(data).hello
         assert w.node is not None
-        found = copy.deepcopy(self.ends.node(w.node).book).admit(hello)
-        if not isinstance(found, Admitted):
-            down = (found.fate.name.encode(),) if s.is_down_alive else ()
+        refusal = self._refusal(w.node, data)
+        if refusal is not None:
+            down = (refusal.name.encode(),) if s.is_down_alive else ()
             return _tidy(_with(w, i, s._replace(listener="closed", down=down)))
 
         def act(side: Router | Node) -> list[tuple[int, Output]]:
@@ -259,6 +261,14 @@ class Cluster:
             return out + feed(admission.session, Called(number, hello), side.now)
 
         return self._node_does(_with(w, i, s._replace(listener="attached")), (data, number), act)
+
+    def _refusal(self, node: int, hello: bytes) -> Fate | None:
+        """What a node in this state says to a Hello that it does not admit."""
+        if (node, hello) not in self._refusals:
+            book = self._copier.copied(self.ends.node(node).book)
+            found = book.admit(pb.Frame.FromString(hello).hello)
+            self._refusals[node, hello] = None if isinstance(found, Admitted) else found.fate
+        return self._refusals[node, hello]
 
     def _node_hears(self, w: World, what: Hashable, session_id: int, heard: Input) -> World:
         def act(side: Router | Node) -> list[tuple[int, Output]]:
