@@ -69,6 +69,8 @@ class Copier:
     def _find(self, kind: type) -> _How:
         if issubclass(kind, (enum.Enum, type)):
             return self._share
+        if issubclass(kind, tuple) and hasattr(kind, "_make") and not hasattr(kind, "__deepcopy__"):
+            return self._named_tuple
         is_ours = not hasattr(kind, "__deepcopy__") and not hasattr(kind, "__getnewargs__")
         if not is_ours or kind.__reduce_ex__ is not _PLAIN or kind.__reduce__ is not object.__reduce__:
             return _deepcopy
@@ -138,10 +140,17 @@ class Copier:
         return made
 
     def _tuple(self, thing: tuple[Any, ...], memo: _Memo) -> Any:
-        made = tuple([self._any(each, memo) for each in thing])
+        made = [self._any(each, memo) for each in thing]
         if all(old is new for old, new in zip(thing, made, strict=True)):
             return self._share(thing, memo)
-        return memo.setdefault(id(thing), made)
+        return memo.setdefault(id(thing), tuple(made))
+
+    def _named_tuple(self, thing: Any, memo: _Memo) -> Any:
+        made = self._tuple(thing, memo)
+        if made is thing:
+            return thing
+        named = memo[id(thing)] = type(thing)._make(made)
+        return named
 
     def _frozenset(self, thing: frozenset[Any], memo: _Memo) -> Any:
         made = frozenset([self._any(each, memo) for each in thing])

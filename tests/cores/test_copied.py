@@ -7,7 +7,7 @@ import random
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import given
@@ -31,6 +31,11 @@ class Changing:
     second: Any = field(default_factory=list)
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 class Plain:
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -45,7 +50,12 @@ fixed = st.recursive(
     st.one_of(
         st.integers(), st.text(max_size=2), st.none(), st.sampled_from(BlockState), st.just(AttemptKey("r", 0, 1))
     ),
-    lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=2), st.builds(Fixed, inner, inner)),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner),
+        st.frozensets(inner, max_size=2),
+        st.builds(Fixed, inner, inner),
+        st.builds(Pair, inner, inner),
+    ),
     max_leaves=4,
 )
 things = st.recursive(
@@ -59,6 +69,7 @@ things = st.recursive(
         st.dictionaries(fixed, st.integers(), max_size=2).map(Counter),
         st.tuples(inner, inner),
         st.builds(Fixed, inner, inner),
+        st.builds(Pair, inner, inner),
         st.builds(Changing, inner),
         st.builds(Plain, inner),
         st.just(pb.PeerId(name="n")),
