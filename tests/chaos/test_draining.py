@@ -59,7 +59,7 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     fleet = town.fleet
     bodies, since = long_requests(fresh_seed), len(fleet.log_text("router"))
     moved, retries = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
-    with fleet.slow_steps(0.01):
+    with fleet.slow_steps(0.02):
         asked = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-0"), "there is nothing to move"
@@ -71,7 +71,7 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     is_computed_once = prefilled(town, "prefill-0", "prefill-1", "decode-1") == computed
     assert is_computed_once or was_starved(town, since), "something was computed again"
 
-    with fleet.slow_steps(0.01):
+    with fleet.slow_steps(0.02):
         more = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-1"), "there is nothing to wait for"
@@ -90,8 +90,8 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         fleet = town.fleet
         bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
         for body in bodies:  # seconds of work, and room for all of it on either node
-            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 800, "n": 1}
-        with fleet.slow_steps(0.01):
+            body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 400, "n": 1}
+        with fleet.slow_steps(0.02):
             asked = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-0"), "there is nothing to move"
@@ -103,7 +103,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
         assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
         town.told(asked)
-        with fleet.slow_steps(0.01):
+        with fleet.slow_steps(0.02):
             more = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-1"), "there is nothing to wait for"

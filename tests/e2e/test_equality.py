@@ -1,4 +1,4 @@
-"""The same 512 tokens, whoever computes them: one engine alone in this process, one node of each role, two of each.
+"""The same 512 tokens, whoever computes them: one engine alone in this process, nodes of both roles over each transport.
 
 Prompts and seeds are drawn afresh in each run and printed. A mismatch is a bug to find, never a tolerance.
 """
@@ -10,15 +10,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
+import httpx
 import pytest
 
 from connector.nixl_agent import is_installed
 from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
-from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import block_bytes, engine_alone
+from tests.e2e.role_by_role import started_role_by_role
+from tests.thorough import only_thorough
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -27,6 +29,11 @@ NUM_BLOCKS = 1200
 MAX_MODEL_LEN = 1024
 # Across block borders, chunk borders and both.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 79, 96, 127, 128, 129, 150, 200)
+TRANSPORTS: Final = ("shm", "zmq", "nixl")
+TWO_TO_TWO: Final = ("prefill-0", "prefill-1", "decode-shm", "decode-zmq")
+needs_nixl: Final = pytest.mark.skipif(
+    not is_installed(), reason="NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'"
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,12 @@ def alone(model_dir: Path, dtype: str, cases: list[Case]) -> list[list[int]]:
     return [tokens[index] for index in range(len(cases))]
 
 
-def through(cluster: Cluster, cases: list[Case]) -> list[list[int]]:
+def through(url: str, cases: list[Case]) -> list[list[int]]:
     """The same requests over HTTP, all at once."""
-    with cluster.client() as client, ThreadPoolExecutor(len(cases)) as threads:
+    with (
+        httpx.Client(base_url=url, timeout=280, trust_env=False) as client,
+        ThreadPoolExecutor(len(cases)) as threads,
+    ):
 
         def ask(case: Case) -> list[int]:
             body = {
@@ -91,7 +101,7 @@ def through(cluster: Cluster, cases: list[Case]) -> list[list[int]]:
                 "ignore_eos": True,
                 "return_token_ids": True,
             }
-            answer = client.post("/v1/completions", json=body, timeout=280)
+            answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             token_ids: list[int] = answer.json()["choices"][0]["completion_token_ids"]
             return token_ids
@@ -105,63 +115,55 @@ def expected_kv_bytes(model_dir: Path, dtype: str, cases: list[Case]) -> int:
     return num_blocks * block_bytes(model_dir, dtype, BLOCK_SIZE)
 
 
-def total(states: list[dict[str, Any]], name: str) -> int:
-    """A per-peer counter, over nodes and peers."""
-    return sum(sum(state[name].values()) for state in states)
+def transport_of(node: str) -> str:
+    """The one that a node is named after, if it is."""
+    name = node.partition("-")[2]
+    return name if name in TRANSPORTS else "auto"
 
 
 @pytest.mark.covers("D07", "H02", "H12", "M06", "P01")
 @pytest.mark.parametrize(
-    ("like", "dtype", "num_nodes", "transport"),
+    ("like", "dtype", "nodes"),
     [
-        ("llama-tiny", "fp32", 1, "shm"),
-        ("llama-tiny", "fp32", 1, "zmq"),
-        ("llama-tiny", "bf16", 1, "shm"),
-        ("llama-tiny", "bf16", 1, "zmq"),
-        ("llama-tiny", "fp32", 2, "auto"),
-        ("llama-tiny", "bf16", 1, "nixl"),
-        ("qwen2-tiny", "bf16", 1, "zmq"),
-        ("qwen3-tiny", "fp32", 1, "shm"),
-        ("mistral-tiny", "bf16", 1, "shm"),
+        ("llama-tiny", "fp32", TWO_TO_TWO),
+        ("llama-tiny", "bf16", TWO_TO_TWO),
+        pytest.param("llama-tiny", "bf16", ("prefill-nixl", "decode-nixl"), marks=needs_nixl),
+        ("mistral-tiny", "bf16", ("prefill-0", "decode-shm")),
+        pytest.param("qwen2-tiny", "bf16", ("prefill-0", "decode-zmq"), marks=only_thorough),
+        pytest.param("qwen3-tiny", "fp32", ("prefill-0", "decode-shm"), marks=only_thorough),
     ],
+    ids=["llama-fp32", "llama-bf16", "llama-bf16-nixl", "mistral-bf16", "qwen2-bf16", "qwen3-fp32"],
 )
 def test_a_cluster_gives_the_tokens_of_one_engine_alone(
-    made_model: Callable[[str], Path],
-    tmp_path: Path,
-    like: str,
-    dtype: str,
-    num_nodes: int,
-    transport: str,
-    fresh_seed: int,
+    made_model: Callable[[str], Path], tmp_path: Path, like: str, dtype: str, nodes: tuple[str, ...], fresh_seed: int
 ) -> None:
-    if transport == "nixl" and not is_installed():
-        pytest.skip("NIXL is not installed: pip install -c constraints.txt -e '.[nixl]'")
+    """What goes to a decode node goes over the transport that it is named after."""
     tiny_model = made_model(like)
-    cases = draw_cases(fresh_seed)[:: 1 if like == "llama-tiny" else 3]  # the other families differ in the model only
+    cases = draw_cases(fresh_seed)[:: 1 if nodes == TWO_TO_TWO else 3]
     expected = alone(tiny_model, dtype, cases)
     assert all(len(tokens) == MAX_TOKENS for tokens in expected)
     sizes = {
-        "--prefill": num_nodes,
-        "--decode": num_nodes,
         "--dtype": dtype,
         "--block-size": BLOCK_SIZE,
         "--num-blocks": NUM_BLOCKS,
         "--max-model-len": MAX_MODEL_LEN,
         "--max-num-batched-tokens": CHUNK_TOKENS,
-        "--transport": transport,
     }
-    flags = [str(word) for pair in sizes.items() for word in pair]
-    with started_cluster(tiny_model, tmp_path, *flags) as cluster:
-        apart = through(cluster, cases)
-        prefill = [cluster.state(node) for node in cluster.nodes_of("prefill")]
-        decode = [cluster.state(node) for node in cluster.nodes_of("decode")]
+    words = [str(word) for pair in sizes.items() for word in pair]
+    flags: dict[str, list[str]] = {"router": []} | {name: [*words, "--transport", transport_of(name)] for name in nodes}
+    with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
+        apart = through(cluster.url, cases)
+        states = {name: cluster.state(name) for name in nodes}
     for case, ours, theirs in zip(cases, apart, expected, strict=True):
         assert ours == theirs, f"prompt of {len(case.prompt)}, temperature {case.temperature}"
-    assert all(state["bit_exact"] for state in prefill + decode)
-    assert total(prefill, "kv_bytes_sent") == total(decode, "kv_bytes_received")
-    assert total(decode, "kv_bytes_received") == expected_kv_bytes(tiny_model, dtype, cases)
-    assert all(sum(state["kv_bytes_received"].values()) > 0 for state in decode), "a decode node got nothing"
-    used = "shm" if transport == "auto" else transport  # all of it is one host
+    assert all(state["bit_exact"] for state in states.values())
+    prefill = [state for name, state in states.items() if name.startswith("prefill")]
+    received = {name: sum(state["kv_bytes_received"].values()) for name, state in states.items() if "decode" in name}
+    assert sum(received.values()) == expected_kv_bytes(tiny_model, dtype, cases)
+    assert all(received.values()), "a decode node got nothing"
     for state in prefill:
-        assert set(state["transport"]["links"].values()) == {used}
-        assert state["transport"]["bytes_sent_over"][used] == sum(state["kv_bytes_sent"].values())
+        assert state["transport"]["links"], "it was not used"
+        for link, transport in state["transport"]["links"].items():
+            assert transport == transport_of(link.partition("@")[0])
+    for name, num_bytes in received.items():
+        assert sum(state["transport"]["bytes_sent_over"][transport_of(name)] for state in prefill) == num_bytes

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.e2e.cluster import Cluster, started_cluster
+from tests.thorough import examples
 
-NUM_PROMPTS = 50
+NUM_PROMPTS = examples(50)
 MAX_TOKENS = 64
 LENGTHS = (1, 200)  # across blocks of 16, chunks of 64 and mistral-tiny's window of 100
 FAMILIES = ("llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny")

@@ -78,10 +78,10 @@ def test_a_killed_decode_nodes_requests_go_on_at_another_and_no_token_differs(
     rng = random.Random(fresh_seed)
     flags: dict[str, tuple[str, ...]] = {"router": (), "prefill-0": (), "decode-0": (), "decode-1": ()}
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        fields = [body(rng, 40, 2000) for _ in range(NUM_THREADS)]
+        fields = [body(rng, 40, 600) for _ in range(NUM_THREADS)]
         streams: dict[int, Stream] = {}
         plain: dict[int, Future[httpx.Response]] = {}
-        with cluster.slow_steps():
+        with cluster.slow_steps(0.04):
             for i, each in enumerate(fields):
                 if i % 4 < 2:
                     streams[i] = Stream(cluster, threads, each)
@@ -146,7 +146,7 @@ def test_a_hung_decode_node_is_found_by_silence_and_taken_back_without_its_old_w
 ) -> None:
     """Its port still takes connections: the kernel does that for it."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 2500)  # far more than it says before it is frozen
+    fields = body(rng, 40, 800)  # far more than it says before it is frozen
     with cluster.slow_steps():
         stream = Stream(cluster, threads, fields)
         stream.take_tokens(5)
@@ -173,8 +173,8 @@ def test_a_stream_whose_decode_nodes_hang_one_after_another_has_not_killed_them_
     """As often as there are retries."""
     flags = dict.fromkeys(("router", "prefill-0", "decode-0", "decode-1"), USUAL_GRACE)
     with started_role_by_role(tiny_model, tmp_path, flags) as cluster:
-        fields = body(random.Random(fresh_seed), 40, 3500)
-        with cluster.slow_steps():
+        fields = body(random.Random(fresh_seed), 40, 1200)
+        with cluster.slow_steps(0.05):
             stream = Stream(cluster, threads, fields)
             stream.take_tokens(5)
             for num_lost in range(3):
@@ -204,10 +204,10 @@ def test_a_stop_shorter_than_the_grace_is_a_pause_without_gap_repeat_or_prefill(
 ) -> None:
     """A short one delays the stream; a longer one breaks the session, which is resumed."""
     cluster = patient_cluster
-    fields = body(random.Random(fresh_seed), 40, 1500)
+    fields = body(random.Random(fresh_seed), 40, 500)
     undisturbed = tokens_of(ask(cluster, fields))
     num_dispatches = cluster.metric("dispatches_total")
-    with cluster.slow_steps(0.005):
+    with cluster.slow_steps():
         stream = Stream(cluster, threads, fields)
         stream.take_tokens(50)
         cluster.freeze("decode-0")
@@ -266,9 +266,9 @@ def test_a_router_that_was_held_up_serves_at_once_as_if_nothing_had_been(
 ) -> None:
     """What it did not hear meanwhile is not held against the nodes, for they did not stop saying it."""
     cluster = patient_cluster
-    fields = body(random.Random(fresh_seed), 40, 1500)
+    fields = body(random.Random(fresh_seed), 40, 500)
     undisturbed = tokens_of(ask(cluster, fields))
-    with cluster.slow_steps(0.005):
+    with cluster.slow_steps():
         stream = Stream(cluster, threads, fields)
         stream.take_tokens(50)
         cluster.freeze("router")
@@ -288,7 +288,7 @@ def test_a_killed_decode_node_is_gone_at_once_and_back_as_a_new_incarnation_at_i
     fields = body(rng, 40, 50)
     tokens = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
-    long_fields = body(rng, 40, 1500)
+    long_fields = body(rng, 40, 800)
     with cluster.slow_steps():
         stream = Stream(cluster, threads, long_fields)
         stream.take_tokens(5)
@@ -316,10 +316,10 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
 ) -> None:
     """The successor has other addresses; the old one wakes with the work of its last life."""
     rng = random.Random(fresh_seed)
-    fields = body(rng, 40, 1500)
+    fields = body(rng, 40, 600)
     undisturbed = tokens_of(ask(cluster, fields))
     old = cluster.state("decode-0")
-    first = body(rng, 40, 2000)  # not at its end before its node hangs, however slowly this process reads
+    first = body(rng, 40, 800)  # not at its end before its node hangs, however slowly this process reads
     with cluster.slow_steps():
         stream = Stream(cluster, threads, first)
         stream.take_tokens(5)

@@ -17,7 +17,7 @@ from tests.registry.redis_server import RedisServer, started_redis
 
 BLOCK_SIZE = 16
 # In steps of half a block: computing it takes many times as long as looking for it and reading it, however busy the machine is.
-PROMPT_BLOCKS = 120
+PROMPT_BLOCKS = 80
 SIZES = ("--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8", "--max-num-batched-tokens", "8", "--dtype", "fp32")
 PREFILL = ("prefill-0", "prefill-1")
 

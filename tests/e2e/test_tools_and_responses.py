@@ -37,8 +37,8 @@ MANY: Final[dict[str, Any]] = {
         "names": {
             "type": "array",
             "items": {"type": "string", "minLength": 8, "maxLength": 12},
-            "minItems": 60,
-            "maxItems": 62,
+            "minItems": 32,
+            "maxItems": 34,
         }
     },
     "required": ["names"],
@@ -115,7 +115,7 @@ def killed_while(cluster: RoleByRole, ask: Callable[[Callable[[], None]], Any]) 
     killed: list[str] = []
     before = cluster.metric("retries_total", "NODE_LOST")
     with ExitStack() as slow:
-        slow.enter_context(cluster.slow_steps())
+        slow.enter_context(cluster.slow_steps(0.04))
         answer = ask(kill)
     assert cluster.metric("retries_total", "NODE_LOST") > before, "it was in the middle"
     cluster.start(killed[0])

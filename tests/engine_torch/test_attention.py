@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch, Kernels, RowSpan
 from kernels.torch_attention import TiledAttention
-from tests.kernels.back_ends import BACK_ENDS, examples
+from tests.kernels.back_ends import BACK_ENDS, a_few, few
 
 MAX_LEN = 300
 
@@ -31,7 +31,7 @@ def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, first_positio
 
 @pytest.mark.covers("M04")
 @pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, MAX_LEN), st.sampled_from([1, 1, 2, 63, 130])), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1, 16), (2, 2, 8), (8, 2, 32), (7, 1, 24), (6, 3, 64)]),
@@ -102,7 +102,7 @@ def test_cutting_a_step_to_fit_memory_changes_no_bit(gather_bytes: int, window: 
 
 
 @pytest.mark.covers("M06")
-@pytest.mark.parametrize("heads", [(2, 2, 18), (5, 1, 6), (6, 2, 10), (7, 1, 14), (3, 1, 22)], ids=str)
+@pytest.mark.parametrize("heads", a_few([(2, 2, 18), (5, 1, 6), (6, 2, 10), (7, 1, 14), (3, 1, 22)]), ids=str)
 @pytest.mark.parametrize("kernels", BACK_ENDS, ids=lambda kernels: kernels.name)
 def test_heads_of_any_size_have_the_same_bits_alone_and_behind_others(
     kernels: Kernels, heads: tuple[int, int, int]

@@ -19,6 +19,7 @@ from kernels.choice import has_numba
 from kernels.interface import Kernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels.back_ends import BACK_ENDS
+from tests.thorough import examples
 
 MAX_TOKENS = 150
 NUMBA_NAME = ("numba",) if has_numba() else ()
@@ -97,7 +98,7 @@ def model(request: pytest.FixtureRequest, model_dirs: ModelDirs) -> Model:
 
 
 @pytest.mark.covers("M06")
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(scenario=scenarios())
 def test_logits_have_the_same_bits_in_any_batch_cut_phase_and_thread_count(model: Model, scenario: Scenario) -> None:
     kv = KvMemory(model.config, scenario.block_size, len(scenario.block_order), model.dtype)

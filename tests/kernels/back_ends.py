@@ -6,7 +6,8 @@ Triton's is there where torch sees a CUDA device, and in processes that interpre
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 import torch
 
@@ -17,6 +18,9 @@ from kernels.cpu_library import Library
 from kernels.interface import Kernels
 from kernels.torch_reference import TorchKernels
 from tests.kernels.on_device import OnDevice
+from tests.thorough import IS_THOROUGH, examples
+
+Case = TypeVar("Case")
 
 REFERENCE: Final = TorchKernels()
 _LIBRARIES: Final = tuple((Library(build(variant)), bits_name(variant)) for variant in usable_variants())
@@ -41,6 +45,11 @@ INT8_COMPILED: Final[tuple[CpuKernels, ...]] = tuple(CpuKernels(*library, is_int
 INT8_BACK_ENDS: Final[tuple[Kernels, ...]] = (INT8_REFERENCE, *INT8_COMPILED)
 
 
-def examples(count: int) -> int:
-    """How many of a test are drawn: few where each launch takes milliseconds, all of them in `make soak`."""
-    return max(3, count // 12) if IS_INTERPRETED and "BATON_ALL_EXAMPLES" not in os.environ else count
+def few(count: int) -> int:
+    """How many examples of a test are drawn where each launch may take milliseconds, since it is interpreted."""
+    return examples(count, 20) if IS_INTERPRETED else count
+
+
+def a_few(cases: Sequence[Case]) -> Sequence[Case]:
+    """The first two alone, likewise."""
+    return cases[:2] if IS_INTERPRETED and not IS_THOROUGH else cases

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.interface import Kernels
-from tests.kernels.back_ends import COMPARED, REFERENCE, examples
+from tests.kernels.back_ends import COMPARED, REFERENCE, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest number of the result, or of 1: a few units in the last place, for sums are taken in another order.
@@ -35,7 +35,7 @@ def assert_close(found: Tensor, expected: Tensor, spread: float = 1.0) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=bound)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(
     rows=st.integers(1, 70),
     widths=st.tuples(st.sampled_from([2, 16, 34, 112, 576]), st.sampled_from([1, 15, 16, 33, 64, 100, 300])),
@@ -52,7 +52,7 @@ def test_linears_with_and_without_bias(
     assert_close(kernels.pack_linear(weight, bias)(x), exact.to(dtype), width_in**0.5)  # terms of about 1
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(
     rows=st.integers(1, 40),
     width=st.sampled_from([1, 15, 16, 17, 96, 200]),
@@ -68,14 +68,14 @@ def test_gated_linears(kernels: Kernels, dtype: torch.dtype, rows: int, width: i
     assert torch.equal(found, kernels.silu_gate(kernels.pack_linear(weight, bias)(x)))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(rows=st.integers(1, 9), width=st.sampled_from([1, 8, 16, 24, 112, 576, 1000]), seed=seeds)
 def test_norms(kernels: Kernels, dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     x, weight = 5 * drawn(seed, dtype, rows, width), drawn(seed + 1, dtype, width)
     assert_close(kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(
     rows=st.integers(1, 9),
     heads=st.integers(1, 7),
@@ -92,7 +92,7 @@ def test_rotations_of_some_heads_of_a_wider_row(
     assert torch.equal(kernels.rotate(x, angles.cos(), angles.sin()), expected)
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(rows=st.integers(1, 9), width=st.sampled_from([1, 16, 17, 200]), scale=st.sampled_from([1, 40]), seed=seeds)
 def test_gates_also_where_exp_overflows(
     kernels: Kernels, dtype: torch.dtype, rows: int, width: int, scale: int, seed: int

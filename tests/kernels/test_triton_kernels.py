@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.choice import has_triton
 from kernels.interface import Kernels, LayerStack, StackLayer
-from tests.kernels.back_ends import IS_INTERPRETED, REFERENCE, TRITON, examples
+from tests.kernels.back_ends import IS_INTERPRETED, REFERENCE, TRITON, a_few, few
 from tests.kernels.test_primitives import drawn
 from tests.kernels.test_stack import EPS, Sequences, Shape, angles, inputs, made_layers, one_by_one
 
@@ -52,7 +52,14 @@ def run(stack: LayerStack, own: Sequences, step: Step, dtype: torch.dtype) -> Te
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float32), (SHAPES[1], torch.bfloat16), (SHAPES[2], torch.float16)],
+    a_few(
+        [
+            (SHAPES[1], torch.float32),
+            (SHAPES[2], torch.float16),
+            (SHAPES[0], torch.bfloat16),
+            (SHAPES[1], torch.bfloat16),
+        ]
+    ),
     ids=str,
 )
 def test_all_layers_have_the_bits_of_one_primitive_after_the_other_and_the_values_of_the_reference(
@@ -88,7 +95,7 @@ def alone(stack: LayerStack, sequence: int, shape: Shape, dtype: torch.dtype) ->
 
 
 @pytest.mark.covers("M06")
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape_and_dtype=st.sampled_from([(SHAPES[1], torch.bfloat16), (SHAPES[0], torch.float32)]),
     block_size=st.sampled_from([1, 16, 48]),
@@ -202,7 +209,7 @@ def test_what_lies_halfway_between_two_numbers_rounds_to_the_even_one(kernels: K
     assert torch.equal(kernels.pack_linear(weight, bias)(x), (x.float() + bias.float()).to(dtype))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 20), st.integers(1, 3), st.sampled_from([2, 16, 130])),

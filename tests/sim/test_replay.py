@@ -11,7 +11,7 @@ import pytest
 from tests.sim.outcome import run_scenario
 from tests.sim.scenario import draw_scenario
 
-SEEDS = (3, 14, 270)
+SEEDS = (13, 22, 38)
 PRINT_LOGS = f"""
 from tests.sim.outcome import run_scenario
 from tests.sim.scenario import draw_scenario
@@ -37,11 +37,11 @@ def test_a_seed_gives_the_same_log_byte_for_byte_in_every_process() -> None:
 
 @pytest.mark.covers("C02")
 def test_keeping_a_log_changes_nothing() -> None:
-    with_log = run_scenario(draw_scenario(14), is_traced=True)
-    without = run_scenario(draw_scenario(14))
+    with_log = run_scenario(draw_scenario(13), is_traced=True)
+    without = run_scenario(draw_scenario(13))
     assert with_log.counters == without.counters and with_log.num_events == without.num_events
 
 
 @pytest.mark.covers("C02")
 def test_another_seed_is_another_run() -> None:
-    assert log_of(1) != log_of(2)
+    assert log_of(22) != log_of(25)
