@@ -15,7 +15,7 @@ from typing import Final
 
 from engine.config_values import ModelError
 from engine.model_config import read_model_config
-from engine.weights import find_weight_files
+from engine.weight_files import find_weight_files
 from proto.block_key import fingerprint_bytes
 
 _SAMPLE_BYTES: Final = 64 << 10

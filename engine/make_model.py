@@ -23,7 +23,7 @@ from engine.model_config import DTYPES, read_model_config
 from engine.model_sizes import SIZES, ModelSize, config_json
 from engine.random_weights import draw_weights
 from engine.tensor_names import tensor_shapes
-from engine.weights import SINGLE_FILE
+from engine.weight_files import SINGLE_FILE
 
 _REPORTED_NUMBERS: Final = 50_000_000  # weights; a smaller model is made before anybody wonders
 

@@ -71,7 +71,7 @@ from runtime.credentials import Credentials
 from runtime.grpc_server import GrpcServer
 from runtime.http_server import HttpServer
 from runtime.logs import log_event, set_up_logging
-from runtime.process import check_writable, fatal, first_signal, listening_socket, warn_if_exposed, why_not_listening
+from runtime.process import fatal, first_signal, listening_socket, warn_if_exposed, why_not_listening
 from runtime.registry_choice import choose_registries, registry_servers
 from runtime.registry_client import RegistryClient
 from runtime.session_driver import CHANNEL_OPTIONS
@@ -98,7 +98,6 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
     identity = NodeIdentity(name, draw_incarnation())
     measures = Measures()
     try:
-        check_writable("--ready-file", config.ready_file)
         servers = registry_servers(config.registry, config.router)
         config = replace(config, advertise=config.advertise or known_host(name, config.host, servers))
         credentials = Credentials(config.tls_dir, config.known_as)

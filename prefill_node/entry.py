@@ -1,7 +1,6 @@
 """Starts a prefill node: the knobs, then this role's core in the shell that all nodes share.
 
-Not here: the shell (node/process.py). It is imported late, because it loads torch, which takes its threads from an
-environment that the knobs decide.
+Not here: the shell (node/starting.py).
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
+from node.starting import start_node
 from prefill_node.core import PrefillCore
-from runtime.collecting import loading
-from runtime.config import load, set_grpc_environment, set_thread_environment
-from runtime.process import die_with_parent, end_while_loading, hold_standard_streams
+from runtime.config import load
+from runtime.process import end_while_loading, hold_standard_streams
 
 if TYPE_CHECKING:
     from node.assembly import CoreParts
@@ -26,13 +25,7 @@ def run(argv: Sequence[str] | None, make_others: Mapping[RoleName, CoreMaker] | 
     hold_standard_streams()
     end_while_loading()
     config = load(NodeConfig, "baton prefill", "Compute prompts, hand their KV to decode nodes.", argv)
-    die_with_parent(config.parent_pid)  # before what takes seconds to load
-    set_thread_environment(config.num_threads)
-    set_grpc_environment()
-    with loading():
-        from node.process import run_node
-
-    return run_node("prefill", config, {**(make_others or {}), "prefill": make_core})
+    return start_node("prefill", config, {**(make_others or {}), "prefill": make_core})
 
 
 def make_core(parts: CoreParts) -> PrefillCore:

@@ -39,7 +39,7 @@ from engine.demo.vocabulary import (
     text_ids,
 )
 from engine.model_sizes import ModelSize, config_json
-from engine.weights import SINGLE_FILE
+from engine.weight_files import SINGLE_FILE
 
 SIZE: Final = ModelSize(
     hidden_size=256,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,22 +129,43 @@ def test_a_node_whose_launcher_has_died_ends_before_it_loads(role: str, model_di
     assert "node.config" in ended.stderr and "torch" not in ended.stderr and "grpc" not in ended.stderr
 
 
+def test_what_can_be_seen_at_once_is_said_before_torch_is_loaded(model_dir: Path, tmp_path: Path) -> None:
+    without_weights = tmp_path / "without_weights"
+    without_weights.mkdir()
+    shutil.copy(model_dir / "config.json", without_weights)
+    for arguments, said in (
+        (flags(tmp_path / "nothing"), "nothing/config.json does not exist: a model directory has one"),
+        (flags(without_weights), "without_weights has no weights that can be loaded: no model.safetensors and no"),
+        (flags(model_dir, "--tp", "3"), "--tp 3: the model's num_key_value_heads 2 cannot be cut into 3 equal parts"),
+        (flags(model_dir, "--nonsense"), "--nonsense"),
+        (flags(model_dir, "--ready-file", "/no/such/x"), "--ready-file /no/such/x: cannot be written: No such file"),
+        (flags(model_dir, "--ready-file", str(tmp_path)), "cannot be written: Is a directory"),
+    ):
+        command = [sys.executable, "-X", "importtime", "-m", "prefill_node", *arguments]
+        ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        imported, told = partition(ended.stderr.splitlines(), "import time:")
+        assert ended.returncode == 2, told
+        assert len(told) == 1 and told[0].startswith("baton prefill: ") and said in told[0], told
+        assert not any(line.endswith((" torch", " grpc")) for line in imported), said
+
+
+def partition(lines: Iterable[str], beginning: str) -> tuple[list[str], list[str]]:
+    """Those that begin so, and the others."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for line in lines:
+        parts[not line.startswith(beginning)].append(line)
+    return parts
+
+
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2(model_dir: Path, tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
         for arguments, named in (
-            (flags(tmp_path / "nothing"), "nothing"),
             (flags(model_dir, "--num-blocks", "1"), "--num-blocks 1: 16 tokens"),
             (flags(model_dir, "--num-blocks", "1000000000"), "--num-blocks 1000000000"),
             (flags(model_dir, "--http-port", port), f"--http-port {port}"),
             (flags(model_dir, "--grpc-port", port), f"--grpc-port {port}"),
             (flags(model_dir, "--transport", "zmq", "--kv-port", port), f"--kv-port {port}"),
-            (flags(model_dir, "--nonsense"), "--nonsense"),
-            (
-                flags(model_dir, "--ready-file", "/no/such/x"),
-                "--ready-file /no/such/x: cannot be written: No such file",
-            ),
-            (flags(model_dir, "--ready-file", str(tmp_path)), "cannot be written: Is a directory"),
             (
                 flags(model_dir, "--kv-pool", f"file://{tmp_path}/kv", "--kv-pool-staging-mib", str(1 << 30)),
                 f"--kv-pool-staging-mib {1 << 30}: there is not so much memory here",
