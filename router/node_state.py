@@ -41,7 +41,8 @@ class Node:
     load: pb.LoadReport = field(default_factory=pb.LoadReport)
     fetch: FetchSpeed | None = None  # of its KV pool, as it said last
     prefilling: dict[BranchKey, int] = field(default_factory=dict)  # -> its tokens to prefill
-    branches: set[BranchKey] = field(default_factory=set)  # those that hold a sequence of a decode node
+    # Those that hold a sequence of a decode node, by age: what its loss does to them has one order, whatever their names' hashes.
+    branches: dict[BranchKey, None] = field(default_factory=dict)
     prefill_tokens: int = 0  # sum over `prefilling`
     num_prefills: int = 0  # attempts in `prefilling`: those with tokens
 

@@ -364,7 +364,7 @@ class NodeTable:
     def occupy_decode(self, branch: BranchKey, ref: NodeRef) -> pb.Target:
         """Count a branch on a node that it is to move to; the node as the other one is told of it."""
         node = self._nodes[ref]
-        node.branches.add(branch)
+        node.branches[branch] = None
         self._kinds.changed(node)
         return pb.Target(node=node.entry.node, grpc_address=node.entry.grpc_address)
 
@@ -372,7 +372,7 @@ class NodeTable:
         """Count a branch no more on a node that decodes it, or was to; again is harmless, and so is a node that is gone."""
         node = self._nodes.get(ref)
         if node is not None:
-            node.branches.discard(branch)
+            node.branches.pop(branch, None)
             self._kinds.changed(node)
 
 
