@@ -153,11 +153,9 @@ sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong,
 fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
 	@$(PYTHON) -m tests.security $(TARGET) --seconds $(FUZZ_S)
 
-soak: $(STAMP) $(KERNELS) ## 10000 seeds of sim that nobody has seen, then SOAK_S=1800 seconds of real processes killed, stopped, cut off; fails if one answer does
+soak: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, every test with all that it can draw, SOAK_S=1800 seconds of real processes killed, stopped, cut off
 	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
-	@BATON_ALL_EXAMPLES=1 TRITON_INTERPRET=1 $(PYTHON) -m pytest --timeout=3600 -W ignore::RuntimeWarning -k triton \
-	  tests/kernels/test_triton_kernels.py tests/kernels/test_primitives.py tests/engine_torch/test_attention.py
-	@FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest tests/security -k fuzz -q --timeout 3600
+	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 3 --dist loadfile --timeout=3600
 	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some

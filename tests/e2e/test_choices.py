@@ -12,6 +12,7 @@ from engine.kv_memory import KvMemory
 from engine.model_config import read_model_config
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.test_serving import wait_until_nothing_is_held
+from tests.thorough import only_thorough
 
 BLOCK_SIZE = 16
 NUM_CHOICES = 5
@@ -33,7 +34,7 @@ def kv_bytes_received(cluster: Cluster) -> int:
 
 
 @pytest.mark.covers("A02", "D07", "H02")
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=only_thorough), "zmq"])
 def test_choices_cross_as_one_and_equal_requests_of_their_own(
     tiny_model: Path, tmp_path: Path, transport: str, fresh_seed: int
 ) -> None:

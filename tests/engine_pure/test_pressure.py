@@ -12,6 +12,7 @@ from engine.plan import NO_TOKEN, PREEMPTED_TOKEN_ID, Plan, SlotResult, StepResu
 from engine.reserve import ReservePolicy
 from engine.sequence import Phase
 from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec, phase_of, right_answer
+from tests.thorough import only_thorough
 
 # 16 blocks of 4: one sequence at its limit of 64 tokens fills the pool.
 TIGHT = Sizes(num_blocks=16, num_slots=4, max_batched_tokens=64, policy="none")
@@ -268,7 +269,7 @@ def test_an_allocation_behind_a_match_never_evicts_what_was_matched_however_full
 
 @pytest.mark.covers("S09", "S10", "S16", "Q02", "Q03")
 @pytest.mark.parametrize("policy", ["ratio", "fixed", "none"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=only_thorough), 3])
 def test_in_half_the_pool_everybody_ends_with_the_right_tokens_and_nobody_thrashes(
     policy: ReservePolicy, depth: int
 ) -> None:

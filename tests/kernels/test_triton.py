@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from kernels.choice import has_triton
+from tests.thorough import IS_THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 880  # some 15 s of computing each, however busy the machine is
+LIMIT_S = 3500 if IS_THOROUGH else 880  # some 15 s of computing each, however busy the machine is
 RUNS = {
     "primitives": ["tests/kernels/test_primitives.py", "tests/engine_torch/test_attention.py", "-k", "triton"],
     "bits": ["tests/kernels/test_triton_kernels.py", "-k", "bits"],

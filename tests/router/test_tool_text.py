@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from router.json_scan import MAX_OWN, CallScan, JsonScan, Want
 from router.tool_syntax import HERMES, LIST, LLAMA, MISTRAL, ToolSyntax, call_id, digest_of, syntax_of
 from router.tool_text import Called, Said, Told, ToolReader
+from tests.thorough import IS_THOROUGH
 
 OFFERED: Final = ("f", "get_weather")
 CITY: Final = '{"city": "São Paulo {\\"x\\"} </tool_call>", "n": [1, -2.5e3, {}, true, null]}'
@@ -104,7 +105,7 @@ def test_every_two_cuts_give_the_same(
 ) -> None:
     expected = (content, calls)
     assert whole(read(syntax, list(text))[0]) == expected
-    step = 1 + len(text) // 40
+    step = 1 + len(text) // (40 if IS_THOROUGH else 12)
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1, step):
             assert whole(read(syntax, [text[:first], text[first:second], text[second:]])[0]) == expected
