@@ -30,7 +30,7 @@ from bench.load import Sender, run_closed_loop
 from bench.machine import machine, utc_date
 from bench.page import write_page
 from bench.peers_install import has_llama, has_vllm, install
-from bench.peers_report import Figures, markdown
+from bench.peers_report import Figures, markdown, whole_rounds
 from bench.peers_servers import (
     Peer,
     PeerProblem,
@@ -110,24 +110,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(config.envs, console.print)
         if config.model is None:
             return 0
-        figures = _measure(config, config.model, console)
+        figures, is_whole = _measure(config, config.model, console)
     except (ValueError, ClusterProblem, PeerProblem) as error:
         fatal(f"{PROG}: {error}")
     except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted; nothing was written\n")
+        sys.stderr.write(f"{PROG}: interrupted; nothing was measured\n")
         return 130
     console.print(markdown(figures))
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-        result = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
+        result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
+        result |= {} if is_whole else {"interrupted": True}
         write_atomically(config.output, {**result, "tokens_per_s": figures})
         write_page(config.output)
         console.print(f"written: {config.output}")
+    if not is_whole:
+        sys.stderr.write(f"{PROG}: interrupted; these are the cases and rounds in which all were measured\n")
+        return 130
     return 0
 
 
-def _measure(config: PeersConfig, model: Path, console: Console) -> Figures:
+def _measure(config: PeersConfig, model: Path, console: Console) -> tuple[Figures, bool]:
+    """Figures, and whether they are all; raises KeyboardInterrupt where Ctrl-C came before there were any."""
     cases = [
         Case("decode", n, context)
         for context in numbers("contexts", config.contexts)
@@ -144,17 +149,28 @@ def _measure(config: PeersConfig, model: Path, console: Console) -> Figures:
     figures: Figures = {case.name: {} for case in cases}
     with ExitStack() as running:
         peers = _started(running, config, model, sizes, console)
-        with StepProgress(console, "measurements", config.rounds * len(cases) * len(peers)) as progress:
-            for number in range(config.rounds):
-                for case in cases:
-                    for peer in peers:
-                        peer.send(signal.SIGCONT)
-                        seed = f"{number} {case.name}" if case.kind == "prefill" else case.name
-                        rate = _rate(peer, case, config.output_tokens, seed)
-                        peer.send(signal.SIGSTOP)
-                        figures[case.name].setdefault(peer.name, []).append(rate)
-                        progress.advance(f"{peer.name}, {case.name}")
-    return figures
+        try:
+            _ask_by_turns(config, cases, peers, figures, console)
+        except KeyboardInterrupt:
+            if not (measured := whole_rounds(figures, [peer.name for peer in peers])):
+                raise
+            return measured, False
+    return figures, True
+
+
+def _ask_by_turns(
+    config: PeersConfig, cases: Sequence[Case], peers: Sequence[Peer], figures: Figures, console: Console
+) -> None:
+    with StepProgress(console, "measurements", config.rounds * len(cases) * len(peers)) as progress:
+        for number in range(config.rounds):
+            for case in cases:
+                for peer in peers:
+                    peer.send(signal.SIGCONT)
+                    seed = f"{number} {case.name}" if case.kind == "prefill" else case.name
+                    rate = _rate(peer, case, config.output_tokens, seed)
+                    peer.send(signal.SIGSTOP)
+                    figures[case.name].setdefault(peer.name, []).append(rate)
+                    progress.advance(f"{peer.name}, {case.name}")
 
 
 def _started(running: ExitStack, config: PeersConfig, model: Path, sizes: Sizes, console: Console) -> list[Peer]:

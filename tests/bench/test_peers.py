@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from bench.completions import Record
 from bench.peers import decode_rate
-from bench.peers_report import markdown, ratio_to_best
+from bench.peers_report import markdown, ratio_to_best, whole_rounds
 from bench.peers_servers import PeerProblem
 from tests.architecture.source_tree import ROOT
 
@@ -38,6 +39,35 @@ def test_a_ratio_is_the_median_of_rounds_against_the_best_of_each() -> None:
     assert ratio_to_best(rates) == "1.25"
     assert ratio_to_best({"Baton": [1.0]}) == "" and ratio_to_best({"one": [1.0]}) == ""
     assert "| a case | 10 [9..12] | 5 [3..12] | 6 [3..8] | 1.25 |" in markdown({"a case": rates})
+
+
+def test_of_an_interrupted_run_the_rounds_are_left_in_which_everybody_was_measured() -> None:
+    figures = {
+        "first": {"Baton": [1.0, 2.0], "one": [3.0, 4.0]},
+        "second": {"Baton": [5.0, 6.0], "one": [7.0]},
+        "third": {"Baton": [8.0]},
+        "fourth": {},
+    }
+    assert whole_rounds(figures, ("Baton", "one")) == {
+        "first": {"Baton": [1.0, 2.0], "one": [3.0, 4.0]},
+        "second": {"Baton": [5.0], "one": [7.0]},
+    }
+
+
+def test_ctrl_c_writes_what_was_measured_and_ends_with_130(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "bench.peers", "--envs", str(tmp_path), "--model", str(tiny_model)]
+    command += ["--threads", "1", "--peers", "Baton", "--clients", "1", "--contexts", "20", "--prompts", "30"]
+    command += ["--output-tokens", "100", "--rounds", "40", "--output", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        next(line for line in running.stdout if "of 80 measurements done" in line)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130, running.stderr.read()
+        assert "interrupted; these are the cases and rounds in which all were measured" in running.stderr.read()
+    result = json.loads(path.read_text())
+    assert result["interrupted"] and 1 <= len(result["tokens_per_s"]["decode 1 x 20"]["Baton"]) < 40
+    assert "| decode 1 x 20 | " in path.with_suffix(".md").read_text()
 
 
 def test_a_peer_that_is_not_there_is_named_and_left_out(tiny_model: Path, tmp_path: Path) -> None:
