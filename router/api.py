@@ -202,7 +202,8 @@ class Api:
         names_clients = account_of(request) is not None
         text: bytes | str
         if self._all is None:
-            text = self._shell.metrics.render(names_clients=names_clients)
+            taken = self._shell.metrics.taken(names_clients=names_clients)
+            text = await off_loop(taken.size, taken.render)
         else:
             text = merged(await self._all(METRICS_OF_CLIENTS if names_clients else METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
-from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics
+from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics, Taken
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
@@ -271,3 +272,42 @@ def test_what_is_counted_of_clients_who_have_gone_stays_for_a_while_and_not_for_
     metrics.clients_are({"always", of_days[3][1]})
     use(of_days[3][1])
     assert "always" in shown() and of_days[3][1] in shown(), "who has come back"
+
+
+def with_nodes(number: int) -> dict[str, Any]:
+    node = {"role": "decode", "session": "up", "takes_work": True, "prefilling": 0, "branches": 3}
+    circuits = {f"decode-{index}": "closed" for index in range(number)}
+    return IDLE | {"nodes": {f"{name}@1": node for name in circuits}, "circuits": circuits}
+
+
+@pytest.mark.covers("O01")
+def test_a_page_says_what_was_when_it_was_asked_for_and_knows_about_how_long_it_is() -> None:
+    metrics = RouterMetrics(lambda: with_nodes(500))
+    taken = metrics.taken()
+    metrics.turned_away("no_key")
+    line = 'baton_router_turned_away_total{reason="no_key"}'
+    assert f"{line} 0.0" in taken.render().decode() and f"{line} 1.0" in metrics.render().decode()
+    assert 0.5 < taken.size / len(taken.render()) < 2
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize(("sample_bytes", "is_beside"), [(64, False), (1 << 20, True)])
+def test_a_long_page_is_written_beside_the_loop(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sample_bytes: int, is_beside: bool
+) -> None:
+    threads: list[int] = []
+    own = Taken.render
+
+    def noted(taken: Taken) -> bytes:
+        threads.append(threading.get_ident())
+        return own(taken)
+
+    monkeypatch.setattr(Taken, "render", noted)
+    monkeypatch.setattr("router.metrics._BYTES_OF_A_SAMPLE", sample_bytes)
+
+    async def scenario(router: LiveRouter) -> None:
+        page = await router.client.get("/metrics")
+        assert page.status_code == 200 and "baton_router_node_up" in page.text
+        assert [each != threading.get_ident() for each in threads] == [is_beside]
+
+    play(model, scenario)
