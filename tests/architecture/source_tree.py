@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
+DEMO_MODEL: Final = ROOT / "deploy" / "demo_model"  # a directory that a node can load
 ROOMS: Final = (
     "proto",
     "kernels",

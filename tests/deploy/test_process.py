@@ -32,6 +32,7 @@ from runtime.process import (
     write_atomically,
     write_ready_file,
 )
+from tests.architecture.source_tree import DEMO_MODEL
 
 CHILD = (
     "import sys\n"
@@ -195,7 +196,7 @@ def held_up(
     endless = folder / "ca.crt"
     os.mkfifo(endless)
     read = endless if flag == "--config" else folder
-    with started("-m", *words, "--model", str(folder), flag, str(read)) as process:
+    with started("-m", *words, "--model", str(DEMO_MODEL), flag, str(read)) as process:
         writer = None
         while writer is None:
             try:

@@ -15,9 +15,9 @@ from bench.frame import facts
 from bench.http_exchange import Server
 from deploy import certs, chat, doctor, status
 from runtime.server_url import read_url
+from tests.architecture.source_tree import DEMO_MODEL
 from tests.deploy.test_wrong_urls import answering
 
-DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 Main = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, Main] = {"status": status.main, "doctor": doctor.main, "chat": chat.main, "bench": serve.main}
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -29,10 +28,10 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import SequenceSpec
 from node.grammar_processes import GrammarProcesses
 from proto.block_key import block_keys, seed_key
+from tests.architecture.source_tree import DEMO_MODEL
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
 BLOCK_SIZE = 16
 KEY_SEED = seed_key(b"grammars")
 PROMPT = tuple(range(30, 71))

@@ -56,8 +56,8 @@ MUTANTS: Final = (
         "what-has-ended-still-counts",
         "A decode node whose branches have ended stays where it was in the order by load, and full.",
         "router/nodes.py",
-        "            node.branches.discard(branch)\n            self._kinds.changed(node)\n",
-        "            node.branches.discard(branch)\n",
+        "            node.branches.pop(branch, None)\n            self._kinds.changed(node)\n",
+        "            node.branches.pop(branch, None)\n",
         _KINDS,
     ),
     Mutant(

@@ -22,6 +22,7 @@ from runtime.advertise import (
 )
 from runtime.listing import entry_problem
 from runtime.registry_choice import registry_servers
+from tests.architecture.source_tree import DEMO_MODEL
 
 ROUTER = ("router-a", 8001)
 HOSTS = st.one_of(
@@ -135,8 +136,8 @@ def test_the_kernel_tells_the_way() -> None:
         (("--host", "300.1.1.1"), "--host 300.1.1.1: must be a host name or an address"),
     ],
 )
-def test_a_node_that_cannot_be_dialled_does_not_start(flags: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "decode_node", "--model", str(tmp_path), "--router", "127.0.0.1:9", *flags]
+def test_a_node_that_cannot_be_dialled_does_not_start(flags: tuple[str, ...], sentence: str) -> None:
+    command = [sys.executable, "-m", "decode_node", "--model", str(DEMO_MODEL), "--router", "127.0.0.1:9", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert ended.stderr.startswith(f"baton decode: {sentence}")

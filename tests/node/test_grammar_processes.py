@@ -26,10 +26,10 @@ from node import grammar_asked, grammar_book, grammar_processes
 from node.grammar_book import STALL_S, GrammarsBusyError
 from node.grammar_process import MAX_GROWTH_BYTES, most_memory
 from node.grammar_processes import GrammarProcesses
+from tests.architecture.source_tree import DEMO_MODEL
 from tests.e2e.role_by_role import wait_until
 from tests.stopping import stop
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
 VOCAB_SIZE = 1536
 END = 257
 JSON = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}', True, (END,))

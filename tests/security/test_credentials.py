@@ -27,6 +27,7 @@ from runtime.http_server import HttpServer
 from runtime.redis_address import registry_problem
 from runtime.redis_store import RedisStore
 from runtime.registry_client import RegistryUnreachable
+from tests.architecture.source_tree import DEMO_MODEL
 from tests.security.member_server import code_of, grpc_server
 from tests.security.strangers import GARBAGE, expire, make_certificates, members_context, say, stranger_channels
 
@@ -131,10 +132,8 @@ def test_what_is_wrong_with_a_directory_is_one_sentence(ours: Path, others: Path
 
 @pytest.mark.covers("X03")
 @pytest.mark.parametrize("command", [("router", "--port", "0"), ("deploy.node_process", "decode", "--router", "a:1")])
-def test_a_process_does_not_start_with_a_certificate_for_another_host(
-    command: tuple[str, ...], ours: Path, tmp_path: Path
-) -> None:
-    words = [*command, "--model", str(tmp_path), "--host", "127.0.0.9", "--tls-dir", str(ours)]
+def test_a_process_does_not_start_with_a_certificate_for_another_host(command: tuple[str, ...], ours: Path) -> None:
+    words = [*command, "--model", str(DEMO_MODEL), "--host", "127.0.0.9", "--tls-dir", str(ours)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     names = "localhost, 127.0.0.1, ::1"
