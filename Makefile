@@ -116,7 +116,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 	@$(BIN)/baton up --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --mixed $(MIXED) --port $(PORT) --run-dir $(RUN_DIR) $(UP_FLAGS)
 
 # Tests wait for a third of their time: one process more than two cores have, which was a tenth faster than as many.
-test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then every test
+test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
 	@$(PYTHON) -m pytest -n 3 --dist loadfile $(TEST_FLAGS)
 
 bench: $(STAMP) $(KERNELS) ## twelve benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
@@ -153,10 +153,10 @@ sim: $(STAMP) ## a whole cluster in one thread, with everything that goes wrong,
 fuzz: $(STAMP) ## atheris on everything that reads what others wrote, FUZZ_S=60 seconds each; TARGET=name for one
 	@$(PYTHON) -m tests.security $(TARGET) --seconds $(FUZZ_S)
 
-soak: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, every test with all that it can draw, SOAK_S=1800 seconds of real processes killed, stopped, cut off
+soak: $(STAMP) $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## 10000 seeds of sim that nobody has seen, SOAK_S=1800 seconds of real processes killed, stopped, cut off, then every test with all that it can draw
 	@$(PYTHON) -m tests.sim --seeds 10000 --first $$(date +%s)0000 $(SIM_FLAGS)
-	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 3 --dist loadfile --timeout=3600
 	@$(PYTHON) -m tests.chaos --seconds $(SOAK_S) $(CHAOS_FLAGS)
+	@THOROUGH=1 FUZZ_EXAMPLES=2000 $(PYTHON) -m pytest -n 3 --dist loadfile --timeout=3600
 
 mutants: $(STAMP) ## plant known bugs one at a time in a copy, and say which of them the tests notice; ONLY=name,name for some
 	@$(PYTHON) -m tests.mutants $(ONLY)

@@ -216,10 +216,18 @@ def _peers(result: Result) -> Iterator[str]:
         f"`{Path(settings['model']).name}`, weights {weights}; {settings['threads']} compute threads of each, one server after "
         f"the other, the rest stopped. `decode 8 x 128`: {settings['output_tokens']} tokens each of 8 streams at once behind "
         "prompts of 128 tokens; `prefill 512`: one prompt of 512 tokens. Tokens a second: the median of "
-        f"{settings['rounds']} rounds, in brackets the least and the most; last the median of the rounds' own ratios."
+        f"{_rounds(result)}, in brackets the least and the most; last the median of the rounds' own ratios."
     )
     yield ""
     yield markdown(result["tokens_per_s"])
+
+
+def _rounds(result: Result) -> str:
+    wanted = result["settings"]["rounds"]
+    if not result.get("interrupted"):
+        return f"{wanted} rounds"
+    done = [len(rates) for by_peer in result["tokens_per_s"].values() for rates in by_peer.values()]
+    return f"{min(done)} to {max(done)} rounds of {wanted} (the run was interrupted)"
 
 
 def _start(result: Result) -> Iterator[str]:

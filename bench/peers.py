@@ -122,9 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         result |= {} if is_whole else {"interrupted": True}
-        write_atomically(config.output, {**result, "tokens_per_s": figures})
-        write_page(config.output)
-        console.print(f"written: {config.output}")
+        output = config.output if is_whole else config.output.with_suffix(".part.json")  # a whole run's stays
+        write_atomically(output, {**result, "tokens_per_s": figures})
+        write_page(output)
+        console.print(f"written: {output}")
     if not is_whole:
         sys.stderr.write(f"{PROG}: interrupted; these are the cases and rounds in which all were measured\n")
         return 130
@@ -147,14 +148,18 @@ def _measure(config: PeersConfig, model: Path, console: Console) -> tuple[Figure
         weights=config.weights,
     )
     figures: Figures = {case.name: {} for case in cases}
-    with ExitStack() as running:
-        peers = _started(running, config, model, sizes, console)
-        try:
+    names: list[str] = []
+    try:
+        with ExitStack() as running:
+            peers = _started(running, config, model, sizes, console)
+            names += [peer.name for peer in peers]
             _ask_by_turns(config, cases, peers, figures, console)
-        except KeyboardInterrupt:
-            if not (measured := whole_rounds(figures, [peer.name for peer in peers])):
-                raise
-            return measured, False
+    except KeyboardInterrupt:  # perhaps only while peers end
+        if not (measured := whole_rounds(figures, names)):
+            raise
+        return measured, measured == figures and all(
+            len(rates) == config.rounds for by_peer in figures.values() for rates in by_peer.values()
+        )
     return figures, True
 
 

@@ -15,7 +15,7 @@ Figures = dict[str, dict[str, list[float]]]
 def whole_rounds(figures: Figures, peers: Iterable[str]) -> Figures:
     """Of a run that was interrupted: the cases, and the rounds of each, in which every one of these peers was measured."""
     names = list(peers)
-    rounds = {case: min(len(by_peer.get(name, ())) for name in names) for case, by_peer in figures.items()}
+    rounds = {case: min((len(by_peer.get(name, ())) for name in names), default=0) for case, by_peer in figures.items()}
     return {
         case: {name: figures[case][name][:number] for name in names} for case, number in rounds.items() if number > 0
     }

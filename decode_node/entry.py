@@ -1,6 +1,6 @@
 """Starts a decode node: the knobs, then this role's core in the shell that all nodes share.
 
-Not here: the shell (node/starting.py).
+Not here: how the shell is started (node/starting.py).
 """
 
 from __future__ import annotations

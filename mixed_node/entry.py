@@ -1,6 +1,6 @@
 """Starts a mixed node: the knobs, then the cores of both roles, and its own, in the shell that all nodes share.
 
-Not here: the shell (node/starting.py), and the other roles, which a room of its own may not import: they are given.
+Not here: how the shell is started (node/starting.py), and the other roles, which a room of its own may not import: they are given.
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ class Api:
         names_clients = account_of(request) is not None
         text: bytes | str
         if self._all is None:
-            taken = self._shell.metrics.taken(names_clients=names_clients)
-            text = await off_loop(taken.size, taken.render)
+            text = self._shell.metrics.render(names_clients=names_clients)
         else:
             text = merged(await self._all(METRICS_OF_CLIENTS if names_clients else METRICS))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

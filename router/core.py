@@ -120,16 +120,30 @@ class RouterCore:
         all_ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at)
         return min((at for at in all_ends if at is not None), default=None)
 
-    def snapshot(self) -> Mapping[str, object]:
-        """JSON-able state for /metrics and the invariants of tests; costs a pass over nodes and requests."""
+    @property
+    def num_queued(self) -> int:
+        """Branches that wait for room."""
+        return len(self._waiting)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def figures(self) -> Mapping[str, object]:
+        """JSON-able state for /metrics; costs a pass over nodes."""
         return {
-            "queued": len(self._waiting),
-            **self._live.snapshot(),
+            "queued": self.num_queued,
+            "live_requests": self.num_live,
             "nodes": self._nodes.snapshot(),
             "degraded": self._nodes.degraded(),
             "circuits": {node.ref.name: self._breakers.state(node.ref.name) for node in self._nodes},
             "caches": {} if self._caches is None else self._caches.snapshot(),
         }
+
+    def snapshot(self) -> Mapping[str, object]:
+        """The same with every request, for the invariants of tests."""
+        return {**self.figures(), **self._live.snapshot()}
 
     def nodes(self) -> Iterator[tuple[Node, str]]:
         """Every node process that is known, with the state of its circuit; for people."""

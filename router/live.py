@@ -42,6 +42,9 @@ class LiveRequests:
 
     # ---------------------------------------------------------------- who is there
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 

@@ -9,7 +9,7 @@ clients is in a registry by itself: only who has shown a key is shown it (gate.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from proto import baton_pb2 as pb
 from router.events import RESCHEDULED
+from router.node_gauges import node_families, node_text
 from router.retry import COST, Cost
 from router.waiting import KINDS
 from runtime.http_protocol import REASONS
@@ -71,7 +72,6 @@ KNOWN_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
     "turned_away": ("no_key", "unknown_key", "requests_limit", "tokens_limit", "tls", *REASONS, *_REFUSALS),
 }
 _ROLES: Final = ("prefill", "decode", "mixed")
-_BYTES_OF_A_SAMPLE: Final = 64
 MOST_GONE_CLIENTS: Final = 1024  # who have no key any more, and are shown yet
 # What is known of nodes' prefix caches, where placement asks for it: name -> help.
 CACHE_GAUGES: Final[Mapping[str, str]] = {
@@ -147,8 +147,8 @@ class _Labelled(dict[str, M]):
 class RouterMetrics:
     """Everything that /metrics shows."""
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
-        """`snapshot` is the core's, with whether the router is `ready`."""
+    def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """`figures` are the core's, with whether the router is `ready`."""
         self._registry = registry = CollectorRegistry()
         self._of_clients = CollectorRegistry()
 
@@ -195,7 +195,8 @@ class RouterMetrics:
             )
             for name, text in PARTS.items()
         }
-        registry.register(_CoreGauges(snapshot))
+        self._gauges = _CoreGauges(figures)
+        registry.register(self._gauges)
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Raise a counter of the core."""
@@ -269,50 +270,35 @@ class RouterMetrics:
 
     def families(self) -> list[Metric]:
         """Every metric as it is now, with its help."""
-        return [*self._registry.collect(), *self._of_clients.collect()]
-
-    def taken(self, *, names_clients: bool = False) -> Taken:
-        """What a scrape shows, as it is now."""
-        return Taken(self.families() if names_clients else list(self._registry.collect()))
+        state = self._gauges.look()
+        return [*self._registry.collect(), *node_families(state), *self._of_clients.collect()]
 
     def render(self, *, names_clients: bool = False) -> bytes:
         """The text format."""
-        return self.taken(names_clients=names_clients).render()
-
-
-class Taken(Collector):
-    """Metrics at one instant. Nothing changes them: they can be written beside the loop, which with many nodes takes long."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    @property
-    def size(self) -> int:
-        """Bytes of the text, about."""
-        return _BYTES_OF_A_SAMPLE * sum(len(each.samples) for each in self._families)
-
-    def collect(self) -> Iterable[Metric]:
-        """They."""
-        return self._families
-
-    def render(self) -> bytes:
-        """The text format."""
-        return generate_latest(self)
+        state = self._gauges.look()
+        text = generate_latest(self._registry) + node_text(state).encode()
+        return text + generate_latest(self._of_clients) if names_clients else text
 
 
 class _CoreGauges(Collector):
-    """What the core holds now."""
+    """What the core held at the last look."""
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        self._figures = figures
+        self._state: Mapping[str, Any] = {}
+
+    def look(self) -> Mapping[str, Any]:
+        """Read the core."""
+        self._state = self._figures()
+        return self._state
 
     def collect(self) -> Iterable[Metric]:
-        """Read the core."""
-        state = self._snapshot()
+        """All but what there is of each node."""
+        state = self._state
         yield GaugeMetricFamily(
             "baton_router_queued_requests", "choices of requests that wait for room", state["queued"]
         )
-        yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", len(state["requests"]))
+        yield GaugeMetricFamily("baton_router_live_requests", "requests not ended", state["live_requests"])
         text = "1 while requests can be served, else 0: as /ready says"
         yield GaugeMetricFamily("baton_router_ready", text, float(state["ready"]))
         text = "nodes that can take work, had they room, by role: prefill, decode, mixed"
@@ -331,22 +317,6 @@ class _CoreGauges(Collector):
             yield GaugeMetricFamily(f"baton_router_cache_index_{name}", text, float(caches.get(name, 0)))
         text = "blocks that found no room in the index, since the start"
         yield CounterMetricFamily("baton_router_cache_index_dropped", text, float(caches.get("dropped", 0)))
-        labels = ["node", "role"]
-        up = GaugeMetricFamily("baton_router_node_up", "1 while the node's session is up", labels=labels)
-        prefilling = GaugeMetricFamily(
-            "baton_router_node_prefilling", "choices of requests in prefill there", labels=labels
-        )
-        branches = GaugeMetricFamily("baton_router_node_branches", "sequences placed there", labels=labels)
-        circuit = GaugeMetricFamily(
-            "baton_router_node_circuit_open", "1 while the node is left alone, or tried with one attempt", labels=labels
-        )
-        for name, node in state["nodes"].items():
-            identity = [name.rpartition("@")[0], node["role"]]
-            up.add_metric(identity, float(node["session"] == "up"))
-            prefilling.add_metric(identity, node["prefilling"])
-            branches.add_metric(identity, node["branches"])
-            circuit.add_metric(identity, float(state["circuits"][identity[0]] != "closed"))
-        yield from (up, prefilling, branches, circuit)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to collide with: the registry is ours."""

@@ -89,7 +89,7 @@ class RouterShell:
         self._newcomers = Newcomers[asyncio.Future[None]]()
         self._is_woken = False
         self._alarm = Alarm(self._loop, self._run)
-        self.metrics = RouterMetrics(lambda: {**core.snapshot(), "ready": not self.missing()})
+        self.metrics = RouterMetrics(lambda: {**core.figures(), "ready": not self.missing()})
 
     # ---------------------------------------------------------------- the HTTP side
 
@@ -159,8 +159,18 @@ class RouterShell:
         """What requests are served without, as sentences."""
         return self._core.degraded()
 
+    @property
+    def num_queued(self) -> int:
+        """Branches that wait for room."""
+        return self._core.num_queued
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._core.num_live
+
     def snapshot(self) -> Mapping[str, object]:
-        """The core's state."""
+        """The core's state, every request with it: for tests."""
         return self._core.snapshot()
 
     def nodes(self) -> Iterator[tuple[Node, str]]:

@@ -7,7 +7,6 @@ it. Read from the core and the timelines when somebody asks, so that nothing sho
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -32,8 +31,7 @@ class Sight:
 
     def state(self) -> dict[str, Any]:
         """The router, and its nodes as they told it last."""
-        shell, snapshot = self._shell, self._shell.snapshot()
-        requests = snapshot["requests"]
+        shell = self._shell
         missing = shell.missing()
         return {
             "router": shell.name,
@@ -43,8 +41,8 @@ class Sight:
             "missing": missing,
             "degraded": shell.degraded(),
             "is_draining": shell.is_draining,
-            "queued": snapshot["queued"],
-            "live_requests": len(requests) if isinstance(requests, Mapping) else 0,
+            "queued": shell.num_queued,
+            "live_requests": shell.num_live,
             "nodes": [_node(node, circuit) for node, circuit in shell.nodes()],
         }
 

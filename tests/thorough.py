@@ -7,11 +7,9 @@ combinations, larger worlds. Not here: seeds of the simulation and random faults
 from __future__ import annotations
 
 import os
-from typing import Final, TypeVar
+from typing import Final
 
 import pytest
-
-Value = TypeVar("Value")
 
 IS_THOROUGH: Final = os.environ.get("THOROUGH") == "1"
 only_thorough: Final = pytest.mark.skipif(not IS_THOROUGH, reason="more of the same: make soak runs it")

@@ -335,7 +335,8 @@ def test_a_hung_process_that_was_replaced_under_its_name_ends_when_it_wakes_and_
         new_stream = Stream(cluster, threads, fields)
         new_stream.take_tokens(5)
         old_process.send_signal(signal.SIGCONT)
-    assert old_process.wait(BOUND_S) == 2, "it had to find another name"
+        assert old_process.wait(BOUND_S) == 2, "it had to find another name"
+        assert new_stream.is_running, "it was over before the old one woke"
     new_stream.take_all()
     assert new_stream.last == "[DONE]" and new_stream.token_ids == undisturbed
     assert cluster.missing() == []

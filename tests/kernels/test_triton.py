@@ -39,6 +39,7 @@ def test_in_the_interpreter(run: str) -> None:
         "pytest",
         "-p",
         "no:cacheprovider",
+        f"--timeout={LIMIT_S}",
         "-W",
         "ignore::RuntimeWarning",
         *RUNS[run],

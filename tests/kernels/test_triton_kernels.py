@@ -54,10 +54,10 @@ def run(stack: LayerStack, own: Sequences, step: Step, dtype: torch.dtype) -> Te
     ("shape", "dtype"),
     a_few(
         [
-            (SHAPES[1], torch.float32),
+            (SHAPES[1], torch.bfloat16),
             (SHAPES[2], torch.float16),
             (SHAPES[0], torch.bfloat16),
-            (SHAPES[1], torch.bfloat16),
+            (SHAPES[1], torch.float32),
         ]
     ),
     ids=str,

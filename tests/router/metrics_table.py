@@ -24,7 +24,7 @@ def used_metrics() -> list[Metric]:
         circuits = {"d": "closed"}
         return {
             "queued": 0,
-            "requests": {},
+            "live_requests": 0,
             "nodes": {"d@1": _NODE},
             "circuits": circuits,
             "degraded": [],

@@ -6,24 +6,37 @@ import asyncio
 import itertools
 import math
 import re
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
-from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics, Taken
+from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics
+from router.node_gauges import node_families, node_text
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
 
-IDLE: Final = {"queued": 0, "requests": {}, "nodes": {}, "circuits": {}, "degraded": [], "ready": False, "caches": {}}
+IDLE: Final = {
+    "queued": 0,
+    "live_requests": 0,
+    "nodes": {},
+    "circuits": {},
+    "degraded": [],
+    "ready": False,
+    "caches": {},
+}
 
 
 @pytest.fixture(scope="module")
@@ -280,34 +293,44 @@ def with_nodes(number: int) -> dict[str, Any]:
     return IDLE | {"nodes": {f"{name}@1": node for name in circuits}, "circuits": circuits}
 
 
+class Families(Collector):
+    """For prometheus_client's own writer."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
 @pytest.mark.covers("O01")
-def test_a_page_says_what_was_when_it_was_asked_for_and_knows_about_how_long_it_is() -> None:
-    metrics = RouterMetrics(lambda: with_nodes(500))
-    taken = metrics.taken()
-    metrics.turned_away("no_key")
-    line = 'baton_router_turned_away_total{reason="no_key"}'
-    assert f"{line} 0.0" in taken.render().decode() and f"{line} 1.0" in metrics.render().decode()
-    assert 0.5 < taken.size / len(taken.render()) < 2
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=5) | st.sampled_from(["a\nb", 'say "hi"', "back\\slash", "x@y", "é"]),
+        st.tuples(st.sampled_from(["up", "lost"]), st.integers(0, 999_999), st.sampled_from(["closed", "open"])),
+        max_size=4,
+    )
+)
+def test_what_is_said_of_nodes_is_written_as_prometheus_client_writes_it(
+    nodes: dict[str, tuple[str, int, str]],
+) -> None:
+    state = {
+        "nodes": {
+            f"{name}@1": {"role": "decode", "session": session, "prefilling": 0, "branches": number}
+            for name, (session, number, _) in nodes.items()
+        },
+        "circuits": {name: circuit for name, (_, _, circuit) in nodes.items()},
+    }
+    assert node_text(state).encode() == generate_latest(Families(node_families(state)))
 
 
 @pytest.mark.covers("A11")
-@pytest.mark.parametrize(("sample_bytes", "is_beside"), [(64, False), (1 << 20, True)])
-def test_a_long_page_is_written_beside_the_loop(
-    model: Path, monkeypatch: pytest.MonkeyPatch, sample_bytes: int, is_beside: bool
-) -> None:
-    threads: list[int] = []
-    own = Taken.render
-
-    def noted(taken: Taken) -> bytes:
-        threads.append(threading.get_ident())
-        return own(taken)
-
-    monkeypatch.setattr(Taken, "render", noted)
-    monkeypatch.setattr("router.metrics._BYTES_OF_A_SAMPLE", sample_bytes)
-
-    async def scenario(router: LiveRouter) -> None:
-        page = await router.client.get("/metrics")
-        assert page.status_code == 200 and "baton_router_node_up" in page.text
-        assert [each != threading.get_ident() for each in threads] == [is_beside]
-
-    play(model, scenario)
+def test_a_look_at_a_thousand_nodes_names_each_of_them_once() -> None:
+    node = {"role": "decode", "session": "up", "takes_work": True, "prefilling": 0, "branches": 3}
+    names = [f"decode-{number}" for number in range(1000)]
+    state = IDLE | {"nodes": {f"{name}@1": node for name in names}, "circuits": dict.fromkeys(names, "closed")}
+    metrics = RouterMetrics(lambda: state)
+    text = metrics.render().decode()
+    assert text.count("baton_router_node_up{") == text.count("baton_router_node_branches{") == 1000
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {sample.value for sample in families["baton_router_node_branches"].samples} == {3.0}
