@@ -106,7 +106,7 @@ class RouterCore:
                 case Waiting() if branch.gives_up_at is not None and branch.gives_up_at <= now:
                     self._ends.without_heirs(branch, now)
                 case Waiting():  # a node that refused it may be asked again, or it has rested
-                    self._waiting.recall()
+                    self._waiting.recall_one(branch.key)
                     self._live.may_place = True
                     self._live.set_timer(branch, now)
                 case Prefilling() | Decoding() | Moving():

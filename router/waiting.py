@@ -102,9 +102,15 @@ class WaitingBranches:
             self._aside.pop(key, None)
 
     def recall(self) -> None:
-        """Nodes have changed, or somebody has rested: who was put aside takes its place again."""
+        """Nodes have changed: who was put aside takes its place again."""
         while self._aside:
             self.put(self._branches[self._aside.popitem()[0]])
+
+    def recall_one(self, key: BranchKey) -> None:
+        """A branch has rested: if it was put aside, it takes its place again."""
+        if key in self._aside:
+            del self._aside[key]
+            self.put(self._branches[key])
 
     def take(self, now: float) -> Placed | None:
         """Take out the first that finds room and who goes with it, and say where; None if there is none."""
