@@ -186,13 +186,16 @@ def _send_canaries(pages: Pages) -> Iterator[Finding]:
         yield Finding(WARNING, "canary", "another deep look is under way; ask again in a moment")
         return
     try:
-        pairs = answer.json()["pairs"]
+        content = answer.json()
+        pairs, num_left_out = content["pairs"], content.get("pairs_left_out", 0)
     except (ValueError, KeyError, TypeError):  # of whoever stands before the router
         raise NoAnswer(f"{pages.url}/ready?deep=1: is answered {answer.status_code}, not as a router does") from None
     for pair in pairs:
         way = f"{pair['prefill']} to {pair['decode']}"
         well = f"its KV crossed in {pair['seconds'] * 1000:.0f} ms, tokens equal"
         yield Finding(OK, way, well) if pair["ok"] else Finding(WRONG, way, pair["problem"])
+    if num_left_out:
+        yield Finding(WARNING, "canary", f"{num_left_out} more pairs of nodes were not tried, there are too many")
     if not pairs:
         yield Finding(WARNING, "canary", "no two nodes that hand over to each other are there")
 

@@ -189,12 +189,12 @@ class Api:
         content: dict[str, Any] = {"ready": not missing, "missing": missing, "degraded": degraded}
         if request.query_params.get("deep") == "1" and request.method == "GET":
             try:
-                pairs = await self._deep.look()
+                pairs, num_left_out = await self._deep.look()
             except AlreadyLooking:
                 error = ApiError(429, "A deep look is under way.", code="ALREADY_LOOKING", retry_after_s=1.0)
                 return refusal(error, id_header(request))
             is_ready = not missing and all(pair.problem is None for pair in pairs)
-            content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs]}
+            content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs], "pairs_left_out": num_left_out}
         return json_answer(content, 200 if content["ready"] else 503)
 
     async def metrics(self, request: Request) -> Response:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, islice, product, zip_longest
 from typing import Any, Final
 
 from proto import baton_pb2 as pb
@@ -30,6 +31,7 @@ MAX_TOKENS: Final = 4
 PAIR_TIMEOUT_S: Final = 5.0
 ALL_TIMEOUT_S: Final = 30.0
 _AT_ONCE: Final = 4
+MAX_PAIRS: Final = 400  # of a look: so many are tried in its time where each takes a quarter of a second
 
 
 class AlreadyLooking(Exception):
@@ -50,6 +52,32 @@ class PairSeen:
         return asdict(self) | {"ok": self.problem is None, "seconds": round(self.seconds, 4)}
 
 
+def pairs_of(nodes: Sequence[Node], most: int) -> tuple[list[tuple[Node, Node]], int]:
+    """Pairs of who prefills and who decodes that may exchange KV, and how many are left out for there being more than `most`.
+
+    Each turn has every node in one pair at least, but where a mixed node meets itself; kinds of nodes come by turns, too.
+    """
+    kinds: dict[bytes, list[Node]] = {}
+    for node in nodes:
+        kinds.setdefault(node.fingerprint, []).append(node)
+    by_turns = chain.from_iterable(zip_longest(*map(_pairs_of_a_kind, kinds.values())))
+    found = list(islice((pair for pair in by_turns if pair is not None), most))
+    num_both = sum(node.prefills and node.decodes for node in nodes)  # with itself none does
+    num_all = sum(
+        sum(node.prefills for node in alike) * sum(node.decodes for node in alike) for alike in kinds.values()
+    )
+    return found, num_all - num_both - len(found)
+
+
+def _pairs_of_a_kind(nodes: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
+    prefills, decodes = [node for node in nodes if node.prefills], [node for node in nodes if node.decodes]
+    for turn, number in product(range(min(len(prefills), len(decodes))), range(max(len(prefills), len(decodes)))):
+        shift = (0, turn) if len(prefills) > len(decodes) else (turn, 0)  # of the longer list all come in each turn
+        prefill, decode = (each[(number + by) % len(each)] for each, by in zip((prefills, decodes), shift, strict=True))
+        if prefill.ref != decode.ref:
+            yield prefill, decode
+
+
 class _Problem(Exception):
     """A pair's canary did not come through; the message is one sentence."""
 
@@ -66,21 +94,18 @@ class DeepLook:
         self._all_s = all_s
         self._is_looking = False
 
-    async def look(self) -> list[PairSeen]:
-        """Every pair of nodes that may have to hand over to each other. Raises AlreadyLooking."""
+    async def look(self) -> tuple[list[PairSeen], int]:
+        """Pairs of nodes that may have to hand over to each other, MAX_PAIRS at most, and how many more there are.
+
+        Raises AlreadyLooking.
+        """
         if self._is_looking:
             raise AlreadyLooking
         self._is_looking = True
         try:
             ends_at, turn = self._shell.now() + self._all_s, asyncio.Semaphore(_AT_ONCE)
-            pairs = [
-                (prefill, decode)
-                for prefill in self._nodes()
-                for decode in self._nodes()
-                if prefill.prefills and decode.decodes and prefill.ref != decode.ref
-                if prefill.fingerprint == decode.fingerprint
-            ]
-            return await asyncio.gather(*(self._try(*pair, ends_at, turn) for pair in pairs))
+            pairs, num_left_out = pairs_of(self._nodes(), MAX_PAIRS)
+            return await asyncio.gather(*(self._try(*pair, ends_at, turn) for pair in pairs)), num_left_out
         finally:
             self._is_looking = False
 

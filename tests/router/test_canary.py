@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
-from router.canary import DeepLook
+from router.canary import DeepLook, pairs_of
+from router.node_state import Node
 from router.text import ModelText
+from tests.router.core_world import node_entry, ref
 from tests.router.live_router import LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt
 from tests.router.test_api import play
@@ -139,8 +143,36 @@ def test_a_silent_pair_is_named_in_time_holds_up_nobody_and_a_second_look_is_ref
         may_answer.clear()
         look = DeepLook(router.shell, ModelText(model), pair_s=0.3, all_s=60.0)
         async with asyncio.timeout(60):
-            (pair,) = await look.look()
+            (pair,), num_left_out = await look.look()
+        assert num_left_out == 0
         assert pair.problem is not None and ("no answer within " in pair.problem or "deadline" in pair.problem)
         assert pair.seconds > 0.2
 
     play(model, scenario, script)
+
+
+@pytest.mark.covers("O06")
+@given(
+    st.lists(st.tuples(st.sampled_from(["PREFILL", "DECODE", "MIXED"]), st.sampled_from("ab")), max_size=12),
+    st.integers(0, 60),
+)
+def test_of_too_many_pairs_some_are_left_out_and_no_node_as_long_as_there_is_room_for_all(
+    drawn: list[tuple[str, str]], most: int
+) -> None:
+    nodes = [
+        Node(ref(f"n{number}"), node_entry(f"n{number}", pb.Role.Value(f"ROLE_{role}")), kind.encode())
+        for number, (role, kind) in enumerate(drawn)
+    ]
+    right = {
+        (one.ref, other.ref)
+        for one in nodes
+        for other in nodes
+        if one.prefills and other.decodes and one.ref != other.ref and one.fingerprint == other.fingerprint
+    }
+    every, none_left_out = pairs_of(nodes, len(right) + 1)
+    assert (none_left_out, len(every)) == (0, len(right)) and {(p.ref, d.ref) for p, d in every} == right
+    some, num_left_out = pairs_of(nodes, most)
+    assert some == every[:most] and len(some) + num_left_out == len(right)
+    if "MIXED" not in dict(drawn):
+        first = pairs_of(nodes, 2 * len(nodes))[0]
+        assert {node.ref for pair in first for node in pair} == {node for pair in right for node in pair}
