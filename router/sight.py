@@ -33,6 +33,7 @@ class Sight:
         """The router, and its nodes as they told it last."""
         shell = self._shell
         missing = shell.missing()
+        fingerprints: dict[bytes, dict[str, Any]] = {}  # few differ, and each takes a while to be read out
         return {
             "router": shell.name,
             "pid": os.getpid(),
@@ -43,7 +44,7 @@ class Sight:
             "is_draining": shell.is_draining,
             "queued": shell.num_queued,
             "live_requests": shell.num_live,
-            "nodes": [_node(node, circuit) for node, circuit in shell.nodes()],
+            "nodes": [_node(node, circuit, fingerprints) for node, circuit in shell.nodes()],
         }
 
     def requests(self, limit: int = USUALLY_LISTED) -> dict[str, Any]:
@@ -58,8 +59,11 @@ class Sight:
         return None if record is None else timeline(record, self._shell.now())
 
 
-def _node(node: Node, circuit: str) -> dict[str, Any]:
+def _node(node: Node, circuit: str, fingerprints: dict[bytes, dict[str, Any]]) -> dict[str, Any]:
     load, entry = node.load, node.entry
+    written = entry.fingerprint.SerializeToString(deterministic=True)
+    if written not in fingerprints:
+        fingerprints[written] = MessageToDict(entry.fingerprint, preserving_proto_field_name=True)
     return {
         "name": node.ref.name,
         "incarnation": f"{node.ref.incarnation:016x}",
@@ -71,7 +75,7 @@ def _node(node: Node, circuit: str) -> dict[str, Any]:
         "circuit": circuit,
         "grpc": entry.grpc_address,
         "http": entry.http_address,
-        "fingerprint": MessageToDict(entry.fingerprint, preserving_proto_field_name=True),
+        "fingerprint": fingerprints[written],
         "tp": max(1, entry.num_ranks),
         "num_blocks": entry.num_blocks,
         "blocks": {state: getattr(load, f"blocks_{state}") for state in _BLOCK_STATES},  # all 0: it has not spoken yet
