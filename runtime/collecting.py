@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Final
 
 REST_S: Final = 5.0  # from one full walk to the next, where the process is at rest
-LONGEST_S: Final = 120.0  # the same, where it never is: a walk of 10 ms is then a ten-thousandth of the time
+LONGEST_S: Final = 120.0  # the same, where it never is, and longer where walks take a ten-thousandth of that: 12 ms
+_BUSY_SHARE: Final = 1e-4  # of the time
 LOOK_EVERY_S: Final = 1.0
 _YOUNG: Final = 200  # objects more than there were: walks then take a busy router three thousandths of its time
 _NEVER: Final = 1 << 30  # walks to one that looks further
@@ -40,13 +41,18 @@ class FullWalks:
     def __init__(self, now: float, rest_s: float = REST_S) -> None:
         self._last = now
         self._rest_s = rest_s
+        self._busy_s = LONGEST_S
 
     def is_due(self, now: float, is_at_rest: bool) -> bool:
-        """Whether to walk now; who is told so does it."""
-        if now - self._last < (self._rest_s if is_at_rest else LONGEST_S):
+        """Whether to walk now; who is told so does it, and says with took() how long it was."""
+        if now - self._last < (self._rest_s if is_at_rest else self._busy_s):
             return False
         self._last = now
         return True
+
+    def took(self, seconds: float) -> None:
+        """So long nobody was served: ten thousand streams make it a quarter of a second."""
+        self._busy_s = max(LONGEST_S, seconds / _BUSY_SHARE)
 
 
 async def collect_at_rest(
@@ -63,7 +69,9 @@ async def collect_at_rest(
     try:
         while True:
             await asyncio.sleep(look_every_s)
-            if walks.is_due(time.monotonic(), is_at_rest()):
+            began_at = time.monotonic()
+            if walks.is_due(began_at, is_at_rest()):
                 gc.collect()
+                walks.took(time.monotonic() - began_at)
     finally:
         gc.set_threshold(*thresholds)

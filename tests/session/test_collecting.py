@@ -22,6 +22,18 @@ def test_walks_keep_their_distance_and_none_is_put_off_for_ever(fresh_seed: int)
     assert num_at_rest > 20 and num_busy > 2
 
 
+def test_long_walks_come_the_more_seldom_and_short_ones_not_more_often() -> None:
+    walks = FullWalks(0.0)
+    assert walks.is_due(LONGEST_S, False)
+    walks.took(0.25)  # a ten-thousandth of 2500 s
+    assert not walks.is_due(LONGEST_S + 2499, False) and walks.is_due(LONGEST_S + 2501, False)
+    walks.took(0.0001)
+    now = LONGEST_S + 2501
+    assert not walks.is_due(now + LONGEST_S - 1, False) and walks.is_due(now + LONGEST_S + 1, False)
+    walks.took(0.25)
+    assert walks.is_due(now + LONGEST_S + 1 + REST_S, True), "at rest nobody is kept waiting"
+
+
 def test_a_process_walks_when_it_is_at_rest_and_its_end_walks_over_nothing_that_was_there() -> None:
     before, long = gc.get_threshold(), list[str]()
 
