@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import subprocess
@@ -92,6 +93,14 @@ def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsy
         with answering({"/state": json.dumps(router), "/ready?deep=1": '{"pairs": []}'}) as url:
             (sentence,) = troubles(capsys, url)
             assert sentence == f"its HTTP port cannot be asked from here: {elsewhere}/state: is no node's"
+
+
+@pytest.mark.covers("O06")
+def test_pairs_that_were_too_many_to_be_tried_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    deep = {"/ready?deep=1": '{"pairs": [], "pairs_left_out": 7}'}
+    with answering({"/state": json.dumps(ROUTER | {"nodes": []})} | deep) as url:
+        doctor.main([url])
+    assert re.search(r"warning\s+canary: 7 more pairs of nodes were not tried", capsys.readouterr().out)
 
 
 @pytest.mark.covers("O06")
