@@ -8,6 +8,8 @@ import pytest
 
 from proto import baton_pb2 as pb
 from router.events import Finished, SessionLost, SessionUp
+from router.requests import LiveBranch
+from router.waiting import WaitingBranches
 from tests.router.core_world import CoreWorld, node_entry, ref
 
 BROKEN = [pb.CHECKSUM, pb.TRANSFER_FAILED, pb.LEASE_EXPIRED]
@@ -254,6 +256,27 @@ def test_a_branch_that_rests_holds_up_nobody() -> None:
     world.tokens_from("d1", "b", 0, [7])
     world.pass_time(0.2)
     assert len(world.dispatches("a")) == 3
+
+
+def test_who_has_rested_takes_its_own_place_and_brings_no_other_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many at rest each one's timer would otherwise look at all of them."""
+    world = CoreWorld.with_nodes("p1", "d1", breaker_failures=100)
+    for name in "abcd":
+        world.submit(name)
+    for attempt in (0, 1):
+        for name in "abcd":
+            world.error_from("p1", name, pb.INTERNAL, attempt, node_id="d1")
+    returned: list[str] = []
+    put = WaitingBranches.put
+
+    def noted(waiting: WaitingBranches, branch: LiveBranch) -> None:
+        returned.append(branch.key.request_id)
+        put(waiting, branch)
+
+    monkeypatch.setattr(WaitingBranches, "put", noted)
+    world.pass_time(0.2)
+    assert [len(world.dispatches(name)) for name in "abcd"] == [3, 3, 3, 3]
+    assert sorted(returned) == ["a", "b", "c", "d"]
 
 
 def test_a_prefill_node_that_breaks_one_handoff_after_another_is_left() -> None:
