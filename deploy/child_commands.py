@@ -78,8 +78,8 @@ def router_command(config: UpConfig, index: int) -> list[str]:
 
 
 def node_command(config: UpConfig, role: str, name: str, registry: str) -> list[str]:
-    """Of a node; `registry`: of each router, where they embed theirs."""
-    command = ["deploy.node_process", role, "--model", str(config.model_dir), "--node-id", name]
+    """Of a node, as `baton` takes it; `registry`: of each router, where they embed theirs."""
+    command = [role, "--model", str(config.model_dir), "--node-id", name]
     # Whatever the variables say, which may be those of a container with one process: all nodes are here, each with its own ports.
     command += ["--host", "127.0.0.1", "--advertise", "none", "--http-port", "0", "--grpc-port", "0", "--kv-port", "0"]
     command += ["--router", registry if config.registry == EMBEDDED else ""]

@@ -1,7 +1,8 @@
 """One process that the launcher started: its log, its ready file, its end.
 
-A child is told our process id: it has the kernel kill it when we die (runtime/process.py). It has a process group of its own,
-so that Ctrl-C reaches the launcher alone, and inherits no file but its log. Not here: which processes there are.
+A child is told its parent's process id: it has the kernel kill it when that dies (runtime/process.py). It has a process group of
+its own, so that Ctrl-C reaches the launcher alone, and inherits no file but its log. Not here: which processes there are, and what
+a node is forked from (forker.py).
 """
 
 from __future__ import annotations
@@ -11,17 +12,61 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 READY_POLL_S: Final = 0.02  # a rename cannot be awaited without inotify, which the standard library lacks
+
+
+class Process(Protocol):
+    """What runs: asyncio's own, or one that was forked."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Minus the signal's number if one ended it; None while it runs."""
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+
+    def send_signal(self, signal: int) -> None:
+        """To it, if it still runs."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+Starter = Callable[[Sequence[str], int], Awaitable[Process]]  # what to run, and the descriptor of its log
+
+
+def executed(environment: Mapping[str, str]) -> Starter:
+    """Starts `python -m …` with this environment."""
+
+    async def start(command: Sequence[str], log_fd: int) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # the current directory is the user's: a folder called `node` there is not ours
+            "-m",
+            *command,
+            *("--parent-pid", str(os.getpid())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            env=environment,
+            process_group=0,
+        )
+
+    return start
 
 
 class ChildProcess:
     """A running child; made by `start`."""
 
-    def __init__(self, name: str, log_path: Path, ready_path: Path, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, log_path: Path, ready_path: Path, process: Process) -> None:
         self.name = name
         self.log_path = log_path
         self.pid = process.pid
@@ -31,34 +76,16 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls,
-        name: str,
-        command: Sequence[str],
-        run_dir: Path,
-        environment: Mapping[str, str],
-        *,
-        keeps_log: bool = False,
+        cls, name: str, command: Sequence[str], run_dir: Path, starter: Starter, *, keeps_log: bool = False
     ) -> ChildProcess:
-        """Run `python -m <command>` with a log and a ready file in `run_dir`; `keeps_log`: behind what the log has already."""
+        """Run the command with a log and a ready file in `run_dir`; `keeps_log`: behind what the log has already."""
         log_path, ready_path = run_dir / f"{name}.log", run_dir / f".{name}.ready.json"
         ready_path.unlink(missing_ok=True)
         if not keeps_log:
             log_path.open("wb").close()
         # Appended to: who cuts the file off while it is written, such as logrotate with copytruncate, has the room back.
         with log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # the current directory is the user's: a folder called `node` there is not ours
-                "-m",
-                *command,
-                *("--ready-file", str(ready_path.resolve())),
-                *("--parent-pid", str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                process_group=0,
-            )
+            process = await starter([*command, "--ready-file", str(ready_path.resolve())], log.fileno())
         return cls(name, log_path, ready_path, process)
 
     async def ready(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`baton up`: routers and their nodes on this machine, each a process of its own, until a signal.
 
     routers --(ready files: registry addresses)--> nodes --(ready files)--> /ready --> cluster.json, a curl line
+    forker: loads torch meanwhile ------------------^ are forked from it
 
 Everything that was started ends with this process: on a signal each child is asked, then killed; if this process itself is
 killed, the kernel kills the children (deploy/child_process.py). Restarts nothing, but for a node that the dashboard's button
@@ -28,8 +29,9 @@ import httpx
 from rich.console import Console
 
 from deploy.child_commands import environment_of, node_command, router_command
-from deploy.child_process import ChildProcess
+from deploy.child_process import ChildProcess, Starter, executed
 from deploy.control import Control
+from deploy.forker import Forker
 from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.authority import believing
@@ -66,7 +68,6 @@ class _Node:
     """A node's process, and what it takes to start another."""
 
     command: Sequence[str]
-    threads: int
     child: ChildProcess
     is_new: bool = False  # it was started in place of one that was killed, and does not serve yet
 
@@ -92,6 +93,9 @@ class _Launcher:
         self._console = console
         self._children: list[ChildProcess] = []
         self._nodes: dict[str, _Node] = {}
+        self._threads = config.threads_by_role(len(os.sched_getaffinity(0)))
+        environment = environment_of(config, min(self._threads.values(), default=1))
+        self._forker = Forker(config.run_dir / "forker.log", environment, self._note_end_of_forker)
         self._cluster: dict[str, Any] = {}  # cluster.json, once it is written
         self._control = Control(self.replace) if config.has_kill_button else None
         self._control_address = ""
@@ -139,8 +143,11 @@ class _Launcher:
             self._control_address = await self._control.open()
         with self._console.status("baton up: starting the router") as status:
             async with asyncio.timeout(config.start_timeout_s), self._saying_what_it_waits_for():
+                with suppress(OSError):  # which comes again, for a node
+                    await self._forker.open()
+                environment = environment_of(config, threads=1) | {"BATON_LAUNCHER": self._control_address}
                 children = [
-                    await self._start_child(name, router_command(config, index), threads=1)
+                    await self._start_child(name, router_command(config, index), executed(environment))
                     for index, name in enumerate(names)
                 ]
                 routers = await asyncio.gather(*(self._ready(child) for child in children))
@@ -175,14 +182,18 @@ class _Launcher:
         """Start all nodes at once; what each of them wrote into its ready file. `registry`: of each router, where embedded."""
         config = self._config
         names = [(role, f"{role}-{index}") for role, number in config.nodes.items() for index in range(number)]
-        threads = config.threads_by_role(len(os.sched_getaffinity(0)))
         children = []
         for role, name in names:
-            command = [*node_command(config, role, name, registry), "--threads", str(threads[role])]
-            child = await self._start_child(name, command, threads[role])
-            self._nodes[name] = _Node(command, threads[role], child)
+            command = [*node_command(config, role, name, registry), "--threads", str(self._threads[role])]
+            child = await self._start_child(name, command, self._forker.fork)
+            self._nodes[name] = _Node(command, child)
             children.append(child)
         return await asyncio.gather(*(self._ready(child) for child in children))
+
+    def _note_end_of_forker(self, pid: int) -> None:
+        if not self._stopping.is_set():
+            what = f"the process that nodes are forked from (pid {pid}) has ended, and they with it"
+            sys.stderr.write(f"baton up: {what}; see {self._config.run_dir / 'forker.log'}\n")
 
     async def replace(self, name: str) -> str | None:
         """Kill a node with SIGKILL and start a new one of its name; why not, if it was not."""
@@ -198,7 +209,7 @@ class _Launcher:
         if self._stopping.is_set():
             return None
         try:
-            node.child = await self._start_child(name, node.command, node.threads, keeps_log=True)
+            node.child = await self._start_child(name, node.command, self._forker.fork, keeps_log=True)
         except _CannotStart as error:  # no process, no place for its log: asked for again, perhaps there is one
             node.is_new = False
             return f"{name} was killed, and no new one can be started: {error}"
@@ -275,6 +286,7 @@ class _Launcher:
         if stops:
             await asyncio.wait(stops, timeout=ROUTER_LEAD_S)
         await asyncio.gather(*stops, *(child.stop(timeout_s) for child in self._children[num_routers:]))
+        await self._forker.close()
 
     async def _watch(self, stopped: asyncio.Future[signal.Signals]) -> int:
         """Report each child that ends, until a signal comes or none is left."""
@@ -292,14 +304,11 @@ class _Launcher:
         return 1
 
     async def _start_child(
-        self, name: str, command: Sequence[str], threads: int, *, keeps_log: bool = False
+        self, name: str, command: Sequence[str], starter: Starter, *, keeps_log: bool = False
     ) -> ChildProcess:
-        environment = environment_of(self._config, threads)
-        if command[0] == "router":
-            environment["BATON_LAUNCHER"] = self._control_address
         run_dir = self._config.run_dir
         try:
-            child = await ChildProcess.start(name, command, run_dir, environment, keeps_log=keeps_log)
+            child = await ChildProcess.start(name, command, run_dir, starter, keeps_log=keeps_log)
         except OSError as error:
             if error.filename is None or Path(error.filename).parent != run_dir:  # no process, no descriptor
                 raise _CannotStart(f"{name} cannot be started: {error.strerror}", 1) from error

@@ -12,6 +12,14 @@ from collections.abc import Sequence
 from runtime.process import end_while_loading, fatal, hold_standard_streams
 
 
+def load() -> None:
+    """Import what every node does, torch among it, but for what cannot be forked: gRPC, which has threads."""
+    import decode_node.entry  # noqa: F401
+    import mixed_node.entry  # noqa: F401
+    import node.assembly  # noqa: F401
+    import prefill_node.entry  # noqa: F401
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the role that the first argument names; its exit code."""
     hold_standard_streams()

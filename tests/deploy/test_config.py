@@ -207,7 +207,7 @@ def children_of(
     config = load(UpConfig, "baton up", "", words)
     environment = environment_of(config, 1)
     _, *router = router_command(config, 0)
-    _, role, *node = node_command(config, "decode", "decode-0", "127.0.0.1:1")
+    role, *node = node_command(config, "decode", "decode-0", "127.0.0.1:1")
     return (
         parse(RouterConfig, "baton router", "", router, environment),
         parse(NodeConfig, f"baton {role}", "", [*node, "--threads", "1"], environment),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child_process import ChildProcess
+from deploy.child_process import ChildProcess, executed
 from runtime.logs import log_event, set_up_logging
 from runtime.process import (
     CannotWrite,
@@ -366,7 +366,7 @@ def test_a_log_that_is_cut_off_while_it_is_written_begins_anew_and_one_that_is_k
     async def run() -> None:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         for keeps_log, before in ((False, ""), (True, "a line\n")):
-            child = await ChildProcess.start("node", ["talker"], tmp_path, environment, keeps_log=keeps_log)
+            child = await ChildProcess.start("node", ["talker"], tmp_path, executed(environment), keeps_log=keeps_log)
             try:
                 await said(log.read_text, f"{before}a line\n")
                 os.truncate(log, 0)

@@ -135,7 +135,8 @@ def test_cluster_json_names_processes_that_answer(cluster: Cluster) -> None:
 
 def test_there_is_one_log_per_process(cluster: Cluster) -> None:
     """Named like the process."""
-    assert {path.name for path in cluster.run_dir.glob("*.log")} == {"router.log", "prefill-0.log", "decode-0.log"}
+    names = {"router.log", "prefill-0.log", "decode-0.log", "forker.log"}
+    assert {path.name for path in cluster.run_dir.glob("*.log")} == names
 
 
 def test_the_cores_are_shared_out_and_sizes_reach_the_nodes(cluster: Cluster) -> None:
@@ -290,7 +291,7 @@ def loading_nodes(launcher: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     assert launcher.stdout.readline() == "baton up: router is up\n"
     nodes: dict[str, psutil.Process] = {}
     while len(nodes) < 2:
-        for child in psutil.Process(launcher.pid).children():
+        for child in psutil.Process(launcher.pid).children(recursive=True):
             words = child.cmdline()
             if "--node-id" in words:
                 nodes[words[words.index("--node-id") + 1]] = child
