@@ -16,7 +16,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,7 +101,8 @@ class Forker:
     async def _start(self) -> None:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
-        try:
+        with ExitStack() as undo:
+            undo.callback(own.close)
             with theirs, self._log_path.open("wb") as log:
                 command = ["deploy.node_forker", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
                 self._process = await asyncio.create_subprocess_exec(
@@ -113,9 +114,7 @@ class Forker:
                     pass_fds=(theirs.fileno(),),
                     process_group=0,
                 )
-        except BaseException:  # also Ctrl-C meanwhile
-            own.close()
-            raise
+            undo.pop_all()
         self.pid, self._control = self._process.pid, own
         asyncio.get_running_loop().add_reader(own, self._read)
 

@@ -10,7 +10,6 @@ gRPC's. It ends with the launcher's end of its socket, and the kernel kills its 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import selectors
@@ -27,7 +26,7 @@ from deploy import node_process
 from runtime.collecting import loading
 from runtime.process import die_with_parent, end_while_loading
 
-MAX_REQUEST_BYTES: Final = 1 << 17
+_MAX_REQUEST_BYTES: Final = 1 << 17
 _STDOUT: Final = 1
 _STDERR: Final = 2
 _OF_NODES: Final = (signal.SIGINT, signal.SIGTERM)
@@ -43,8 +42,6 @@ def main(control_fd: int, parent_pid: int) -> int:
     setproctitle("baton forker")
     with suppress(ImportError), loading():  # a node finds the same, and says it in its log
         node_process.load()
-    gc.collect()
-    gc.freeze()  # the pages of what is there stay shared
     arguments = _Forker(socket.socket(fileno=control_fd)).be_forked()
     signal.signal(signal.SIGHUP, on_hangup)
     end_while_loading()
@@ -71,7 +68,7 @@ class _Forker:
 
     def _fork(self) -> Sequence[str] | None:
         """What to run, in the copy."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_REQUEST_BYTES, 1)
         if not data:
             _end()
         parent_pid = os.getpid()
