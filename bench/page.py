@@ -235,7 +235,7 @@ def _start(result: Result) -> Iterator[str]:
     yield (
         f"`baton up` with a prefill and a decode node: ready after {result['ready_s']:.2f} s "
         f"({result['target_s']:.0f} s asked for, {verdict}), {result['ratio']:.2f} times what a process takes to import torch, "
-        "which each node does first; the first token of a request sent at once is there after "
+        "which a node needs; the first token of a request sent at once is there after "
         f"{result['token_s']:.2f} s. Medians; a ratio is its round's own."
     )
     yield ""
