@@ -104,7 +104,7 @@ class Forker:
         with ExitStack() as undo:
             undo.callback(own.close)
             with theirs, self._log_path.open("wb") as log:
-                command = ["deploy.node_forker", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
+                command = ["deploy.node_forker", str(theirs.fileno()), str(os.getpid())]
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", *command),
                     stdin=asyncio.subprocess.DEVNULL,

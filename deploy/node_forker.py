@@ -1,4 +1,4 @@
-"""`python -m deploy.node_forker FD --parent-pid N`: loads torch once, and is forked for each node of `baton up`.
+"""`python -m deploy.node_forker FD PARENT_PID`: loads torch once, and is forked for each node of `baton up`.
 
     launcher ──what to run, its log──► this ──fork──► a node, which goes on as any other (deploy/node_process.py)
         '◄──────── its pid; its end ────'
@@ -123,4 +123,4 @@ def _end() -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from deploy.forker import ForkedProcess, Forker
+from tests.architecture.source_tree import DEMO_MODEL
 
 # Read by Python as it starts, in the forker as in any process of its environment.
 NO_MORE_PROCESSES: Final = """
@@ -23,6 +24,7 @@ def fork():
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 os.fork = fork
 """
+NO_TORCH: Final = "import sys; sys.modules['torch'] = None"
 # A node that says what it has of the forker, and waits.
 TOLD: Final = """
 import os, signal, sys
@@ -157,6 +159,20 @@ def test_a_limit_of_processes_is_told_to_who_asks_and_ends_nobody(tmp_path: Path
                 with pytest.raises(OSError) as caught:
                     await forked(forker, tmp_path / "node.log", "decode")
                 assert caught.value.errno == errno.EAGAIN
+            assert not ended
+
+    asyncio.run(run())
+
+
+def test_a_node_says_itself_that_there_is_no_torch(tmp_path: Path) -> None:
+    """In its own log, where its user looks; the forker has nothing to fork from, and forks."""
+
+    async def run() -> None:
+        async with running(tmp_path, NO_TORCH) as (forker, ended):
+            log = tmp_path / "node.log"
+            node = await forked(forker, log, "decode", "--model", str(DEMO_MODEL), "--router", "127.0.0.1:9")
+            assert await node.wait() == 1
+            assert "import of torch halted" in log.read_text()
             assert not ended
 
     asyncio.run(run())
