@@ -42,7 +42,7 @@ node_process.main = main
 @asynccontextmanager
 async def running(folder: Path, site: str = "") -> AsyncIterator[tuple[Forker, list[int]]]:
     """A forker, and the pids of those that have ended by themselves. `site`: run by it before anything else."""
-    environment: Mapping[str, str] = dict(os.environ)
+    environment: Mapping[str, str] = {"HOME": os.environ["HOME"]}  # a title has no room there
     if site:
         (folder / "sitecustomize.py").write_text(site)
         environment = {**environment, "PYTHONPATH": str(folder)}
@@ -75,17 +75,19 @@ def test_a_copy_has_torch_a_group_and_a_log_of_its_own_and_nothing_else_of_the_f
 
     async def run() -> None:
         async with running(tmp_path, TOLD) as (forker, _):
-            nodes = [await forked(forker, log, "decode", name) for name in ("--a", "--b")]
+            names = ("--a", "--" + "b" * 2000)
+            nodes = [await forked(forker, log, "decode", name) for name in names]
             said = await lines_of(log, 4)
             told = f"--parent-pid {forker.pid} True True"
-            for name in ("--a", "--b"):
+            for name in names:
                 # Three standard streams, and the folder that is being read; not the other node's descriptor, nor the socket.
                 assert f"decode {name} {told} 4" in said
             assert said.count("set() 0") == 2  # no signal waits, and the first one ends it
             assert psutil.Process(forker.pid).num_threads() == 1
             assert {psutil.Process(node.pid).ppid() for node in nodes} == {forker.pid}
-            words = psutil.Process(nodes[0].pid).cmdline()
-            assert " ".join(words).strip() == f"baton decode --a --parent-pid {forker.pid}"
+            for name, node in zip(names, nodes, strict=True):
+                words = psutil.Process(node.pid).cmdline()
+                assert " ".join(words).strip() == f"baton decode {name} --parent-pid {forker.pid}"
 
     asyncio.run(run())
 
