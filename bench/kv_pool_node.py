@@ -81,7 +81,7 @@ class PooledNode:
                 case BlocksStaged(save_id):
                     self._scheduler.saved(save_id)
                 case StepResult() as result:
-                    return sum(item.finish is not None for item in self._scheduler.complete(result))
+                    return sum(item.finish is not None for item in self._scheduler.complete(result).others)
 
     async def stop(self) -> None:
         """End the threads; what is staged is not written."""

@@ -126,7 +126,7 @@ async def step_s(
     from engine.plan import StepResult
     from engine.runner import TorchRunner
     from engine.scheduler import Scheduler, SchedulerConfig
-    from engine.sequence import Progress, SequenceSpec
+    from engine.sequence import Progresses, SequenceSpec
     from node.events import RouterId
     from node.runner_thread import RunnerThread
     from node.steps import plan_ahead
@@ -153,9 +153,11 @@ async def step_s(
 
     thread = RunnerThread(runner, hand_over)
 
-    def tell(progress: Sequence[Progress]) -> None:
+    def tell(progress: Progresses) -> None:
         batches = TokenBatches(from_receiver=True)
-        for item in progress:
+        for sequence_id, _, token_id in progress.plain():
+            batches.add(router, key_of[cast(int, sequence_id)], 0, (token_id,))
+        for item in progress.others:
             if item.token_id is not None:
                 batches.add(router, key_of[cast(int, item.sequence_id)], 0, [item.token_id], item.finish)
         for action in batches.to_actions():

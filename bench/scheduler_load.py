@@ -98,7 +98,7 @@ class Load:
         begin = clock()
         progress = scheduler.complete(result)
         complete_s = clock() - begin
-        for item in progress:
+        for item in progress.others:
             if item.finish is not None:
                 is_quiet = False
                 self.num_ended += 1

@@ -15,7 +15,7 @@ the head of the queue finds no room, ever new ones could take what it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 
 from connector.fence import FenceFloor
@@ -37,7 +37,7 @@ from decode_node.receiving import Receiving
 from decode_node.running import RunningBranches
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
-from engine.sequence import Progress
+from engine.sequence import Progresses
 from node import events as ev
 from node.handing_over import Handovers
 from node.identity import NodeIdentity, NodeLimits
@@ -237,7 +237,7 @@ class DecodeCore:
 
     # ------------------------------------------------------------ steps and timers
 
-    def read(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Progresses, now: float) -> None:
         """See PartOfCore."""
         self._running.read(progress, now)
 

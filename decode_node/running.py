@@ -15,7 +15,7 @@ from connector.fence import FenceFloor
 from decode_node.draining import Draining
 from decode_node.mover import Mover, Outcome, Verdict
 from decode_node.running_branch import RunningBranch
-from engine.sequence import Progress
+from engine.sequence import Progress, Progresses
 from node import events as ev
 from node.identity import NodeIdentity
 from node.pd_error import ENDS_WITHOUT_TOKEN, TOO_LATE, pd_error
@@ -64,16 +64,20 @@ class RunningBranches:
 
     # ------------------------------------------------------------ what it says
 
-    def read(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Progresses, now: float) -> None:
         """Tell what a step gave; see PartOfCore."""
         batches, stopped = TokenBatches(from_receiver=True), list[tuple[RunningBranch, str]]()
-        for item in progress:
+        for sequence_id, _, token_id in progress.plain():
+            branch = self._branches.get(sequence_id)
+            if branch is not None:
+                self._say(branch, token_id, batches, now)
+        for item in progress.others:
             branch = self._branches.get(item.sequence_id)
             if branch is None:
                 continue
             branch.prompt_logprobs += map(to_logprobs_message, item.prompt_logprobs)
             if item.token_id is not None:
-                self._say(branch, item.token_id, item, batches, now)
+                self._say(branch, item.token_id, batches, now, item)
                 if item.finish is not None:
                     self._mover.ended(branch.key, now)
                     self._forget(branch, "finished", now)
@@ -90,17 +94,22 @@ class RunningBranches:
                     self.give_up(branch, *ENDS_WITHOUT_TOKEN[finish], now)
         self._mover.look(now)
 
-    def _say(self, branch: RunningBranch, token_id: int, item: Progress, batches: TokenBatches, now: float) -> None:
-        index = len(branch.token_ids)
-        tokens = batches.add(branch.router, branch.key, index, [token_id], item.finish, item.logprobs)
-        if item.logprobs is not None:
+    def _say(
+        self, branch: RunningBranch, token_id: int, batches: TokenBatches, now: float, more: Progress | None = None
+    ) -> None:
+        """One more token; `more`: what else the step gave, where it gave anything."""
+        finish, logprobs, num_cached = (
+            (None, None, 0) if more is None else (more.finish, more.logprobs, more.num_cached)
+        )
+        tokens = batches.add(branch.router, branch.key, len(branch.token_ids), (token_id,), finish, logprobs)
+        branch.token_ids.append(token_id)
+        if logprobs is not None:
             branch.logprobs.extend(tokens.logprobs)
         if branch.prompt_logprobs:
             tokens.prompt_logprobs.extend(branch.prompt_logprobs)
             branch.prompt_logprobs.clear()
-        branch.token_ids.append(token_id)
         if branch.times is not None:
-            timing, goes_on = branch.times.next_token(branch.key, now, item.num_cached)
+            timing, goes_on = branch.times.next_token(branch.key, now, num_cached)
             batches.time(branch.router, timing)
             branch.times = branch.times if goes_on else None
 

@@ -33,6 +33,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Final
 
 from engine.key_log import KeyLog
@@ -186,10 +187,12 @@ class BlockPool:
         for block_id in fresh:
             if held[block_id] is not None:
                 raise BlockPoolError(f"publish: block {block_id} already holds other content")
+        found: list[bytes] = []
         for block_id, key in fresh.items():
             if block_of_key.setdefault(key, block_id) == block_id:
                 held[block_id] = key
-                self.key_log.add(key, True)
+                found.append(key)
+        self.key_log.add_each(found, True)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Let nobody find these used blocks any more: they do not hold what their keys say. Who has them keeps them."""
@@ -271,14 +274,15 @@ class BlockPool:
         return block_ids
 
     def _evict(self, num_blocks: int) -> list[int]:
-        keys = self._keys
-        block_ids = [self._cached.popitem(last=False)[0] for _ in range(num_blocks)]
+        keys, block_of_key, lost = self._keys, self._block_of_key, list[bytes]()
+        block_ids = list(islice(self._cached, num_blocks))
         for block_id in block_ids:
             key = keys[block_id]
             assert key is not None, "only keyed blocks are cached"
-            del self._block_of_key[key]
+            del self._cached[block_id], block_of_key[key]
             keys[block_id] = None
-            self.key_log.add(key, False)
+            lost.append(key)
+        self.key_log.add_each(lost, False)
         return block_ids
 
     def _check_room(self, num_blocks: int, room: int, operation: str) -> None:

@@ -7,7 +7,7 @@ every number that was known before too old.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # A key, and whether it can be found from now on; None, of a KV pool: nobody will find it there, whoever knew of it.
 Change = tuple[bytes, bool | None]
@@ -37,10 +37,14 @@ class KeyLog:
 
     def add(self, key: bytes, is_held: bool | None) -> None:
         """A key has begun, or ceased, to be found; see Change."""
+        self.add_each((key,), is_held)
+
+    def add_each(self, keys: Iterable[bytes], is_held: bool | None) -> None:
+        """All of these have, in this order."""
         if not self.is_on:
             return
-        self._changes.append((key, is_held))
-        if len(self._changes) >= 2 * self._capacity:
+        self._changes += [(key, is_held) for key in keys]
+        while len(self._changes) >= 2 * self._capacity:
             self._num_forgotten += self._capacity
             del self._changes[: self._capacity]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from engine.plan import (
 from engine.population import Population
 from engine.room import Room
 from engine.saving import Saves
-from engine.sequence import NEVER, Phase, Progress, Sequence
+from engine.sequence import NEVER, Phase, Progress, Progresses, Sequence
 
 PREEMPTED: Final = "preempted"
 PAUSED: Final = "paused"
@@ -66,12 +67,12 @@ class Reader:
                 kind = "samples" if samples else "does not sample"
                 raise ValueError(f"slot {row.slot} answered {answer.token_id}: the row {kind}")
 
-    def read(self, plan: Plan, result: StepResult) -> list[Progress]:
+    def read(self, plan: Plan, result: StepResult) -> Progresses:
         """What the step gave, whose answers were checked."""
         self._last_read_step_id = plan.step_id
         progress = self._read_decodes(plan.decodes, result)
         for index, row in enumerate(_others(plan), len(plan.decodes)):
-            progress += self._read(row, result[index])
+            progress.others += self._read(row, result[index])
         return progress
 
     def _owner(self, row: DecodeRow | PrefillChunk | SlotMark) -> Sequence:
@@ -88,7 +89,7 @@ class Reader:
         """Whether a step that was launched with it has not been read."""
         return self._all.slots.last_step_ids.item(sequence.slot) > self._last_read_step_id
 
-    def _read_decodes(self, decodes: Decodes, result: StepResult) -> list[Progress]:
+    def _read_decodes(self, decodes: Decodes, result: StepResult) -> Progresses:
         """Most answers are one more token, and nothing else; those that are more, or may be the last, are read one by one."""
         slots, rows, ends = self._all.slots, decodes.slots, decodes.positions + 1
         num_decodes = len(rows)
@@ -108,17 +109,21 @@ class Reader:
         fills_block = is_plain & (ends % self._room.block_size == 0)
         filled = zip(map(slots.__getitem__, rows[fills_block].tolist()), ends[fills_block].tolist(), strict=True)
         self._room.publish_each(filled)
-        progress: list[Progress] = []
-        owners, tell = slots.owners, progress.append
-        columns = (rows.tolist(), ends.tolist(), token_ids.tolist(), is_plain.tolist())
-        for index, (slot, end, token_id, plain) in enumerate(zip(*columns, strict=True)):
+        sequence_ids: list[Hashable] = []
+        owners, stopped = slots.owners, list[int]()
+        columns = (is_plain.nonzero()[0].tolist(), rows[is_plain].tolist(), token_ids[is_plain].tolist())
+        for index, slot, token_id in zip(*columns, strict=True):
             sequence = owners[slot]
-            if sequence is None or not plain or token_id in sequence.stop_token_ids:
-                progress += self._read(decodes[index], result[index])
-                continue
-            sequence.token_ids.append(token_id)
-            tell(Progress(sequence.sequence_id, end, token_id, None))
-        return progress
+            if sequence is None or token_id in sequence.stop_token_ids:
+                stopped.append(index)
+            else:
+                sequence.token_ids.append(token_id)
+                sequence_ids.append(sequence.sequence_id)
+        is_plain[stopped] = False
+        others = [
+            each for index in (~is_plain).nonzero()[0].tolist() for each in self._read(decodes[index], result[index])
+        ]
+        return Progresses(sequence_ids, ends[is_plain].tolist(), token_ids[is_plain].tolist(), others)
 
     def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
         """What one row or mark gave."""

@@ -132,12 +132,17 @@ class Room:
     def _publish(self, sequences: Iterable[tuple[Admitted, int]], decodes: bool) -> None:
         full: dict[int, bytes] = {}  # by block
         for sequence, num_computed in sequences:
-            keys, given, block_ids = sequence.keys, sequence.spec.block_keys, sequence.block_ids
-            for index in range(len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)):
-                key = given[index] if index < len(given) else sequence.next_key(self.block_size)
-                keys.append(key)
-                if index >= sequence.num_matched:  # else it was found, and whoever has forgotten it since knew why
-                    full[block_ids[index]] = key
+            keys, given = sequence.keys, sequence.spec.block_keys
+            first, behind = len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)
+            if first >= behind:
+                continue
+            keys += given[first:behind]
+            while len(keys) < behind:
+                keys.append(sequence.next_key(self.block_size))
+            first = max(
+                first, sequence.num_matched
+            )  # those before were found, and whoever has forgotten one since knew why
+            full.update(zip(sequence.block_ids[first:behind], keys[first:], strict=True))
         if full:
             self._pool.publish(full)
 

@@ -46,7 +46,7 @@ from engine.reading import Reader
 from engine.reserve import ReserveConfig
 from engine.room import Room
 from engine.saving import Save, SaveRules, Saves
-from engine.sequence import Phase, Progress, Sequence, SequenceSpec
+from engine.sequence import Phase, Progresses, Sequence, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ class Scheduler:
             self._unread.append(plan)
         return plan
 
-    def complete(self, result: StepResult) -> list[Progress]:
+    def complete(self, result: StepResult) -> Progresses:
         """Read the results of the oldest unread step. ValueError, and nothing changes: they are not that step's, row by row."""
         if not self._unread or result.step_id != self._unread[0].step_id:
             raise ValueError(f"results of step {result.step_id} out of order")

@@ -14,9 +14,10 @@ token sampled is never fed: a sequence at its limit has KV for one position less
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
+from itertools import chain
 
 from engine.plan import BranchToken, SamplingParams, SlotStart, TokenLogprobs
 from proto.block_key import next_key
@@ -76,7 +77,7 @@ class SequenceSpec:
 
 @dataclass(slots=True)
 class Progress:
-    """What a read step gave one sequence. One is made for each token: a frozen one would take four times as long."""
+    """What a read step gave one sequence. Not frozen: making one would take four times as long."""
 
     sequence_id: Hashable
     num_computed: int  # leading tokens whose KV is final in its blocks
@@ -88,6 +89,29 @@ class Progress:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none
     branch_tokens: tuple[BranchToken, ...] = ()  # with the first token, one per branch seed
     num_cached: int = 0  # with the first token: leading tokens whose KV the prefix cache had
+
+
+@dataclass(slots=True)
+class Progresses:
+    """What a read step gave: one token more, and nothing else, to nearly all sequences, so that those are told in columns.
+
+    Each sequence of a step is in one of the two; iterated over, all are a Progress.
+    """
+
+    sequence_ids: list[Hashable]  # [num_plain], as the next two: decode rows that gave a token that ends nothing
+    num_computed: list[int]
+    token_ids: list[int]
+    others: list[Progress]
+
+    def plain(self) -> Iterator[tuple[Hashable, int, int]]:
+        """Sequence, number of its computed tokens, token."""
+        return zip(self.sequence_ids, self.num_computed, self.token_ids, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.token_ids) + len(self.others)
+
+    def __iter__(self) -> Iterator[Progress]:
+        return chain((Progress(*each, None) for each in self.plain()), self.others)
 
 
 @dataclass(slots=True)

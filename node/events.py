@@ -7,13 +7,13 @@ unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from connector.transport import LeaseRef, ReceiverEvent, SenderEvent
 from engine.plan import Plan, StepResult
-from engine.sequence import Progress
+from engine.sequence import Progresses
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
@@ -376,7 +376,7 @@ class PartOfCore(Protocol):
     def take(self, event: Event, now: float) -> None:
         """Take one event. Of several parts each gets StepDone as `read`."""
 
-    def read(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Progresses, now: float) -> None:
         """Take what a step gave; what is of sequences that are not its own it leaves alone."""
 
     def expire(self, now: float) -> None:

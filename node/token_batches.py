@@ -11,7 +11,7 @@ from node.sampling import to_logprobs_message
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey
 
-FINISH: Final = {None: pb.FINISH_UNSPECIFIED, "stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
+FINISH: Final = {"stop": pb.FINISH_STOP, "length": pb.FINISH_LENGTH}
 
 
 class TokenBatches:
@@ -37,10 +37,12 @@ class TokenBatches:
             message = self._messages[router] = pb.NodeMessage()
             message.tokens.from_receiver = self._from_receiver
         tokens = message.tokens.branches.add()
-        tokens.key.request_id, tokens.key.choice, tokens.key.attempt = key
+        of_key = tokens.key  # each look at a part makes an object of it
+        of_key.request_id, of_key.choice, of_key.attempt = key
         tokens.first_index = first_index
         tokens.token_ids.extend(token_ids)
-        tokens.finish = FINISH[finish]
+        if finish is not None:
+            tokens.finish = FINISH[finish]
         if logprobs is not None:
             tokens.logprobs.append(to_logprobs_message(logprobs))
         return tokens

@@ -21,7 +21,7 @@ from connector.transport import Answered, BlocksTaken, LinkClosed
 from engine.block_pool import BlockPool
 from engine.plan import BranchToken
 from engine.scheduler import Scheduler
-from engine.sequence import Progress
+from engine.sequence import Progresses
 from node import events as ev
 from node.handing_over import GIVEN_UP, Due, Handover, Handovers
 from node.identity import NodeIdentity, NodeLimits
@@ -237,14 +237,14 @@ class PrefillCore:
 
     # ------------------------------------------------------------ steps and timers
 
-    def read(self, progress: Iterable[Progress], now: float) -> None:
+    def read(self, progress: Progresses, now: float) -> None:
         """See PartOfCore."""
         self._fetching.cost.read(self._scheduler.num_prompt_tokens, now)
         if not len(self._tasks):
             return  # nothing of it is this role's: a mixed node decodes
         batches = TokenBatches(from_receiver=False)
         advanced: list[PrefillTask] = []
-        for item in progress:
+        for item in progress.others:  # a prompt's chunk is never one token and nothing else
             task = self._tasks.get(item.sequence_id)
             if task is None or task.handover.state in GIVEN_UP:
                 continue

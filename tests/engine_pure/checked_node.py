@@ -197,7 +197,7 @@ class CheckedNode:
             row = answers[spoilt[0]]
             answers[spoilt[0]] = SlotResult(row.slot, row.generation, spoilt[1])
             result = StepResult.of(plan.step_id, answers)
-        progress = self.scheduler.complete(result)
+        progress = [*self.scheduler.complete(result)]
         self.on_host |= {*plan.leaving_block_ids}
         for item in progress:
             self._check_progress(item)

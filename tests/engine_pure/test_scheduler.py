@@ -231,7 +231,7 @@ def test_a_result_of_an_old_generation_is_ignored() -> None:
     node.complete()
     plan = node.plan()
     assert plan is not None and plan.starts[0].slot == 0 and plan.starts[0].generation == 2
-    assert node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),))) == []
+    assert not node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),)))
     assert "b" not in node.finished
     assert phase_of(node, "b") is Phase.RUNNING_PREFILL
 
@@ -247,7 +247,7 @@ def test_a_decode_rows_result_of_an_old_generation_is_ignored() -> None:
             break
     plan = node.scheduler.plan()
     assert plan is not None and [row.generation for row in plan.decodes] == [2]
-    assert node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),))) == []
+    assert not node.scheduler.complete(StepResult.of(plan.step_id, (SlotResult(0, 1, 4),)))
 
 
 def test_results_that_are_not_those_of_the_oldest_step_are_a_bug() -> None:

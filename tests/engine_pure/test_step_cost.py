@@ -74,9 +74,7 @@ def calls_of(scheduler: Scheduler, num_steps: int = 1) -> Counter[str]:
 @pytest.mark.parametrize("policy", ["full", "ratio", "fixed", "none"])
 def test_a_step_in_which_nobody_needs_a_block_or_ends_calls_nothing_for_each_sequence(policy: ReservePolicy) -> None:
     few, many = calls_of(decoding(4, policy)), calls_of(decoding(64, policy))
-    ((name, number),) = (many - few).items()
-    assert name.endswith("__init__") and number == 64 - 4, "but its Progress"
-    assert not few - many
+    assert many == few
     assert not {"BlockPool.allocate", "BlockPool.publish", "Room.grow", "Scheduler._read"} & many.keys()
 
 
@@ -101,8 +99,7 @@ def calls_of_a_life(num_blocks: int) -> Counter[str]:
 
 
 def test_a_sequence_that_comes_and_goes_asks_the_pool_as_often_with_many_blocks_as_with_few() -> None:
-    ((name, number),) = (calls_of_a_life(64) - calls_of_a_life(4)).items()
-    assert name == "KeyLog.add" and number == 2 * (64 - 4), "a block's key is told when it comes, and when it goes"
+    assert calls_of_a_life(64) == calls_of_a_life(4)
 
 
 @pytest.mark.parametrize("num_waiting", [1, 500])

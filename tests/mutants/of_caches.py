@@ -19,8 +19,8 @@ MUTANTS: Final = (
         "cache-log-takes-eviction-for-store",
         "A block that is evicted is told of as one that can be found.",
         "engine/block_pool.py",
-        "            keys[block_id] = None\n            self.key_log.add(key, False)\n",
-        "            keys[block_id] = None\n            self.key_log.add(key, True)\n",
+        "self.key_log.add_each(lost, False)",
+        "self.key_log.add_each(lost, True)",
         _MAP,
     ),
     Mutant(

@@ -17,8 +17,8 @@ MUTANTS: Final = (
         "evicted-key-stays",
         "An evicted block keeps its key, so its next owner's content is found under it.",
         "engine/block_pool.py",
-        "            del self._block_of_key[key]\n            keys[block_id] = None\n",
-        "            del self._block_of_key[key]\n",
+        "            keys[block_id] = None\n            lost.append(key)\n",
+        "            lost.append(key)\n",
         _POOL,
     ),
     Mutant(

@@ -73,8 +73,8 @@ MUTANTS: Final = (
         "local-prompt-logprobs-told-again",
         "A node tells the log-probabilities of a prompt that it computed itself with every token.",
         "decode_node/running.py",
-        "        branch.prompt_logprobs.clear()\n",
-        "",
+        "branch.prompt_logprobs.clear()\n",
+        "pass\n",
         _LIVES,
     ),
     Mutant(
