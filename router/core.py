@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
 
 MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
+_PLACED_A_TURN: Final = 8  # attempts, at some 0.1 ms each: others' tokens wait for no more of them
 
 
 class RouterCore:
@@ -66,6 +67,7 @@ class RouterCore:
         self._ends = AttemptEnds(self._live, self._moves, self._breakers, config, Draw(config.seed))
         self._num_arrived = self._num_lost = 0
         self._rest_ends_at: float | None = None  # of a node that is left alone, while somebody waits
+        self._goes_on_at: float | None = None  # there may be more to place than one turn has
 
     # ---------------------------------------------------------------- the four methods
 
@@ -117,7 +119,7 @@ class RouterCore:
         """When tick must be called at the latest, or None."""
         gives_up_at = self._entrance.gives_up_at if len(self._waiting) else None
         asks_at = None if self._caches is None else self._caches.next_deadline()
-        all_ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at)
+        all_ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at, self._goes_on_at)
         return min((at for at in all_ends if at is not None), default=None)
 
     @property
@@ -345,11 +347,17 @@ class RouterCore:
     # ---------------------------------------------------------------- placing
 
     def _settle(self, now: float) -> list[ev.Action]:
-        """Dispatch from the queue's head while there is room; return what has been decided."""
+        """Dispatch from the queue's head while there is room; return what has been decided.
+
+        A node that was lost may have left hundreds to place: those behind a bound are the next turn's, which is due at once.
+        """
         if self._live.may_place and self._entrance.has_given_up:
             self._turn_away(now)
-        while self._live.may_place:
+        for _ in range(_PLACED_A_TURN):
+            if not self._live.may_place:
+                break
             self._live.may_place = self._place_head(now)
+        self._goes_on_at = now if self._live.may_place else None
         self._rest_ends_at = self._breakers.first_rest_end(now) if len(self._waiting) else None
         actions, self._live.actions = self._live.actions, []
         return actions

@@ -106,8 +106,18 @@ class CoreWorld:
     # ---------------------------------------------------------------- what happens
 
     def feed(self, event: Event) -> list[Action]:
-        """Tick, then receive, as a shell does."""
-        return [*self._take(self.core.tick(self.now)), *self._take(self.core.receive(event, self.now))]
+        """Tick, then receive, as a shell does; and the turns that are due then."""
+        actions = [*self._take(self.core.tick(self.now)), *self._take(self.core.receive(event, self.now))]
+        return actions + self._finish()
+
+    def _finish(self) -> list[Action]:
+        """Turns that are due at once: one leaves to the next what it has no room for."""
+        actions: list[Action] = []
+        for _ in range(1000):
+            if (due := self.core.next_deadline()) is None or due > self.now:
+                return actions
+            actions += self._take(self.core.tick(self.now))
+        raise AssertionError("a timer that is due must not stay due")
 
     def join_all(self, *names: str, incarnation: int = 1) -> None:
         """Nodes as in `with_nodes`."""
@@ -159,8 +169,7 @@ class CoreWorld:
         while (due := self.core.next_deadline()) is not None and due <= end:
             self.now = max(self.now, due)
             self._take(self.core.tick(self.now))
-            later = self.core.next_deadline()
-            assert later is None or later > self.now, "a timer that is due must not stay due"
+            self._finish()
         self.now = end
 
     def tokens_from(

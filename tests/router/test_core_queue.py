@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
-from tests.router.core_world import CoreWorld, node_entry
+from router.events import Action, Emitted, FromNode, SessionLost, ToNode
+from tests.router.core_world import CoreWorld, node_entry, ref
 from tests.router.test_core_draining import drain
 
 SIZES = {"d1": 256, "d2": 64, "d3": 20}  # the longest sequence that each can hold
@@ -133,3 +134,33 @@ def test_who_comes_back_to_the_queue_when_its_nodes_were_given_up_is_answered_as
     world.error_from("d1", "told", pb.PREEMPTED, 0)
     assert world.failure("untold").status == 503 and world.failure("untold").code == "NO_NODES"
     assert not world.has_ended("told") and phase_of(world, "told") == "Waiting", "its client has got something"
+
+
+@pytest.mark.covers("R10")
+def test_a_turn_places_few_of_the_streams_that_a_node_leaves_and_others_go_on_between_them() -> None:
+    world = CoreWorld.with_nodes("p1", max_inflight_prefills=100)
+    names = [f"r{number}" for number in range(40)]
+    for decode, its_names in (("d1", names), ("d2", ["other"])):
+        world.join(node_entry(decode, pb.ROLE_DECODE, max_num_seqs=100))
+        for name in its_names:
+            world.submit(name)
+            world.tokens_from("p1", name, 0, [7])
+            world.tokens_from(decode, name, 0, [7])
+    placed: list[list[str]] = []
+
+    def turn(actions: Sequence[Action]) -> None:
+        messages = [action.message for action in actions if isinstance(action, ToNode)]
+        placed.append([message.dispatch.request_id for message in messages if message.HasField("dispatch")])
+
+    turn(world.core.receive(SessionLost(ref("d1")), world.now))
+    said = pb.BranchTokens(key=pb.AttemptKey(request_id="other"), first_index=1, token_ids=[8])
+    batch = pb.TokenBatch(branches=[said], from_receiver=True)
+    actions = world.core.receive(FromNode(ref("d2"), pb.NodeMessage(tokens=batch)), world.now)
+    assert any(isinstance(action, Emitted) for action in actions), "it waits for one turn, not for all"
+    turn(actions)
+    while world.core.next_deadline() == world.now:
+        turn(world.core.tick(world.now))
+    assert [name for each in placed for name in each] == names, (
+        "in the order of their arrival, and before any time has passed"
+    )
+    assert max(map(len, placed)) <= 8 and len(placed) <= 6
