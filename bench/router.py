@@ -10,7 +10,7 @@ the step; tokens as fast as the side takes them; and so many streams that a rout
 delays are read. CPU of a token and of a request follow from the first two. What is no router, and shows what the measurement and
 uvicorn add by themselves, has as many streams there as the router that had most. Tokens are said by a clock, whoever is late. Who
 is measured has a core of its own; a router of several processes has as many, of which the first alone is its own where there are no
-more than that. Placement (router_placement.py) is measured apart, without sockets.
+more than that. Placement (router_placement.py) and the loss of a node (router_loss.py) are measured apart, without sockets.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bench.frame import Bench, check_files, check_model, whole_numbers
 from bench.progress import StepProgress
 from bench.router_figures import Round, SideFigures, figures_of, streams_for
 from bench.router_load import Shape, Window, run_window, window_of
+from bench.router_loss import LossCost, loss_costs
 from bench.router_placement import PLACEMENT_POLICIES, PlacementCost, placement_costs
 from bench.router_plot import plot
 from bench.router_report import tables
@@ -86,6 +87,7 @@ class Result:
 
     sides: list[SideFigures]
     placement: list[PlacementCost]
+    losses: list[LossCost]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,14 +106,15 @@ def measure(config: RouterBenchConfig, console: Console) -> Result:
     )
     with ExitStack() as stack:
         cases = _start(config, Started(Cores.split(), stack), groups)
-        num_steps = 4 * config.rounds * len(cases) + len(nodes) * len(PLACEMENT_POLICIES)
+        num_steps = 4 * config.rounds * len(cases) + len(nodes) * (len(PLACEMENT_POLICIES) + 1)
         with StepProgress(console, "measurements", num_steps) as progress:
             rounds: dict[str, list[Round]] = {name: [] for name, _, _ in cases}
             for number in range(config.rounds):
                 for each in _round(config, cases if number % 2 else cases[::-1], progress):
                     rounds[each.name].append(each.windows)
             costs = placement_costs(PLACEMENT_POLICIES, nodes, config.decisions, progress.advance)
-    return Result([figures_of(side.name, group, rounds[name]) for name, side, group in cases], costs)
+            losses = loss_costs(nodes, progress.advance)
+    return Result([figures_of(side.name, group, rounds[name]) for name, side, group in cases], costs, losses)
 
 
 def _start(config: RouterBenchConfig, started: Started, groups: Sequence[int]) -> list[Case]:
@@ -189,7 +192,11 @@ def show(console: Console, result: Result) -> None:
 
 def to_json(result: Result) -> dict[str, Any]:
     """All figures."""
-    return {"sides": [asdict(each) for each in result.sides], "placement": [asdict(each) for each in result.placement]}
+    return {
+        "sides": [asdict(each) for each in result.sides],
+        "placement": [asdict(each) for each in result.placement],
+        "losses": [asdict(each) for each in result.losses],
+    }
 
 
 if __name__ == "__main__":

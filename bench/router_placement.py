@@ -75,7 +75,7 @@ class _Requests:
         self._num_asked = 0
         for index in range(number):
             role = pb.ROLE_MIXED if number == 1 else (pb.ROLE_PREFILL, pb.ROLE_DECODE)[index % 2]
-            entry = _entry(f"node-{index}", role)
+            entry = as_listed(f"node-{index}", role)
             self._core.receive(NodeListed(entry), 0.0)
             self._core.receive(SessionUp(NodeRef(entry.node.name, 1)), 0.0)
         if self._num_shared:
@@ -131,7 +131,8 @@ def _request(request_id: str, prompt: tuple[int, ...]) -> GenerationRequest:
     return GenerationRequest(request_id, prompt, 1, Sampling(0.0, 2, ()), deadline=1e9)
 
 
-def _entry(name: str, role: pb.Role.ValueType) -> pb.NodeEntry:
+def as_listed(name: str, role: pb.Role.ValueType) -> pb.NodeEntry:
+    """A node as the registry has it."""
     return pb.NodeEntry(
         node=pb.PeerId(name=name, incarnation=1),
         role=role,

@@ -45,6 +45,16 @@ _DELAYS: Final = (
 )
 
 
+_LOSSES: Final = (
+    "a decode node is lost",
+    "streams",
+    "turn that hears of it, ms",
+    "longest turn behind it, ms",
+    "all, ms",
+    "turns",
+)
+
+
 def tables(facts: _Facts) -> Iterator[_Table]:
     """Costs, delays and, where it was measured, placement."""
     sides = facts["sides"]
@@ -57,6 +67,13 @@ def tables(facts: _Facts) -> Iterator[_Table]:
         headings = ("CPU of a placement, µs", *(f"{number:,} node{'s' if number > 1 else ''}" for number in numbers))
         policies = dict.fromkeys(policy for policy, _ in costs)
         yield headings, [[name, *(f"{costs[name, number]:.0f}" for number in numbers)] for name in policies]
+    if losses := facts.get("losses"):  # older results have none
+        yield _LOSSES, [_losses_of(each) for each in losses]
+
+
+def _losses_of(each: _Facts) -> list[str]:
+    times = (f"{each[name]:.1f}" for name in ("first_turn_ms", "longest_turn_ms", "all_turns_ms"))
+    return [f"of {each['nodes']:,} nodes", str(each["streams"]), *times, str(each["turns"])]
 
 
 def _costs_of(side: _Facts, floor: _Facts) -> list[str]:

@@ -59,6 +59,11 @@ def test_a_run_measures_every_side_and_placement(tmp_path: Path) -> None:
     assert {(each["policy"], each["nodes"]) for each in found["placement"]} == {
         (policy, number) for policy in PLACEMENT_POLICIES for number in (1, 6)
     }
+    (loss,) = found["losses"]
+    assert (
+        loss["nodes"] == 6 and loss["turns"] > loss["streams"] / 10 and loss["longest_turn_ms"] < loss["all_turns_ms"]
+    )
+    assert page.count(f"| of 6 nodes | {loss['streams']} |") == 2
 
 
 @pytest.mark.parametrize(
