@@ -56,17 +56,17 @@ class OneSidedWriters:
 
     def __init__(self, landing: Landing) -> None:
         self._landing = landing
-        self._writers: dict[int, set[Hashable]] = {}  # lease id -> links
+        self._writers: dict[int, dict[Hashable, None]] = {}  # lease id -> links, in the order in which they came
         self._over: set[int] = set()  # of those leases, the ones that are revoked
 
     def attach(self, link: Hashable, asked: Attach) -> Attached:
         """Let a link's sender know where a lease lies, if it is admitted here with that secret."""
         block_ids = self._landing.attach(*asked)
         if block_ids is not None:
-            writers = self._writers.setdefault(asked.lease_id, set())
+            writers = self._writers.setdefault(asked.lease_id, {})
             if link in writers:  # it knew already
                 self._landing.detach(asked.lease_id)
-            writers.add(link)
+            writers[link] = None
         return Attached(block_ids)
 
     def written(self, write: IncomingWrite, peer: str, *, checksums: bool = True) -> None:
@@ -82,10 +82,10 @@ class OneSidedWriters:
 
     def stopped(self, link: Hashable, lease_id: int) -> None:
         """The sender of this link writes no more into the lease."""
-        writers = self._writers.get(lease_id, set())
+        writers = self._writers.get(lease_id, {})
         if link not in writers:
             return
-        writers.discard(link)
+        del writers[link]
         if not writers:
             del self._writers[lease_id]
             self._over.discard(lease_id)
