@@ -120,7 +120,8 @@ class Cluster:
         """Everything, to the last end; `advance` hears how many requests have ended, now and then."""
         load, next_at = self._load, self._load[0].at_s
         if self._caches is not None:
-            self._caches.look(list(self._table), 0.0)
+            for node in self._table:
+                self._caches.look(node.ref, node, 0.0)
         self._tick()
         told = 0
         while self._num_ended < len(load) and self._num_ended - self._num_kept <= self._most_missed:

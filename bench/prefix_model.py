@@ -123,7 +123,8 @@ class Model:
             self._ranking.put(ref, True)
         self._decode.put(NodeRef("decode", 1), True)
         if self._map is not None:
-            self._map.look([server.node for server in self._servers.values()], 0.0)
+            for ref, server in self._servers.items():
+                self._map.look(ref, server.node, 0.0)
         self.computed = 0
         self.ttfts: list[float] = []
 

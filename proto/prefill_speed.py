@@ -68,7 +68,8 @@ def num_worth(speed: PrefillSpeed, num_blocks: int, num_tokens_in_front: int) ->
     ahead_s = num_tokens_in_front * speed.token_s - fetch.latency_s
     if ahead_s + num_blocks * won_per_block > 0:
         return num_blocks
-    return min(num_blocks, max(0, int(ahead_s / -won_per_block))) if won_per_block < 0 else 0
+    # Each block costs something, or as many would be worth it where one is.
+    return min(num_blocks, int(ahead_s / -won_per_block)) if ahead_s > 0 else 0
 
 
 def is_worth_a_look(speed: PrefillSpeed, num_blocks: int, num_tokens_in_front: int) -> bool:

@@ -16,7 +16,7 @@ node; what any of them says is there all of them can fetch, and what one has loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -59,7 +59,7 @@ class _Known:
     """Of one source."""
 
     holder: int
-    fingerprint: bytes
+    node: Node
     taken: int | None = None  # number of the last change that is known; None: nothing is
     next_block: int | None = None  # where the snapshot's next piece begins; None: it is whole
     is_asked: bool = False
@@ -101,6 +101,7 @@ class CacheMap:
         self._index = index
         self._pace = pace or Pace()
         self._known: dict[Source, _Known] = {}
+        self._unmet: dict[Source, Node] = {}  # for whom there was no holder
         self._sources: dict[int, Source] = {}  # by holder
         self._pools: dict[bytes, int] = {}  # by identity: the holders, as bits, that stand for nodes' words on it
         self._pool_of: dict[NodeRef, bytes] = {}
@@ -111,41 +112,57 @@ class CacheMap:
 
     # ---------------------------------------------------------------- nodes
 
-    def look(self, nodes: Iterable[Node], now: float) -> None:
-        """Nodes have come or gone, or their sessions have, or they use another KV pool."""
-        present: dict[Source, Node] = {}
-        for node in nodes:
-            if node.prefills:
-                present[Source(node.ref)] = node
+    def look(self, ref: NodeRef, node: Node | None, now: float) -> None:
+        """A node has come or gone (None), or its session has, or it uses another KV pool, or has another role."""
+        present = [Source(ref)] if node is not None and node.prefills else []
+        present += [Source(ref, node.pool)] if node is not None and node.pool else []
+        for source in {Source(ref): None, Source(ref, self._pool_of.pop(ref, b"")): None}:
+            if source not in present:
+                self._drop(source)
+        if node is not None:
             if node.pool:
-                present[Source(node.ref, node.pool)] = node
-        self._pool_of = {source.node: source.pool for source in present if source.pool}
-        for source in [source for source in self._known if source not in present]:
-            self._close(source)
-            del self._known[source]
-            self._due.discard(source)
-        present_models = {known.fingerprint for known in self._known.values()}
-        self._models = {name: model for name, model in self._models.items() if name in present_models}
-        for source, node in present.items():
-            known = self._known.get(source)
-            if node.session not in (Session.UP, Session.BROKEN):
-                if known is not None:
-                    known.is_asked = False  # the question went with its session
-                    self._due.discard(source)
-            elif known is None:
-                self._meet(source, node, now)
-            elif not known.is_asked and source not in self._due:
-                self._due.put(source, now)
+                self._pool_of[ref] = node.pool
+            for source in present:
+                self._follow(source, node, now)
+        if self._unmet:  # there may be a holder for one of them now
+            self._follow(*self._unmet.popitem(), now)
+
+    def _follow(self, source: Source, node: Node, now: float) -> None:
+        known = self._known.get(source)
+        if node.session not in (Session.UP, Session.BROKEN):
+            self._unmet.pop(source, None)
+            if known is not None:
+                known.is_asked = False  # the question went with its session
+                self._due.discard(source)
+        elif known is None:
+            self._meet(source, node, now)
+        elif not known.is_asked and source not in self._due:
+            self._due.put(source, now)
 
     def _meet(self, source: Source, node: Node, now: float) -> None:
         if (holder := self._open(source)) is None:
-            return  # it is placed by its load
-        self._known[source] = _Known(holder, node.fingerprint)
+            self._unmet[source] = node  # it is placed by its load
+            return
+        self._known[source] = _Known(holder, node)
         self._due.put(source, now)
         if node.fingerprint not in self._models:
             fields = pb.Fingerprint.DESCRIPTOR.fields
             of_node = {each.name: getattr(node.entry.fingerprint, each.name) for each in fields}
             self._models[node.fingerprint] = seed_key(fingerprint_bytes(of_node)), node.entry.fingerprint.block_size
+
+    def _drop(self, source: Source) -> None:
+        self._unmet.pop(source, None)
+        if source in self._known:
+            self._close(source)
+            self._forget(source)
+
+    def _forget(self, source: Source) -> Node:
+        """Its holder is closed; whose it was."""
+        node = self._known.pop(source).node
+        self._due.discard(source)
+        if all(known.node.fingerprint != node.fingerprint for known in self._known.values()):
+            self._models.pop(node.fingerprint, None)
+        return node
 
     def _open(self, source: Source) -> int | None:
         if (holder := self._index.open()) is not None:
@@ -214,12 +231,11 @@ class CacheMap:
         return True
 
     def _forget_blocks(self, source: Source, known: _Known) -> bool:
-        """What is known goes with the holder's number, and another one is taken; False: there is none, the source is forgotten."""
+        """What is known goes with the holder's number, and another one is taken; False: there is none for the time being."""
         self._close(source)
         known.taken = known.next_block = None
         if (holder := self._open(source)) is None:
-            del self._known[source]
-            self._due.discard(source)
+            self._unmet[source] = self._forget(source)
             return False
         known.holder = holder
         return True

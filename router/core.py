@@ -222,8 +222,9 @@ class RouterCore:
                 if branch.pair is not None and is_here:
                     self._ends.unscored(branch, branch.pair, now, has_drained=ref in change.drained)
         self._live.actions += change.actions
-        if self._caches is not None and (change.has_other_pool or not isinstance(event, ev.LoadReported)):
-            self._caches.look(self._nodes, now)
+        if self._caches is not None:
+            for ref in change.touched:
+                self._caches.look(ref, self._nodes.find(ref), now)
         if not isinstance(event, ev.LoadReported):
             self._entrance.look(now)
             self._live.may_place = True

@@ -56,7 +56,9 @@ class NodeChange:
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
     drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
     died: list[NodeRef] = field(default_factory=list)  # the others whose process is known to have ended
-    has_other_pool: bool = False  # the node uses another KV pool than before
+    touched: dict[NodeRef, None] = field(
+        default_factory=dict
+    )  # nodes that have come, gone, or changed in more than load
 
 
 class NodeTable:
@@ -67,6 +69,7 @@ class NodeTable:
         self._tokenizer = tokenizer
         self._nodes: dict[NodeRef, Node] = {}
         self._ref_of: dict[str, NodeRef] = {}  # by name
+        self._ref_at: dict[str, NodeRef] = {}  # by gRPC address
         self._rates = Rates()
         self._rates_version = 0  # that kinds were made by
         self._kinds = NodeKinds(self._nodes, self._rates.of, max_inflight_prefills)
@@ -74,7 +77,7 @@ class NodeTable:
         self._max_total_tokens: int | None = None
         self._is_degraded = False
         self._longest_known: int | None = None
-        self._num_slots = 0
+        self._num_slots: int | None = None  # None: not counted since somebody came or went
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -118,14 +121,15 @@ class NodeTable:
                 case SessionLost(has_died=has_died):
                     self._lose(node, change, has_died)
                 case LoadReported(load=load):
-                    change.has_other_pool = load.kv_pool != node.pool
+                    if load.kv_pool != node.pool:
+                        change.touched[node.ref] = None
                     node.hear(load)
                     self._kinds.changed(node)
                     self._rates.hear(node.ref, load.prefill_tokens_per_s, load.prefill_tokens)
                     return change
+            change.touched[node.ref] = None
             if event.node in self._nodes:
                 self._kinds.put(node)
-        self._num_slots = sum(node.entry.max_num_seqs for node in self if node.decodes)
         self._fingerprints = {nodes.kind.fingerprint for nodes in self._kinds}
         self._max_total_tokens = self.longest_of(self._fingerprints)
         self._longest_known = self._max_total_tokens or self._longest_known
@@ -136,23 +140,27 @@ class NodeTable:
         return change
 
     def _list(self, entry: pb.NodeEntry, change: NodeChange) -> None:
-        ref = NodeRef(entry.node.name, entry.node.incarnation)
-        for other in list(self):
-            if other.ref != ref and (other.ref.name == ref.name or other.entry.grpc_address == entry.grpc_address):
-                other.is_listed = False
-                self._lose(other, change, has_died=True)
+        ref, address = NodeRef(entry.node.name, entry.node.incarnation), entry.grpc_address
+        for other in dict.fromkeys((self._ref_of.get(ref.name, ref), self._ref_at.get(address, ref))):
+            if other != ref:
+                self._nodes[other].is_listed = False
+                self._lose(self._nodes[other], change, has_died=True)
+        self._num_slots = None
+        change.touched[ref] = None
         fingerprint = entry.fingerprint.SerializeToString(deterministic=True)
         node = self._nodes.get(ref)
         if node is None:
             self._nodes[ref] = Node(ref, entry, fingerprint)
-            self._ref_of[ref.name] = ref
+            self._ref_of[ref.name] = self._ref_at[address] = ref
             self._dial(self._nodes[ref], change)
             return
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
-        if node.entry.grpc_address != entry.grpc_address:
+        if node.entry.grpc_address != address:
             self._lose(node, change, has_died=False)
             node.session = Session.DIALING
             change.actions.append(HangUp(ref))
+            del self._ref_at[node.entry.grpc_address]
+            self._ref_at[address] = ref
             node.entry = entry
             self._dial(node, change)
         node.entry, node.fingerprint = entry, fingerprint
@@ -176,9 +184,9 @@ class NodeTable:
             self._remove(node, change)
 
     def _remove(self, node: Node, change: NodeChange) -> None:
-        del self._nodes[node.ref]
-        if self._ref_of.get(node.ref.name) == node.ref:
-            del self._ref_of[node.ref.name]
+        del self._nodes[node.ref], self._ref_of[node.ref.name], self._ref_at[node.entry.grpc_address]
+        self._num_slots = None
+        change.touched[node.ref] = None
         self._kinds.remove(node.ref)
         self._rates.forget(node.ref)
         change.actions.append(HangUp(node.ref))
@@ -247,6 +255,8 @@ class NodeTable:
     @property
     def num_slots(self) -> int:
         """Sequences that all nodes that decode could run at once, whatever state they are in."""
+        if self._num_slots is None:
+            self._num_slots = sum(node.entry.max_num_seqs for node in self if node.decodes)
         return self._num_slots
 
     def has_unclaimed(self, claimed: Claims) -> bool:

@@ -91,8 +91,8 @@ MUTANTS: Final = (
         "cache-map-keeps-the-dead",
         "What a process held stays in the index when it is gone.",
         "router/cache_map.py",
-        "            self._close(source)\n            del self._known[source]\n            self._due",
-        "            del self._known[source]\n            self._due",
+        "            self._close(source)\n            self._forget(source)\n",
+        "            self._forget(source)\n",
         _MAP,
     ),
     Mutant(

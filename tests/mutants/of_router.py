@@ -188,8 +188,8 @@ MUTANTS: Final = (
         "restarted-node-not-noticed",
         "A process that took over a node's address does not replace it.",
         "router/nodes.py",
-        " or other.entry.grpc_address == entry.grpc_address):",
-        "):",
+        "dict.fromkeys((self._ref_of.get(ref.name, ref), self._ref_at.get(address, ref))):",
+        "dict.fromkeys((self._ref_of.get(ref.name, ref),)):",
         _CORE,
     ),
     Mutant(

@@ -63,6 +63,7 @@ class Following:
         self.map = CacheMap(CacheIndex(1 << 20), Pace(rest_s=0.02))
         self.now = 0.0
         self.nodes: dict[NodeRef, FollowedNode] = {}
+        self.seen: dict[NodeRef, None] = {}
         self.num_incarnations = 0
         self.chains = [[self.rng.randbytes(32) for _ in range(8)] for _ in range(12)]
         self.started = 0
@@ -92,7 +93,10 @@ class Following:
         self.look()
 
     def look(self) -> None:
-        self.map.look([each.node for each in self.nodes.values()], self.now)
+        """The map hears of every node, those that are gone included."""
+        for ref in {**self.seen, **dict.fromkeys(self.nodes)}:
+            self.map.look(ref, self.nodes[ref].node if ref in self.nodes else None, self.now)
+        self.seen = dict.fromkeys(self.nodes)
 
     def work(self, followed: FollowedNode) -> None:
         """A sequence's blocks are computed and published, or one's are freed; blocks are evicted where there are none else."""
@@ -297,6 +301,38 @@ def test_of_one_pool_every_word_counts_for_all_who_use_it_and_of_another_for_non
     world.nodes[refs[1]].node.hear(pb.LoadReport(kv_pool=b"three"))
     world.look()
     assert pooled() == {b"one": 12, b"two": 8, b"three": 20}, "another pool, of which all is told anew"
+
+
+@pytest.mark.covers("R02")
+@pytest.mark.parametrize("meanwhile", ["", "comes back", "goes"])
+def test_a_node_for_which_the_index_had_no_number_is_asked_once_another_one_has_gone(
+    monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    monkeypatch.setattr("router.cache_index.MAX_HOLDERS", 3)  # numbers for two
+    world = Following(1)
+    for name in ("prefill-0", "prefill-1", "prefill-2"):
+        world.start(name)
+    first, second, third = world.nodes
+    for _ in range(9):
+        world.turn()
+    assert world.map.is_whole(first) and world.map.is_whole(second) and not world.map.is_whole(third)
+    assert world.map.snapshot()["nodes"] == 2
+    if meanwhile == "comes back":
+        world.lose_session(world.nodes[third])
+    if meanwhile == "goes":
+        del world.nodes[third]
+        world.look()
+    del world.nodes[first]
+    world.look()
+    while world.map.next_deadline() is not None:  # its number is free when the index has been swept
+        world.turn()
+        world.now += 0.05
+    world.map.look(second, world.nodes[second].node, world.now)
+    for _ in range(9):
+        world.turn()
+        world.now += 0.05
+    assert world.map.is_whole(third) == (meanwhile != "goes"), "another one's news reminds of it"
+    assert world.map.snapshot()["nodes"] == len(world.nodes)
 
 
 @pytest.mark.covers("R02")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proto.prefill_speed import (
@@ -27,6 +27,7 @@ told = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 @pytest.mark.covers("R02")
 @given(speeds, st.integers(0, 20_000), st.integers(1, 20_000), st.integers(0, 20_000))
+@example(PrefillSpeed(1.0, 1, FetchSpeed(1.0, 5e-324, 0.0, 0.0)), 0, 2, 1)  # a quotient that no float holds
 def test_by_its_own_reckoning_no_prompt_is_later_than_if_all_of_it_were_computed(
     speed: PrefillSpeed, in_front: int, uncached: int, in_pool: int
 ) -> None:
