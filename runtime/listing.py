@@ -102,13 +102,16 @@ class Listing:
 
     def register(self, entry: pb.NodeEntry, now: float) -> list[Change] | str:
         """Take an entry or its repetition: what changed, or the sentence that refuses it."""
+        known, _ = self._entries.get(entry.node.name, (None, 0.0))
+        if entry == known:  # as nearly always: it was looked at when it came
+            self._renew(entry, now)
+            return []
         problem = entry_problem(entry)
         if problem is not None:
             return problem
         peer = Peer(entry.node.name, entry.node.incarnation)
         if peer in self._gone:
             return gone_sentence(peer)
-        known, _ = self._entries.get(peer.name, (None, 0.0))
         if known is None and len(self._entries) >= MAX_ENTRIES:
             return FULL_SENTENCE
         if known is not None and known.draining and _peer(known) == peer and not entry.draining:
@@ -121,13 +124,17 @@ class Listing:
         silent = self._silent.pop(peer.name, peer)
         if silent != peer:  # a hung process that was replaced: it must not take the name back when it wakes
             self._remember_gone(silent)
-        if peer.name in self._entries:  # of the same process, perhaps with another address
-            self._take_out(peer.name)
-        self._entries[peer.name] = (entry, now + self._ttl_s)  # at the end: the latest to expire
-        self._names[entry.grpc_address] = peer.name
+        self._renew(entry, now)
         if known != entry:
             changes.append(Listed(entry))
         return changes
+
+    def _renew(self, entry: pb.NodeEntry, now: float) -> None:
+        name = entry.node.name
+        if name in self._entries:  # of the same process, perhaps with another address
+            self._take_out(name)
+        self._entries[name] = (entry, now + self._ttl_s)  # at the end: the latest to expire
+        self._names[entry.grpc_address] = name
 
     def deregister(self, peer: Peer) -> list[Change]:
         """The process goes, and does not come back under this incarnation; also one that is missed."""
