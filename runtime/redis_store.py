@@ -56,6 +56,7 @@ class RedisStore:
         self._ttl_ms = round(ttl_s * 1000)
         self._timeout_s = timeout_s
         self._client: Redis | None = None
+        self._read: dict[bytes, pb.NodeEntry] = {}  # by record: what it said when it was there last
 
     async def register(self, entry: pb.NodeEntry) -> str:
         """Take an entry or its repetition: empty, or the sentence that refuses it. Raises RegistryUnreachable."""
@@ -85,9 +86,32 @@ class RedisStore:
         """Everything that was repeated in time. Raises RegistryUnreachable, also where Redis takes no writes."""
         answer = await self._run(scripts.READ, is_reader=True)
         try:
-            return _content(answer)
+            return self._content(answer)
         except (TypeError, ValueError):
             raise RegistryUnreachable("answer") from None
+
+    def _content(self, answer: object) -> Content:
+        """Read what READ answers; raises TypeError or ValueError if it is something else."""
+        if not isinstance(answer, list):
+            raise TypeError
+        now, num_unfit, found, left = answer
+        if not all(isinstance(each, bytes) for each in (now, *found, *left)):
+            raise TypeError
+        now_ms, before = float(now), self._read
+        self._read = {}
+        rows: list[Row] = []
+        for name, seen, record in zip(*(found[part::_ROW_PARTS] for part in range(_ROW_PARTS)), strict=True):
+            entry = before.get(record)
+            if entry is None or entry.node.name.encode() != name:
+                entry = decode_record(name, record)
+            if entry is None:
+                num_unfit += 1
+            else:
+                self._read[record] = entry
+                rows.append(Row(entry, seen, (now_ms - float(seen)) / 1000))
+        gone = [decode_gone(text) for text in left]
+        known = tuple(peer for peer in gone if peer is not None)
+        return Content(tuple(rows), known, num_unfit + len(gone) - len(known))
 
     async def hang_up(self) -> None:
         """Drop the connection; the next call makes a new one."""
@@ -131,23 +155,3 @@ def _client(url: str) -> Redis:
         protocol=2,  # spoken by every version
     )
     return client
-
-
-def _content(answer: object) -> Content:
-    """Read what READ answers; raises TypeError or ValueError if it is something else."""
-    if not isinstance(answer, list):
-        raise TypeError
-    now, num_unfit, found, left = answer
-    if not all(isinstance(each, bytes) for each in (now, *found, *left)):
-        raise TypeError
-    now_ms = float(now)
-    rows: list[Row] = []
-    for name, seen, record in zip(*(found[part::_ROW_PARTS] for part in range(_ROW_PARTS)), strict=True):
-        entry = decode_record(name, record)
-        if entry is None:
-            num_unfit += 1
-        else:
-            rows.append(Row(entry, seen, (now_ms - float(seen)) / 1000))
-    gone = [decode_gone(text) for text in left]
-    known = tuple(peer for peer in gone if peer is not None)
-    return Content(tuple(rows), known, num_unfit + len(gone) - len(known))

@@ -12,6 +12,7 @@ from proto import baton_pb2 as pb
 from runtime.listing import MAX_ENTRIES, Listing
 from runtime.redis_scripts import KEEP_MS
 from runtime.redis_store import RedisStore
+from runtime.registry_record import encode_record
 from runtime.session import Peer
 from tests.registry.redis_server import RedisServer, started_redis
 from tests.registry.test_listing import entry
@@ -90,6 +91,21 @@ def test_redis_takes_and_refuses_as_the_list_does(redis: RedisServer, fresh_seed
 
     asyncio.run(scenario())
     assert ends == {"", "deregistered.", "listed."}, "it was taken, it was gone, it was older"
+
+
+@pytest.mark.covers("X05", "R13")
+def test_a_record_that_was_read_under_its_own_name_is_nobodys_under_another(redis: RedisServer) -> None:
+    async def scenario() -> None:
+        store = RedisStore(redis.url, NAMESPACE, TTL_S, PATIENCE_S)
+        assert await store.register(entry()) == ""
+        for num_others in (0, 1):
+            content = await store.read()
+            assert [row.entry for row in content.rows] == [entry()] and content.num_skipped == num_others
+            redis.client.hset(ENTRIES, "other", encode_record(entry()))
+            redis.client.zadd(SEEN, {"other": int(redis.client.time()[0]) * 1000})
+        await store.hang_up()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.covers("R13", "C06")
