@@ -260,6 +260,7 @@ class Api:
                     raise bad_request(REQUEST_ID, REQUEST_ID_RULE)
                 headers[REQUEST_ID] = client_id
             if self._shell.is_draining:
+                headers["Connection"] = "close"  # the next request is to reach another router, or worker
                 raise ApiError(503, "The router is shutting down.", code="SHUTTING_DOWN", retry_after_s=1.0)
             if account is not None:
                 account.admit()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from proto import baton_pb2 as pb
 from router.breaker import Breakers
-from router.entrance import RouterCoreConfig
+from router.entrance import RouterCoreConfig, none_large_enough
 from router.events import RESCHEDULED, NodeRef
 from router.live import LiveRequests
 from router.moves import Moves
@@ -84,11 +84,19 @@ class AttemptEnds:
         error = node_drained(prefill) if has_drained else node_lost(prefill, "before the prompt's logprobs arrived")
         self._retry(branch, pair, error, now)
 
-    def without_heirs(self, branch: LiveBranch, now: float) -> None:
-        """Nobody has come who may go on with what the branch's client has."""
-        message = "PD Error NODE_LOST: no node that is left has the weights that the answer was begun with"
-        error = pb.PDError(code=pb.NODE_LOST, message=message)
-        self._give_up(branch, Over.SPENT, error, now, may_be_scored=False)
+    def without_nodes(self, branch: LiveBranch, now: float) -> None:
+        """Nobody has come who may go on with what the branch's client has, or who is large enough for it."""
+        if branch.author is not None:
+            message = "PD Error NODE_LOST: no node that is left has the weights that the answer was begun with"
+            error = pb.PDError(code=pb.NODE_LOST, message=message)
+            self._give_up(branch, Over.SPENT, error, now, may_be_scored=False)
+        elif self._live.has_told(branch.key.request_id):
+            branch.gives_up_at = None  # it waits on, as its request's other choices would
+            self._live.set_timer(branch, now)
+        else:
+            self._live.end(
+                none_large_enough(branch.key.request_id, branch.total_tokens, self._config.retry_after_s), now
+            )
 
     def fail_at(self, name: str, what: str, now: float) -> None:
         """Note for a node's circuit what failed there."""

@@ -109,9 +109,9 @@ class RouterConfig:
     )
     no_nodes_grace_s: float = knob(
         10.0,
-        "seconds that requests wait when the last node of a role has gone, for one to come back; then they are "
-        "answered 503 at once, but for streams that have begun; so long, too, streams whose model's nodes have gone wait for them "
-        "beside another model's",
+        "seconds that requests wait when the last node of a role has gone, or the last that is long enough, for one to come back; "
+        "then they are answered 503 at once, but for streams that have begun; so long, too, streams whose model's nodes have gone "
+        "wait for them beside another model's",
         low=0.0,
         high=3600,
     )

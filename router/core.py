@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
 
 MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
-_PLACED_A_TURN: Final = 8  # attempts, at some 0.1 ms each: others' tokens wait for no more of them
+# Attempts, at some 0.1 ms each; a lost node may leave hundreds. Those behind are the next turn's, which is due at once.
+_PLACED_A_TURN: Final = 8
 
 
 class RouterCore:
@@ -106,7 +107,7 @@ class RouterCore:
                 case AwaitingPrompt(pair):
                     self._ends.unscored(branch, pair, now)
                 case Waiting() if branch.gives_up_at is not None and branch.gives_up_at <= now:
-                    self._ends.without_heirs(branch, now)
+                    self._ends.without_nodes(branch, now)
                 case Waiting():  # a node that refused it may be asked again, or it has rested
                     self._waiting.recall_one(branch.key)
                     self._live.may_place = True
@@ -119,8 +120,8 @@ class RouterCore:
         """When tick must be called at the latest, or None."""
         gives_up_at = self._entrance.gives_up_at if len(self._waiting) else None
         asks_at = None if self._caches is None else self._caches.next_deadline()
-        all_ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at, self._goes_on_at)
-        return min((at for at in all_ends if at is not None), default=None)
+        ends = (self._live.next_deadline(), gives_up_at, self._rest_ends_at, asks_at, self._goes_on_at)
+        return min((at for at in ends if at is not None), default=None)
 
     @property
     def num_queued(self) -> int:
@@ -155,12 +156,16 @@ class RouterCore:
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The longest sequence (prompt and completion) that can be served, or could when a pair of nodes was there last;
-        None before the first."""
-        return self._nodes.longest_known
+        """The longest sequence (prompt and completion) that can be served, or could a while ago; None before the first pair."""
+        return self._entrance.longest
+
+    @property
+    def max_total_tokens_now(self) -> int | None:
+        """The same without what only nodes could serve that are gone; None: no pair is there."""
+        return self._nodes.max_total_tokens
 
     def most_prompts(self, num_choices: int) -> int:
-        """Prompts with so many choices each that could come at once, were nobody else here: those behind find the queue full."""
+        """Prompts with so many choices each that could come at once, were nobody else here: more find the queue full."""
         return 1 + (self._config.max_queue + self._nodes.num_slots - 1) // num_choices
 
     def missing(self) -> list[str]:
@@ -348,10 +353,7 @@ class RouterCore:
     # ---------------------------------------------------------------- placing
 
     def _settle(self, now: float) -> list[ev.Action]:
-        """Dispatch from the queue's head while there is room; return what has been decided.
-
-        A node that was lost may have left hundreds to place: those behind a bound are the next turn's, which is due at once.
-        """
+        """Dispatch from the queue's head while there is room, and the bound; return what has been decided."""
         if self._live.may_place and self._entrance.has_given_up:
             self._turn_away(now)
         for _ in range(_PLACED_A_TURN):

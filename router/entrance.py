@@ -2,7 +2,8 @@
 
 A role's last node may be gone for a moment only: somebody restarts it. For a grace after the last pair was there, requests are let
 in and wait; then they, and all that has given its client nothing yet, are turned away until a pair is back. What has begun
-waits on, to its deadline.
+waits on, to its deadline. So it is, beside shorter nodes, with what only a longer one that is gone could hold: for ten minutes that
+is nothing that the client did wrong, then it is longer than nodes are.
 
 Not here: what is wrong with a request by itself (openai_types.py, intake.py); how long it would wait (pace.py).
 """
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from router.events import Failed, GenerationRequest
 from router.nodes import NodeTable
+
+LONGEST_KEPT_S: Final = 600.0  # how long what a node that has gone could hold is the longest that may be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,22 @@ class Entrance:
         self._config = config
         self._gone_at: float | None = -math.inf  # None: a pair is there
         self.has_given_up = True  # who waits for a pair is turned away
+        self.longest: int | None = None  # prompt and completion, that may be asked for; None: no pair has been there
+        self._shorter_at: float | None = None  # since then nobody who is there could hold that
 
     def look(self, now: float) -> None:
-        """The nodes have changed."""
-        if self._nodes.max_total_tokens is not None:
-            self._gone_at, self.has_given_up = None, False
-        elif self._gone_at is None:
-            self._gone_at = now
+        """The nodes have changed, or time has passed."""
+        longest = self._nodes.max_total_tokens
+        if longest is None:
+            self._gone_at = now if self._gone_at is None else self._gone_at
+            return
+        self._gone_at, self.has_given_up = None, False
+        if self.longest is None or longest >= self.longest:
+            self.longest, self._shorter_at = longest, None
+        elif self._shorter_at is None:
+            self._shorter_at = now
+        elif now - self._shorter_at > LONGEST_KEPT_S:
+            self.longest, self._shorter_at = longest, None
 
     @property
     def gives_up_at(self) -> float | None:
@@ -83,7 +96,8 @@ class Entrance:
 
     def find_refusal(self, request: GenerationRequest, num_queued: int, wait_s: float, now: float) -> Failed | None:
         """Why the request, which would find so many in the queue and wait so long, is turned away at once, if it is."""
-        longest = self._nodes.longest_known
+        self.look(now)
+        longest, longest_now = self.longest, self._nodes.max_total_tokens
         total_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         if num_queued >= self._config.max_queue:
             message = f"The router's queue is full ({self._config.max_queue} requests)."
@@ -93,6 +107,9 @@ class Entrance:
         if total_tokens > longest:
             message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
             return Failed(request.request_id, 400, "context_length_exceeded", message, None)
+        is_over = self._shorter_at is not None and now - self._shorter_at >= self._config.no_nodes_grace_s
+        if is_over and total_tokens > (longest_now or longest):
+            return none_large_enough(request.request_id, total_tokens, self._config.retry_after_s)
         if request.deadline <= now:
             return Failed(request.request_id, 504, "DEADLINE", "The request's deadline has passed.", None)
         if self._config.refuses_late and now + wait_s > request.deadline:
@@ -104,3 +121,9 @@ class Entrance:
         message = f"The wait for room would be {wait_s:.1f} s, and the request's deadline is in {left_s:.1f} s."
         retry_after_s = min(max(wait_s - left_s, self._config.retry_after_s), self._config.max_retry_after_s)
         return Failed(request_id, 503, "LATE", message, retry_after_s)
+
+
+def none_large_enough(request_id: str, total_tokens: int, retry_after_s: float) -> Failed:
+    """The answer to who asks for more than the nodes that are left can hold, where another one could a while ago."""
+    message = f"No node that is left can hold the {total_tokens} tokens of prompt and answer; one that can has gone."
+    return Failed(request_id, 503, "NO_NODES", message, retry_after_s)

@@ -79,7 +79,7 @@ class Intake:
         if body.model != self._model_name:
             raise unknown_model(body.model, self._model_name)
         if body.n > self._limits.max_n:
-            raise bad_request("n", f"must be less than or equal to {self._limits.max_n}, not {body.n}")
+            raise bad_request("n", f"must be less than or equal to {self._limits.max_n}, not {shown(body.n)}")
         body = body.with_defaults(self._text.sampling_defaults)
         field = "max_tokens"
         tools: ToolUse | None = None
@@ -221,7 +221,7 @@ class Intake:
             some = token_ids[start : start + IDS_AT_ONCE]
             if not (min(some) >= 0 and max(some) < vocab_size):
                 wrong = next(each for each in some if not 0 <= each < vocab_size)
-                raise bad_request(field, f"token id {str(wrong)[:20]} is not between 0 and {vocab_size - 1}")
+                raise bad_request(field, f"token id {shown(wrong)} is not between 0 and {vocab_size - 1}")
 
     def _stop_token_ids(self, body: CompletionBody | ChatBody) -> tuple[int, ...]:
         self._check_token_ids("stop_token_ids", body.stop_token_ids)
@@ -269,7 +269,10 @@ class Intake:
         if asked_tokens is not None and asked_tokens > room:
             message = f"{shown(asked_tokens)} is more than the {room} that {num_prompt_tokens} prompt tokens leave of {longest}"
             raise bad_request(field, message, "context_length_exceeded")
-        return room if asked_tokens is None else asked_tokens
+        if asked_tokens is not None:
+            return asked_tokens
+        room_now = (self._shell.max_total_tokens_now or longest) - num_prompt_tokens
+        return room_now if room_now >= 1 else room  # no more than needs no node that has gone
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

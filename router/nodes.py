@@ -76,7 +76,6 @@ class NodeTable:
         self._fingerprints: Set[bytes] = frozenset()
         self._max_total_tokens: int | None = None
         self._is_degraded = False
-        self._longest_known: int | None = None
         self._num_slots: int | None = None  # None: not counted since somebody came or went
 
     def __iter__(self) -> Iterator[Node]:
@@ -132,7 +131,6 @@ class NodeTable:
                 self._kinds.put(node)
         self._fingerprints = {nodes.kind.fingerprint for nodes in self._kinds}
         self._max_total_tokens = self.longest_of(self._fingerprints)
-        self._longest_known = self._max_total_tokens or self._longest_known
         sentences = self.degraded()
         if self._is_degraded != bool(sentences) and not self.missing():  # else nothing is served: that is no recovery
             self._is_degraded = not self._is_degraded
@@ -198,11 +196,6 @@ class NodeTable:
         """The longest sequence that some compatible pair of expected nodes can hold, or a decode node that no prefill node could
         serve and that computes prompts itself; None without either."""
         return self._max_total_tokens
-
-    @property
-    def longest_known(self) -> int | None:
-        """The same, or what it was when there was such a pair last."""
-        return self._longest_known
 
     @property
     def fingerprints(self) -> Set[bytes]:

@@ -28,7 +28,6 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from proto.bounds import MAX_LOGIT_BIASES
-from router.limits import MAX_CHOICES_PER_PROMPT
 from router.wrong_values import SHOWN_LENGTH, shown, wrong_of
 from runtime.logs import printable
 
@@ -198,7 +197,7 @@ class GenerationBody(SamplingDefaults):
     model: StrictStr
     max_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
+    n: Annotated[int, Field(strict=True, ge=1)] = 1  # at most the router's --max-n
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)  # of a literal pydantic makes a deep copy for each body

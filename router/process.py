@@ -245,11 +245,20 @@ def _http_server(
     config: RouterConfig, app: ASGIApp, listener: socket.socket, shell: RouterShell, credentials: Credentials
 ) -> HttpServer:
     stuck_timeout_s = config.request_timeout_s + LAST_WRITE_S  # a stream may be paused so long
-    bounds = HttpBounds(config.max_connections, config.max_header_kib << 10, config.header_timeout_s, stuck_timeout_s)
-    allow_descriptors(config.max_connections + _OTHER_DESCRIPTORS)
+    max_connections = _allowed_connections(config.max_connections)
+    bounds = HttpBounds(max_connections, config.max_header_kib << 10, config.header_timeout_s, stuck_timeout_s)
     count = shell.metrics.turned_away
     tls = credentials.http_context(lambda: count("tls"))
     return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
+
+
+def _allowed_connections(wanted: int) -> int:
+    """As many of them as there may be files, with some left over: who comes then is told so, not cut off."""
+    limit = allow_descriptors(wanted + _OTHER_DESCRIPTORS)
+    left = max(limit - min(_OTHER_DESCRIPTORS, limit // 2), 1)
+    if left < wanted:
+        log_event(_LOG, logging.WARNING, "few_descriptors", open_files=limit, max_connections=left, wanted=wanted)
+    return min(left, wanted)
 
 
 def warn_of_what_is_missing(config: RouterConfig) -> None:

@@ -140,8 +140,13 @@ class RouterShell:
 
     @property
     def max_total_tokens(self) -> int | None:
-        """The longest sequence (prompt and completion) that can be served; None while no pair of nodes is known."""
+        """The longest sequence (prompt and completion) that may be asked for; None before the first pair of nodes."""
         return self._core.max_total_tokens
+
+    @property
+    def max_total_tokens_now(self) -> int | None:
+        """The longest that can be served by the nodes that are there; None: no pair is."""
+        return self._core.max_total_tokens_now
 
     def most_prompts(self, num_choices: int) -> int:
         """Prompts with so many choices each that one answer may have: more find the queue full whenever they come."""

@@ -3,8 +3,9 @@
 Waiting branches form one queue ordered by arrival; one that was refused keeps its place. Who finds no room has a claim to every
 decode node that is large enough for it, and nobody behind is dispatched to those: capacity is not given to the small at the cost
 of the large, and refused work is not prefilled in vain. Who fits on a node that nobody before has a claim to overtakes. A branch
-longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its
-time is over: it holds up nobody. So is one that no node that is left may go on with (heirs.py); it is handed up after a grace.
+longer than every node that is left, and one that has failed and rests, is put aside until a node comes or its time is over: it
+holds up nobody. So is one that no node that is left may go on with (heirs.py). After a grace that one is handed up, and one that is
+too long, and whose client has got nothing, is turned away.
 
 With a head go the other choices of its request that have no tokens yet, as many as its decode node has slots and, were it empty,
 blocks for: their KV is the same, and one attempt computes and hands it over for all. Who was refused once goes alone, and needs
@@ -80,7 +81,7 @@ class WaitingBranches:
         self._by_arrival = KeyedHeap[BranchKey]()
         self._aside: dict[BranchKey, None] = {}
         self._pace = QueuePace()
-        self.orphans: list[LiveBranch] = []  # who has been put aside to wait for heirs, and has a timer to be set
+        self.orphans: list[LiveBranch] = []  # who has been put aside for a grace, and has a timer to be set
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -169,12 +170,14 @@ class WaitingBranches:
             longest = self._nodes.longest_of(able)
             if branch.total_tokens <= (self._nodes.longest_of(same) or 0):
                 able = same
-            if longest is not None:
-                branch.gives_up_at = None
-            elif branch.gives_up_at is None:
-                branch.gives_up_at = now + self._config.no_nodes_grace_s
-                self.orphans.append(branch)
-        return able if branch.total_tokens <= (longest or 0) else None
+        is_large_enough = branch.total_tokens <= (longest or 0)
+        waits_on = branch.author is not None and longest is not None  # who has begun, to its deadline
+        if is_large_enough or waits_on:
+            branch.gives_up_at = None
+        elif branch.gives_up_at is None:
+            branch.gives_up_at = now + self._config.no_nodes_grace_s
+            self.orphans.append(branch)
+        return able if is_large_enough else None
 
     def _find_pair(
         self, branch: LiveBranch, able: Set[bytes], claimed: Claims, now: float

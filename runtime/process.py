@@ -219,9 +219,11 @@ def warn_if_exposed(host: str, what: str, missing: Mapping[str, str]) -> None:
         log_event(_LOG, logging.WARNING, "exposed", listener=what, host=host, risk=told)
 
 
-def allow_descriptors(number: int) -> None:
-    """Raise this process's limit of open files to so many, as far as the system lets it: connections are files."""
+def allow_descriptors(number: int) -> int:
+    """Raise this process's limit of open files to so many, as far as the system lets it: connections are files. The limit then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return number if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -15,6 +15,7 @@ _RETRY: Final = (
 _MOVES: Final = ("tests/router/test_core_moves.py",)
 _MOVE_OWNER: Final = ("tests/handoff/test_owner_rule_moves.py",)
 _BREAKER: Final = ("tests/router/test_breaker.py",)
+_QUEUE: Final = ("tests/router/test_core_queue.py",)
 _HEIRS: Final = ("tests/router/test_core_heirs.py",)
 
 MUTANTS: Final = (
@@ -159,8 +160,8 @@ MUTANTS: Final = (
         "restart-fails-requests",
         "While the last node of a role restarts requests are turned away.",
         "router/entrance.py",
-        "            self._gone_at = now\n",
-        "            self._gone_at = now - self._config.no_nodes_grace_s\n",
+        "self._gone_at = now if",
+        "self._gone_at = now - self._config.no_nodes_grace_s if",
         _RETRY,
     ),
     Mutant(
@@ -351,17 +352,33 @@ MUTANTS: Final = (
         "no-heirs-no-end",
         "A stream whose model is served no more waits for its deadline.",
         "router/waiting.py",
-        "                self.orphans.append(branch)\n",
-        "                pass\n",
+        "            self.orphans.append(branch)\n",
+        "            pass\n",
         _HEIRS,
     ),
     Mutant(
         "heirs-came-too-late",
         "The grace of a stream goes on though nodes of its model have come back.",
         "router/waiting.py",
-        "                branch.gives_up_at = None\n",
-        "                pass\n",
+        "            branch.gives_up_at = None\n",
+        "            pass\n",
         _HEIRS,
+    ),
+    Mutant(
+        "too-long-as-soon-as-the-longest-has-gone",
+        "What only a node could hold that has gone a moment ago is answered as longer than nodes are.",
+        "router/entrance.py",
+        "        elif now - self._shorter_at > LONGEST_KEPT_S:\n",
+        "        else:\n",
+        _QUEUE,
+    ),
+    Mutant(
+        "too-long-waits-for-its-deadline",
+        "What no node that is left can hold waits for as long as its client does.",
+        "router/waiting.py",
+        "waits_on = branch.author is not None and longest is not None",
+        "waits_on = longest is not None",
+        _QUEUE,
     ),
     Mutant(
         "drained-counts-as-lost",

@@ -164,3 +164,67 @@ def test_a_turn_places_few_of_the_streams_that_a_node_leaves_and_others_go_on_be
         "in the order of their arrival, and before any time has passed"
     )
     assert max(map(len, placed)) <= 8 and len(placed) <= 6
+
+
+@pytest.mark.covers("A12", "R10")
+@pytest.mark.parametrize("goes", ["is lost", "drains"])
+def test_what_only_a_node_that_has_gone_could_hold_waits_for_it_and_is_too_long_only_when_it_has_been_gone_for_long(
+    goes: str,
+) -> None:
+    world = uneven_cluster("d1", "d2")
+    world.submit("begun", max_tokens=200)
+    world.tokens_from("d1", "begun", 0, [7])
+    if goes == "drains":
+        drain(world, "d1")
+    world.feed(SessionLost(ref("d1"), has_died=True))
+    for name, max_tokens in (("large", 200), ("small", 40)):
+        world.submit(name, max_tokens=max_tokens)
+    assert target_of(world, "small") == "d2" and not world.has_ended("large")
+    world.pass_time(9.9)
+    assert not world.has_ended("large")
+    world.pass_time(0.2)
+    assert (world.failure("large").status, world.failure("large").code) == (503, "NO_NODES")
+    assert "hold the 203 tokens" in world.failure("large").message and world.failure("large").retry_after_s
+    world.submit("large too", max_tokens=200)
+    assert world.failure("large too").code == "NO_NODES", "at once: there was time enough"
+    world.submit("longer than any", max_tokens=254)
+    assert world.failure("longer than any").code == "context_length_exceeded"
+    assert world.core.max_total_tokens == 256 and world.core.max_total_tokens_now == 64
+    assert not world.has_ended("begun"), "it waits to its deadline, as where no node is left"
+    world.pass_time(570.0)
+    world.submit("late", max_tokens=200, timeout_s=60.0)
+    assert world.failure("late").code == "NO_NODES"
+    world.pass_time(30.0)
+    world.submit("later", max_tokens=200)
+    assert world.failure("later").code == "context_length_exceeded" and world.core.max_total_tokens == 64
+
+
+@pytest.mark.covers("A12", "R10")
+def test_who_waits_for_the_longest_node_goes_on_there_when_it_is_back() -> None:
+    world = uneven_cluster("d1", "d2")
+    world.submit("begun", max_tokens=200)
+    world.tokens_from("d1", "begun", 0, [7])
+    world.feed(SessionLost(ref("d1"), has_died=True))
+    world.submit("large", max_tokens=200)
+    world.pass_time(8.0)
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_model_len=SIZES["d1"], max_num_seqs=MAX_NUM_SEQS, incarnation=2))
+    assert target_of(world, "large") == target_of(world, "begun") == "d1"
+    world.pass_time(20.0)
+    assert not world.has_ended("large"), "what it waited for is over"
+    world.feed(SessionLost(ref("d1", 2), has_died=True))
+    world.pass_time(9.0)
+    assert not world.has_ended("large"), "its patience begins anew"
+    world.pass_time(1.1)
+    assert world.failure("large").code == "NO_NODES"
+
+
+@pytest.mark.covers("A12", "R10")
+def test_a_choice_that_has_said_nothing_waits_as_long_as_the_one_beside_it_that_has() -> None:
+    world = uneven_cluster("d1", "d2")
+    world.submit("a", max_tokens=200, num_choices=2)
+    world.tokens_from("d1", "a", 0, [7])
+    world.feed(SessionLost(ref("d1"), has_died=True))
+    world.pass_time(40.0)
+    assert not world.has_ended("a")
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_model_len=SIZES["d1"], max_num_seqs=MAX_NUM_SEQS, incarnation=2))
+    assert {each.choice for _, sent in world.dispatches("a")[1:] for each in sent.branches} == {0, 1}

@@ -112,6 +112,7 @@ def test_a_draining_router_takes_nothing_new_and_ends_with_0_once_its_streams_ha
             assert turned_away.status_code == 503
             assert turned_away.json()["error"]["code"] == "SHUTTING_DOWN"
             assert turned_away.headers["Retry-After"] == "1" and turned_away.headers["X-Request-Id"] == "mine"
+            assert turned_away.headers["Connection"] == "close", "who keeps its connections comes to somebody else"
             assert (await router.client.get("/health")).status_code == 200
             router.may_finish.set()
             *events, done = await router.rest()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -79,6 +79,23 @@ def test_a_connection_is_never_given_the_number_of_a_stream_that_the_shell_has_c
             assert httpx.get(f"{ready['url']}/health", timeout=60).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
+
+
+def test_where_few_files_may_be_open_the_router_says_so_and_turns_connections_away_instead_of_cutting_them_off(
+    model: Path, tmp_path: Path
+) -> None:
+    by = ("bash", "-c", 'ulimit -n 200; exec "$@"', "-")
+    with running(model, tmp_path / "ready.json", by=by) as (process, ready), ExitStack() as held:
+        host, _, port = ready["url"].removeprefix("http://").partition(":")
+        for _ in range(130):
+            connection = held.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+        assert process.stderr is not None
+        (line,) = [line for line in process.stderr if "few_descriptors" in line]
+    assert "WARNING" in line and "open_files=200 max_connections=100 wanted=4096" in line
 
 
 def test_a_first_text_starts_no_threads_which_may_not_be_had_then(

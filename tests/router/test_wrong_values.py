@@ -142,7 +142,7 @@ CONTRADICTION: Final = re.compile("contradicts|cannot be given with|needs")  # o
 class _Room:
     """Of a shell what intake asks it."""
 
-    max_total_tokens = LONGEST
+    max_total_tokens = max_total_tokens_now = LONGEST
 
     def most_prompts(self, num_choices: int) -> int:
         return LONGEST // num_choices
@@ -242,3 +242,27 @@ def test_more_calls_in_a_row_than_a_message_may_have_are_refused_as_input(checks
     assert (
         error is not None and error["param"] == "input" and "at most 256 items, not a list of 257" in error["message"]
     )
+
+
+class _LeftAlone(_Room):
+    """Of a router whose longest node has gone."""
+
+    max_total_tokens_now = LONGEST // 4
+
+
+@pytest.mark.covers("A12")
+def test_what_the_router_is_to_choose_fits_the_nodes_that_are_there_and_what_the_client_asks_may_need_another(
+    tmp_path: Path,
+) -> None:
+    limits = IntakeLimits(30.0, None, 16)
+    intake = Intake(cast(RouterShell, _LeftAlone()), ModelText(write_tool_model(tmp_path)), NAME, limits)
+
+    def granted(num_prompt_tokens: int, **fields: Any) -> int:
+        """max_tokens."""
+        body = CompletionBody(model=NAME, prompt=[65] * num_prompt_tokens, **fields)
+        (asked,) = asyncio.run(intake.asked(body, 0.0, 0))
+        return asked.request.sampling.max_tokens
+
+    assert granted(LONGEST // 4 - 3) == 3, "as many as a node has room for"
+    assert granted(LONGEST // 4) == 16, "no node that is there has any: the default, of one that may come back"
+    assert granted(LONGEST // 4 - 3, max_tokens=LONGEST // 2) == LONGEST // 2
