@@ -14,6 +14,7 @@ from tests.mutants import (
     of_fetching,
     of_grammars,
     of_handoff,
+    of_heirs,
     of_int8,
     of_kernels,
     of_kv_pool,
@@ -41,6 +42,7 @@ from tests.mutants.mutant import Mutant
 
 ALL: Final[tuple[Mutant, ...]] = (
     *of_handoff.MUTANTS,
+    *of_heirs.MUTANTS,
     *of_nodes.MUTANTS,
     *of_mixed.MUTANTS,
     *of_engine.MUTANTS,
