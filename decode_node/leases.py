@@ -32,9 +32,8 @@ class Leases:
     def add(self, lease: Lease) -> None:
         """Keep a new lease, for each of its open branches."""
         self._by_id[lease.lease_id] = lease
-        self._holders.update(
-            (key, lease) for key in lease.keys if key in lease.open
-        )  # a set's order is no two processes'
+        # In the order of its keys: that of a set is another one in each process.
+        self._holders.update((key, lease) for key in lease.keys if key in lease.open)
 
     def of_any(self, keys: Iterable[AttemptKey]) -> Lease | None:
         """The lease that one of these attempts of branches is open in."""

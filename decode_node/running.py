@@ -98,9 +98,9 @@ class RunningBranches:
         self, branch: RunningBranch, token_id: int, batches: TokenBatches, now: float, more: Progress | None = None
     ) -> None:
         """One more token; `more`: what else the step gave, where it gave anything."""
-        finish, logprobs, num_cached = (
-            (None, None, 0) if more is None else (more.finish, more.logprobs, more.num_cached)
-        )
+        finish, logprobs, num_cached = None, None, 0
+        if more is not None:
+            finish, logprobs, num_cached = more.finish, more.logprobs, more.num_cached
         tokens = batches.add(branch.router, branch.key, len(branch.token_ids), (token_id,), finish, logprobs)
         branch.token_ids.append(token_id)
         if logprobs is not None:

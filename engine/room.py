@@ -139,9 +139,8 @@ class Room:
             keys += given[first:behind]
             while len(keys) < behind:
                 keys.append(sequence.next_key(self.block_size))
-            first = max(
-                first, sequence.num_matched
-            )  # those before were found, and whoever has forgotten one since knew why
+            # Those before were found, and whoever has forgotten one since knew why.
+            first = max(first, sequence.num_matched)
             full.update(zip(sequence.block_ids[first:behind], keys[first:], strict=True))
         if full:
             self._pool.publish(full)

@@ -113,7 +113,7 @@ class CacheMap:
     # ---------------------------------------------------------------- nodes
 
     def look(self, ref: NodeRef, node: Node | None, now: float) -> None:
-        """A node has come or gone (None), or its session has, or it uses another KV pool, or has another role."""
+        """A node has come or gone (None), or its session has, or it uses another KV pool, or has another role; O(1) of nodes."""
         present = [Source(ref)] if node is not None and node.prefills else []
         present += [Source(ref, node.pool)] if node is not None and node.pool else []
         for source in {Source(ref): None, Source(ref, self._pool_of.pop(ref, b"")): None}:

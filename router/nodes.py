@@ -58,7 +58,7 @@ class NodeChange:
     died: list[NodeRef] = field(default_factory=list)  # the others whose process is known to have ended
     touched: dict[NodeRef, None] = field(
         default_factory=dict
-    )  # nodes that have come, gone, or changed in more than load
+    )  # nodes that have come or gone, or are others but for load
 
 
 class NodeTable:
