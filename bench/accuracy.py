@@ -37,7 +37,7 @@ from bench.recovery import model_name
 from engine.demo.examine import EXAMS, draw_exam
 from engine.demo.talk import Turn
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal, run_async, write_atomically
 
 PROG: Final = "python -m bench.accuracy"
 SIDES: Final = ("one process", "cluster", "cluster, nodes dying")
@@ -168,7 +168,7 @@ def _measure(config: AccuracyConfig, side: str, exams: Mapping[str, Sequence[Tur
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         fleet = stack.enter_context(Fleet.started(config.model.absolute(), folder, flags))
         with _faults(fleet, config.fault_pause) if is_hurt else nullcontext([0]) as faults:
-            answers = asyncio.run(_ask_all(fleet.url, config, exams, console, side))
+            answers = run_async(_ask_all(fleet.url, config, exams, console, side))
         return Side(side, answers, faults[0], fleet.metric_by_code("retries_total"))
 
 

@@ -37,6 +37,7 @@ from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
 from bench.progress import StepProgress
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.crossover"
 SIDES: Final = ("apart", "mixed")
@@ -145,7 +146,7 @@ class _Run:
         number = max(self._config.requests, 2 * load_)
         asked = [self._asked(index, length) for index in range(number)]
         sender = Sender(self._servers[side], is_stream=True, timeout_s=600.0)
-        records = uvloop.run(run_closed_loop(sender, asked, load_))
+        records = run_async(run_closed_loop(sender, asked, load_), uvloop.new_event_loop)
         bad = [record for record in records if not record.is_ok]
         if bad:
             raise ClusterProblem(f"{side}: {bad[0].status}: {bad[0].error}")

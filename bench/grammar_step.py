@@ -10,7 +10,6 @@ ratio is the median over rounds. What the processes compute beside the step, on 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import sys
@@ -26,7 +25,7 @@ from bench.frame import Bench, check_files, check_model, whole_numbers
 from bench.overlap import Load, plain, step_s
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import computed_s
+from runtime.process import computed_s, run_async
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -126,7 +125,7 @@ def _round(
             grammars.check(cast("Grammar", bound(number).grammar))
     before_s = _beside_s(grammars)
     sequences = Load(batch, config.prompt_tokens, config.steps)
-    seconds = asyncio.run(step_s(model, sequences, _DEPTH, plain if way == "free" else bound, grammars))
+    seconds = run_async(step_s(model, sequences, _DEPTH, plain if way == "free" else bound, grammars))
     return seconds, (_beside_s(grammars) - before_s) / (config.steps * batch)
 
 

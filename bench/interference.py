@@ -40,6 +40,7 @@ from bench.load import PATH
 from bench.peers_servers import Peer, PeerProblem, Sizes, vllm
 from bench.progress import StepProgress
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.interference"
 TARGET: Final = 0.5  # apart ÷ mixed on two cores (docs/design.md, section 10)
@@ -122,7 +123,7 @@ def measure(config: InterferenceConfig, console: Console) -> Interference:
             for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 if peer is not None:
                     peer.send(signal.SIGCONT if side == "vLLM" else signal.SIGSTOP)
-                found = uvloop.run(load_.round(side, Server.parse(urls[side])))
+                found = run_async(load_.round(side, Server.parse(urls[side])), uvloop.new_event_loop)
                 rounds.setdefault(side, []).append(found)
                 progress.advance(side)
     return figures_of(rounds)

@@ -11,7 +11,6 @@ the median over rounds. Not here: how fast stores are (bench.kv_pool), what is g
 
 from __future__ import annotations
 
-import asyncio
 import random
 import shlex
 import statistics
@@ -34,7 +33,7 @@ from connector.kv_record import KvRecords
 from connector.kv_store import KvStoreLimits, RunRead
 from connector.memory_store import MemoryStore
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal, run_async, write_atomically
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -176,7 +175,7 @@ def _measure(config: StepBenchConfig, console: Console) -> list[Round]:
         for number in range(-1, config.rounds):  # the first warms up
             first = number % len(WAYS)
             for way in WAYS[first:] + WAYS[:first]:
-                measured = asyncio.run(_round(model, config, way))
+                measured = run_async(_round(model, config, way))
                 rounds += [measured] if number >= 0 else []
                 progress.advance(way)
     return rounds

@@ -36,6 +36,7 @@ from bench.local_prefill_plot import plot
 from bench.progress import StepProgress
 from bench.two_ways import WAYS, TwoWays, started_two_ways
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.local_prefill"
 _PROBE_TOKENS: Final = 3  # that a probe says: the first is the prefill's, the second is behind the handoff
@@ -88,7 +89,7 @@ def _measure(config: LocalPrefillConfig, console: Console) -> list[Figures]:
             sizes = {"block-size": block_size, "max-num-seqs": num_seqs, "num-blocks": num_blocks}
             with started_two_ways(config.model, chunk, sizes) as cluster:
                 run = _Run(config, cluster, progress)
-                figures += uvloop.run(run.compare_all(chunk, lengths))
+                figures += run_async(run.compare_all(chunk, lengths), uvloop.new_event_loop)
                 if cluster.num_local() != run.num_local:
                     raise ClusterProblem(f"{cluster.num_local()} prompts were local, {run.num_local} were meant to be")
     return figures

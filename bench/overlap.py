@@ -25,6 +25,7 @@ from rich.table import Table
 from bench.frame import Bench, check_files, whole_numbers
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
+from runtime.process import run_async
 
 if TYPE_CHECKING:
     from engine.binding import Binder
@@ -94,7 +95,7 @@ def _measure(config: OverlapConfig, console: Console) -> list[Figures]:
             for number in range(config.rounds):
                 for depth in (1, 2) if number % 2 else (2, 1):
                     load_of_it = Load(batch, config.prompt_tokens, config.steps)
-                    seconds[depth].append(asyncio.run(step_s(model, load_of_it, depth, plain)))
+                    seconds[depth].append(run_async(step_s(model, load_of_it, depth, plain)))
                     progress.advance(f"batch {batch}, depth {depth}")
             ratios = [two / one for one, two in zip(seconds[1], seconds[2], strict=True)]
             medians = statistics.median(seconds[1]), statistics.median(seconds[2])

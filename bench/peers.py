@@ -10,7 +10,6 @@ median over rounds of the rounds' own ratios. A peer that is not there is named 
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import signal
 import sys
@@ -45,7 +44,7 @@ from bench.peers_servers import (
 from bench.progress import StepProgress
 from bench.workload import Piece, Prompts, Space, alphabet, num_digits
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal, run_async, write_atomically
 
 PROG: Final = "python -m bench.peers"
 PEERS: Final = ("Baton", "vLLM", "llama.cpp", "transformers")
@@ -211,11 +210,11 @@ def _rate(peer: Peer, case: Case, output_tokens: int, seed: str) -> float:
         steps = output_tokens - 1
         return case.clients * steps / answer_of(peer, f"decode {case.clients} {case.tokens} {steps}")
     if case.kind == "prefill":
-        (record,) = asyncio.run(_ask(peer.url, case, 1, seed))
+        (record,) = run_async(_ask(peer.url, case, 1, seed))
         assert record.ttft_s is not None
         return case.tokens / record.ttft_s
-    asyncio.run(_ask(peer.url, case, 1, seed))  # now its prompts are cached
-    return decode_rate(asyncio.run(_ask(peer.url, case, output_tokens, seed)))
+    run_async(_ask(peer.url, case, 1, seed))  # now its prompts are cached
+    return decode_rate(run_async(_ask(peer.url, case, output_tokens, seed)))
 
 
 async def _ask(url: str, case: Case, output_tokens: int, seed: str) -> list[Record]:

@@ -12,7 +12,6 @@ beside --output.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
@@ -47,6 +46,7 @@ from bench.progress import StepProgress
 from bench.trace import read_trace
 from engine.config_values import read_settings
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.plan_error"
 _LENGTHS: Final = (1, 2, 4, 8, 12, 16)  # of 32 parts of max_model_len
@@ -208,7 +208,7 @@ def _warm(sender: Sender, name: str) -> None:
     """What a first request makes: links, threads, pages. Its prompt begins as no other's does."""
     prompts = [[2] * 8, [2] * 300]
     asked = [Asked(index, _body(name, prompt, 8), len(prompt), 8) for index, prompt in enumerate(prompts)]
-    asyncio.run(run_open_loop(sender, asked, [0.0, 1.0]))
+    run_async(run_open_loop(sender, asked, [0.0, 1.0]))
 
 
 def _replay(sender: Sender, name: str, load_: Load) -> list[Record]:
@@ -217,7 +217,7 @@ def _replay(sender: Sender, name: str, load_: Load) -> list[Record]:
         Asked(each.index, _body(name, load_.tokens(each), each.output_tokens), each.prompt_tokens, each.output_tokens)
         for each in requests
     ]
-    records = asyncio.run(run_open_loop(sender, asked, [each.at_s for each in requests]))
+    records = run_async(run_open_loop(sender, asked, [each.at_s for each in requests]))
     if failed := [record for record in records if not record.is_ok]:
         raise ClusterProblem(f"{len(failed)} requests failed, the first: {failed[0].status} {failed[0].error}")
     return records

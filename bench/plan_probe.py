@@ -13,7 +13,6 @@ helps.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import statistics
@@ -27,6 +26,7 @@ from bench.cluster import ClusterProblem
 from bench.completions import Asked, Asking, Record
 from bench.load import Sender, run_open_loop
 from bench.plan_rates import Measured, Rates, Shape, Terms, fit, pairs_of
+from runtime.process import run_async
 from runtime.unanswered import why_no_http
 
 _FIRST_TOKEN: Final = 3  # below it are special tokens
@@ -106,7 +106,7 @@ class Prober:
             body = asking.body(json.dumps(prompt), of_tokens)
             asked.append(Asked(self._num_asked, body, of_length, of_tokens))
             self._num_asked += 1
-        records = asyncio.run(run_open_loop(self._sender, asked, [0.0] * len(asked)))
+        records = run_async(run_open_loop(self._sender, asked, [0.0] * len(asked)))
         for record in records:
             of = f"a prompt of {record.prompt_tokens_asked} tokens, to be answered by {record.output_tokens_asked}"
             if record.status == "connect":

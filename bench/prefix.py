@@ -11,7 +11,6 @@ to the first token.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import sys
@@ -35,6 +34,7 @@ from bench.prefix_plot import plot
 from bench.progress import StepProgress
 from bench.trace import TRACE_BLOCK
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.prefix"
 BLOCK: Final = 16
@@ -153,7 +153,7 @@ def run_way(config: PrefixConfig, kind: str, name: str, asks: Sequence[Ask]) -> 
             before = _computed(fleet, names)
             sender = Sender(Server.parse(fleet.url), is_stream=True, timeout_s=600.0)
             asked = [_asked(config, index, ask) for index, ask in enumerate(asks)]
-            records = asyncio.run(run_open_loop(sender, asked, [ask.at_s for ask in asks]))
+            records = run_async(run_open_loop(sender, asked, [ask.at_s for ask in asks]))
             fleet.wait_until_nothing_is_held(*fleet.nodes)
             computed = _computed(fleet, names) - before
     prompt_tokens = sum(len(ask.prompt) for ask in asks)

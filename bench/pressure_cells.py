@@ -8,7 +8,6 @@ what preemption cost.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from bench.completions import Asked, Record
 from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
 from bench.report import report_of
+from runtime.process import run_async
 
 _ROLES: Final = ("prefill", "decode")
 
@@ -138,11 +138,10 @@ def run_cell(model: Path, workload: Workload, cell: Cell) -> CellRun:
     """Start a cluster, put the load on it, end it. ClusterProblem if it does not start."""
     asked = workload.draw(model.absolute().name)
     with started_cluster(model, node_settings(workload, cell)) as cluster:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            send = Sender(Server.parse(cluster.url), is_stream=True, timeout_s=300.0)
-            warmup = runner.run(run_closed_loop(send, asked[: workload.num_warmup], workload.slots))
-            before = {role: cluster.samples(role) for role in _ROLES}
-            records = runner.run(run_closed_loop(send, asked[workload.num_warmup :], workload.slots))
+        send = Sender(Server.parse(cluster.url), is_stream=True, timeout_s=300.0)
+        warmup = run_async(run_closed_loop(send, asked[: workload.num_warmup], workload.slots), uvloop.new_event_loop)
+        before = {role: cluster.samples(role) for role in _ROLES}
+        records = run_async(run_closed_loop(send, asked[workload.num_warmup :], workload.slots), uvloop.new_event_loop)
         after = {role: cluster.samples(role) for role in _ROLES}
     counts = {role: _difference(before[role], after[role]) for role in _ROLES}
     return _cell_run(cell, warmup, records, counts)

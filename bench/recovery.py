@@ -26,6 +26,7 @@ from bench.fleet import BOUND_S, Fleet, wait_until
 from bench.http_exchange import Server
 from bench.namespaces import Network
 from bench.streams import StreamRun, Watched
+from runtime.process import run_async
 
 BLOCK_SIZE: Final = 16
 NAMES: Final = ("router", "prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -154,8 +155,7 @@ class Played:
 
 def play(fleet: Fleet, network: Network | None, way: str, streams: Streams, bodies: list[dict[str, Any]]) -> Played:
     """Run the streams through one fault on a ready fleet, which is left as the fault leaves it."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_play(fleet, network, way, streams, bodies))
+    return run_async(_play(fleet, network, way, streams, bodies), uvloop.new_event_loop)
 
 
 def fault_free(fleet: Fleet, bodies: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -166,8 +166,7 @@ def fault_free(fleet: Fleet, bodies: Sequence[dict[str, Any]]) -> list[list[int]
         await watched.start(0)
         return await watched.finish()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runs = runner.run(run())
+    runs = run_async(run(), uvloop.new_event_loop)
     assert all(not each.error for each in runs), [each.error for each in runs]
     return [each.token_ids for each in runs]
 

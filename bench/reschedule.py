@@ -38,6 +38,7 @@ from bench.recovery import fault_free, model_name
 from bench.reschedule_plot import plot
 from bench.streams import Watched
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.reschedule"
 _DESCRIPTION: Final = (
@@ -130,8 +131,7 @@ def measure(config: RescheduleConfig, console: Console) -> list[Preempted]:
             for number in range(config.rounds):
                 for way, (has_pool, is_cached) in WAYS.items():
                     bodies = [_body(config, f"{way}/{number}/{which}") for which in ("older", "younger")]
-                    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                        runs.append(runner.run(_preempt(fleets[has_pool], way, is_cached, bodies)))
+                    runs.append(run_async(_preempt(fleets[has_pool], way, is_cached, bodies), uvloop.new_event_loop))
                     progress.advance(way)
     return runs
 

@@ -38,6 +38,7 @@ from bench.router_sides import Cores, Side, Started
 from bench.stepping import Pace
 from router.text import ModelText
 from runtime.config import knob, load
+from runtime.process import run_async
 
 PROG: Final = "python -m bench.router"
 _PROMPT: Final = "Tell me how a baton is handed over, and what becomes of it if nobody is there to take it. "
@@ -155,7 +156,7 @@ def _round(config: RouterBenchConfig, cases: Sequence[Case], progress: StepProgr
         name, side, group = case
         shape = Shape(streams, max_tokens, step_ms, config.window_s)
         side.speaker.set_pace(Pace(step_ms, group or 8))
-        found = uvloop.run(run_window(side.server, side.model, _PROMPT, shape, side.read_cpu))
+        found = run_async(run_window(side.server, side.model, _PROMPT, shape, side.read_cpu), uvloop.new_event_loop)
         progress.advance(f"{name}, {what}")
         return window_of(found[0], side.speaker.said(), *found[1:], max_tokens)
 

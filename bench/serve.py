@@ -41,7 +41,7 @@ from bench.workload import Piece, PromptForm, Prompts, Space, alphabet
 from runtime.authority import believing
 from runtime.command_words import as_flags
 from runtime.config import load
-from runtime.process import allow_descriptors, fatal
+from runtime.process import allow_descriptors, fatal, run_async
 from runtime.unanswered import why_no_authority, why_no_entry, why_no_http
 
 PROG: Final = "baton bench"
@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.width = PIPE_WIDTH
     allow_descriptors(_MAX_OPEN_FILES)  # a request under way is an open file
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            outcome = runner.run(_Call(config, console).run())
+        outcome = run_async(_Call(config, console).run(), uvloop.new_event_loop)
     except (ServerProblem, ValueError) as problem:
         fatal(f"{PROG}: {problem}")
     except KeyboardInterrupt:

@@ -12,7 +12,6 @@ the router alone (router.py).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -36,6 +35,7 @@ from bench.load import Sender, run_closed_loop
 from bench.peers import decode_rate
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
+from runtime.process import run_async
 
 if TYPE_CHECKING:
     from bench.engine_steps import Steps
@@ -206,7 +206,7 @@ def _served(config: TokenPathConfig, cluster: Cluster, model: str) -> tuple[floa
     ]
     before, client_s = [threads_of(pid) for pid in pids], time.process_time()
     sender = Sender(Server.parse(cluster.url), True, _REQUEST_LIMIT_S)
-    records = asyncio.run(run_closed_loop(sender, asked, config.clients))
+    records = run_async(run_closed_loop(sender, asked, config.clients))
     client_s = time.process_time() - client_s
     node, router = ((pid, since(seen, threads_of(pid))) for pid, seen in zip(pids, before, strict=True))
     for record in records:

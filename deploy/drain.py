@@ -22,7 +22,7 @@ from proto.baton_pb2_grpc import NodeStub
 from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.credentials import Credentials
-from runtime.process import fatal
+from runtime.process import fatal, run_async
 
 END_TIMEOUT_S: Final = 10.0  # from the node's last word until its port is closed
 END_POLL_S: Final = 0.02
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(DrainConfig, "baton drain", DESCRIPTION, as_flags(words, ("--node",)))
     try:
-        asyncio.run(_drain(config))
+        run_async(_drain(config))
     except ValueError as error:
         fatal(f"baton drain: {error}")
     except FailedError as error:

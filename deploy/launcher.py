@@ -36,7 +36,7 @@ from deploy.heedless import outlive_readers
 from deploy.up_config import UpConfig
 from runtime.authority import believing
 from runtime.config import load
-from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, write_atomically
+from runtime.process import EXIT_USAGE, die_with_parent, fatal, first_signal, is_loopback, run_async, write_atomically
 
 READY_POLL_S: Final = 0.05
 SAY_EVERY_S: Final = 10.0  # what a start still waits for; one that goes well is over by then
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent(config.parent_pid)
     outlive_readers(of_all=True)
     with _run_dir_of_our_own(config.run_dir):
-        return asyncio.run(_run(config))
+        return run_async(_run(config))
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

@@ -6,7 +6,6 @@ here: what draining is (node/ending.py), what a change replaces (node/incarnatio
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from proto.baton_pb2_grpc import NodeStub
 from runtime.command_words import as_flags
 from runtime.config import knob, load
 from runtime.credentials import Credentials
-from runtime.process import fatal
+from runtime.process import fatal, run_async
 
 ROLES: Final = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "mixed": pb.ROLE_MIXED}
 DESCRIPTION: Final = """\
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(RoleConfig, "baton role", DESCRIPTION, as_flags(words, ("--node", "--role"), ("--force",)))
     try:
-        asyncio.run(_change(config))
+        run_async(_change(config))
     except ValueError as error:
         fatal(f"baton role: {error}")
     except FailedError as error:

@@ -38,6 +38,7 @@ from runtime.process import (
     first_signal,
     ignore_hangups,
     is_everywhere,
+    run_async,
     write_ready_file,
 )
 from runtime.redis_address import EMBEDDED
@@ -60,7 +61,7 @@ def run_workers(config: RouterConfig) -> int:
         check_writable("--ready-file", config.ready_file)
         credentials = Credentials(config.tls_dir, None if is_everywhere(config.host) else config.host)
         warn_of_what_is_missing(config)
-        return asyncio.run(_Parent(config, credentials).run())  # not uvloop: it cannot give a child a process group
+        return run_async(_Parent(config, credentials).run())  # not uvloop: it cannot give a child a process group
     except (CannotListen, CannotWrite, CredentialsError) as error:
         fatal(f"baton router: {error}")
 

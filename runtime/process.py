@@ -21,9 +21,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from runtime.logs import log_event
 
@@ -32,6 +32,7 @@ _STDERR: Final = 2
 EXIT_USAGE: Final = 2  # the user can mend it: wrong flag, model directory, taken port
 _TRIAL: Final = bytes(4096)  # as much as a ready file has at most: a full disk takes files, and nothing in them
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_Result = TypeVar("_Result")
 
 
 class CannotWrite(ValueError):
@@ -68,6 +69,21 @@ def end_while_loading() -> None:
 
 def _exit_of(number: int, _: object) -> None:
     os._exit(128 + number)
+
+
+def run_async(
+    main: Coroutine[Any, Any, _Result], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> _Result:
+    """As `asyncio.run`: its result. Ctrl-C is KeyboardInterrupt whenever it comes.
+
+    asyncio.Runner (Python 3.11) forgets one that comes between its taking of the signal and its setting of the count to nought, and
+    raises the CancelledError that `main` ended with. Nothing else cancels what is run here.
+    """
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            return runner.run(main)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 def first_signal(*, or_hangup: bool = False) -> asyncio.Future[signal.Signals]:
