@@ -10,7 +10,8 @@ the step; tokens as fast as the side takes them; and so many streams that a rout
 delays are read. CPU of a token and of a request follow from the first two. What is no router, and shows what the measurement and
 uvicorn add by themselves, has as many streams there as the router that had most. Tokens are said by a clock, whoever is late. Who
 is measured has a core of its own; a router of several processes has as many, of which the first alone is its own where there are no
-more than that. Placement (router_placement.py) and the loss of a node (router_loss.py) are measured apart, without sockets.
+more than that. Placement (router_placement.py), and nodes' joining and a node's loss (router_loss.py), are measured apart, without
+sockets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How long the router's core holds its loop up when a decode node is lost with 256 streams: no sockets, no text, thread time.
+"""How long the router's core holds its loop up when nodes join, and when a decode node is lost with 256 streams.
+
+No sockets, no text, thread time.
 
 A turn is one call of receive or tick: what others' tokens wait for. The loss takes the streams back; turns that are due at once
 place them elsewhere, as attempts that go on from the token log. Half of the nodes prefill and half decode; prefill nodes are chosen
@@ -46,6 +48,7 @@ class LossCost:
 
     nodes: int
     streams: int
+    join_us: float  # of each node that joined while the streams ran
     first_turn_ms: float  # it hears of the loss
     longest_turn_ms: float  # of those behind it
     all_turns_ms: float
@@ -57,11 +60,12 @@ def loss_costs(numbers: Sequence[int], advance: Callable[[str], None]) -> list[L
     found = []
     for number in numbers:
         if number >= FEWEST_NODES:
-            samples = [_turns(number) for _ in range(_SAMPLES)]
+            joins, samples = zip(*(_turns(number) for _ in range(_SAMPLES)), strict=True)
             found.append(
                 LossCost(
                     nodes=number,
                     streams=NUM_STREAMS,
+                    join_us=statistics.median(joins),
                     first_turn_ms=statistics.median(turns[0] for turns in samples),
                     longest_turn_ms=statistics.median(max(turns[1:]) for turns in samples),
                     all_turns_ms=statistics.median(map(sum, samples)),
@@ -72,8 +76,8 @@ def loss_costs(numbers: Sequence[int], advance: Callable[[str], None]) -> list[L
     return found
 
 
-def _turns(number: int) -> list[float]:
-    """Milliseconds of each turn, that of the loss first."""
+def _turns(number: int) -> tuple[float, list[float]]:
+    """Microseconds of a node's joining, and milliseconds of each turn, that of the loss first."""
     config = RouterCoreConfig(max_inflight_prefills=NUM_STREAMS)
     core = RouterCore(config, Placement(CACHE_AWARE, "least_loaded", seed=1), CacheMap(CacheIndex(64 << 20, 1)))
     entries = [as_listed(f"node-{index}", (pb.ROLE_PREFILL, pb.ROLE_DECODE)[index % 2]) for index in range(number)]
@@ -82,8 +86,10 @@ def _turns(number: int) -> list[float]:
         _join(core, entry)
     for stream in range(NUM_STREAMS):
         _begin(core, f"r{stream}", lost)
+    began_ns = time.thread_time_ns()
     for entry in entries[2:]:
         _join(core, entry)
+    join_us = (time.thread_time_ns() - began_ns) / 1e3 / len(entries[2:])
     spent: list[float] = []
 
     def turn(act: Callable[[], list[Action]]) -> int:
@@ -96,7 +102,7 @@ def _turns(number: int) -> list[float]:
     num_placed = turn(lambda: core.receive(SessionLost(lost), _NOW))
     while num_placed < NUM_STREAMS:
         num_placed += turn(lambda: core.tick(_NOW))
-    return spent
+    return join_us, spent
 
 
 def _join(core: RouterCore, entry: pb.NodeEntry) -> None:

@@ -48,6 +48,7 @@ _DELAYS: Final = (
 _LOSSES: Final = (
     "a decode node is lost",
     "streams",
+    "a node that joins, µs",
     "turn that hears of it, ms",
     "longest turn behind it, ms",
     "all, ms",
@@ -73,7 +74,7 @@ def tables(facts: _Facts) -> Iterator[_Table]:
 
 def _losses_of(each: _Facts) -> list[str]:
     times = (f"{each[name]:.1f}" for name in ("first_turn_ms", "longest_turn_ms", "all_turns_ms"))
-    return [f"of {each['nodes']:,} nodes", str(each["streams"]), *times, str(each["turns"])]
+    return [f"of {each['nodes']:,} nodes", str(each["streams"]), f"{each['join_us']:.0f}", *times, str(each["turns"])]
 
 
 def _costs_of(side: _Facts, floor: _Facts) -> list[str]:
