@@ -101,16 +101,16 @@ class RunningBranches:
         finish, logprobs, num_cached = None, None, 0
         if more is not None:
             finish, logprobs, num_cached = more.finish, more.logprobs, more.num_cached
-        tokens = batches.add(branch.router, branch.key, len(branch.token_ids), (token_id,), finish, logprobs)
+        scored = branch.prompt_logprobs
+        tokens = batches.add(branch.router, branch.key, len(branch.token_ids), (token_id,), finish, logprobs, scored)
         branch.token_ids.append(token_id)
         if logprobs is not None:
             branch.logprobs.extend(tokens.logprobs)
-        if branch.prompt_logprobs:
-            tokens.prompt_logprobs.extend(branch.prompt_logprobs)
+        if scored:
             branch.prompt_logprobs.clear()
         if branch.times is not None:
             timing, goes_on = branch.times.next_token(branch.key, now, num_cached)
-            batches.time(branch.router, timing)
+            batches.time(timing)
             branch.times = branch.times if goes_on else None
 
     def give_up(self, branch: RunningBranch, code: pb.ErrorCode.ValueType, reason: str, now: float) -> None:

@@ -1,8 +1,12 @@
-"""What one step gave, collected into one message per router. Each is filled where it stays: giving protobuf a part copies it."""
+"""What one step gave, collected into one message per router. Each is filled where it stays: giving protobuf a part copies it.
+
+The logprobs of a prompt, up to 3 MiB of them, go with its first token in a message of their own: a step may end many prompts, and
+the length of a message is bounded (SessionTiming.max_message_bytes).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from engine.plan import TokenLogprobs
@@ -21,6 +25,8 @@ class TokenBatches:
         """`from_receiver`: this node is the one that the KV was handed to."""
         self._from_receiver = from_receiver
         self._messages: dict[RouterId, pb.NodeMessage] = {}
+        self._apart: list[ToRouter] = []
+        self._newest = pb.NodeMessage()  # to which something was added
 
     def add(
         self,
@@ -30,12 +36,10 @@ class TokenBatches:
         token_ids: Iterable[int],
         finish: str | None = None,
         logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[pb.TokenLogprobs] = (),
     ) -> pb.BranchTokens:
         """Note a branch's tokens from `first_index` on; whoever has more to say of them adds it to what is returned."""
-        message = self._messages.get(router)
-        if message is None:
-            message = self._messages[router] = pb.NodeMessage()
-            message.tokens.from_receiver = self._from_receiver
+        message = self._newest = self._message_apart(router) if prompt_logprobs else self._message(router)
         tokens = message.tokens.branches.add()
         of_key = tokens.key  # each look at a part makes an object of it
         of_key.request_id, of_key.choice, of_key.attempt = key
@@ -45,12 +49,29 @@ class TokenBatches:
             tokens.finish = FINISH[finish]
         if logprobs is not None:
             tokens.logprobs.append(to_logprobs_message(logprobs))
+        tokens.prompt_logprobs.extend(prompt_logprobs)
         return tokens
 
-    def time(self, router: RouterId, timing: pb.Timing) -> None:
-        """Tell, with a token that was added, how long it took."""
-        self._messages[router].tokens.timings.append(timing)
+    def time(self, timing: pb.Timing) -> None:
+        """Tell, with the token that was added last, how long it took."""
+        self._newest.tokens.timings.append(timing)
 
     def to_actions(self) -> list[ToRouter]:
-        """One message per router that gets any."""
-        return [ToRouter(router, message) for router, message in self._messages.items()]
+        """One message per router that gets any, and those with a prompt's logprobs."""
+        return self._apart + [ToRouter(router, message) for router, message in self._messages.items()]
+
+    def _message(self, router: RouterId) -> pb.NodeMessage:
+        message = self._messages.get(router)
+        if message is None:
+            message = self._messages[router] = self._new_message()
+        return message
+
+    def _message_apart(self, router: RouterId) -> pb.NodeMessage:
+        message = self._new_message()
+        self._apart.append(ToRouter(router, message))
+        return message
+
+    def _new_message(self) -> pb.NodeMessage:
+        message = pb.NodeMessage()
+        message.tokens.from_receiver = self._from_receiver
+        return message

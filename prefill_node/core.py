@@ -275,9 +275,8 @@ class PrefillCore:
             token_id, logprobs = task.first_tokens[key]
             finish = work.finish_of(token_id)
             first_index = len(work.generated_token_ids)
-            tokens = batches.add(work.router, key, first_index, [token_id], finish, logprobs)
-            tokens.prompt_logprobs.extend(task.prompt_logprobs)
-            batches.time(work.router, task.times.first_token(key, now, num_cached))
+            batches.add(work.router, key, first_index, [token_id], finish, logprobs, task.prompt_logprobs)
+            batches.time(task.times.first_token(key, now, num_cached))
             if finish is not None:
                 self._tasks.close(task, key, "finished")
 

@@ -78,7 +78,6 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 _DRAIN_POLL_S: Final = 0.05
 _OTHER_DESCRIPTORS: Final = 1024  # nodes, the kernel's queue, files
-_MAX_UNACKED_BYTES: Final = 256 << 20  # to a node: 80 prompts of a million tokens, which the router holds anyway
 _MAX_CONCURRENT_CALLS: Final = 4096  # of nodes at the registry; gRPC refuses the rest
 
 
@@ -297,12 +296,7 @@ def _make_shell(
     core = RouterCore(core_config, placement, caches)
     incarnation = secrets.randbelow(2**64 - 1) + 1
     me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, session_timing(config.session_grace_s), credentials, config.timelines, spans)
-
-
-def session_timing(grace_s: float) -> SessionTiming:
-    """Of a router's sessions: a node that comes back is given all that waits for it at once, long prompts too."""
-    return SessionTiming(grace_s=grace_s, max_unacked_bytes=_MAX_UNACKED_BYTES)
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials, config.timelines, spans)
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:

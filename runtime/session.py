@@ -63,7 +63,8 @@ class SessionTiming:
     backoff_min_s: float = 0.05
     backoff_max_s: float = 0.5  # a quarter of the grace, so that a healed path is found within it
     max_unacked_messages: int = 65_536
-    max_unacked_bytes: int = 16 << 20
+    # What waits for a peer that comes back: prompts (80 of a million tokens), or what was said of some (3 MiB of logprobs each).
+    max_unacked_bytes: int = 256 << 20
     max_message_bytes: int = 16 << 20  # of one; gRPC is told to take frames a little larger
 
 
