@@ -15,7 +15,7 @@ waiting.py's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from proto.attempt_key import BranchKey
 
@@ -45,7 +45,9 @@ class Probing:
     trips: int
 
 
-Circuit = Closed | Open | Probing
+Tripped = Open | Probing
+Circuit = Closed | Tripped
+_Kept = TypeVar("_Kept", Closed, Tripped)
 CLOSED: Final = Closed()
 
 
@@ -95,7 +97,10 @@ class Breakers:
 
     def __init__(self, timing: BreakerTiming) -> None:
         self._timing = timing
-        self._circuits: dict[str, Circuit] = {}  # but for those that are closed without a failure
+        # By name, each in one of them at most; who is in neither has not failed since its last success. Those that are left alone
+        # are few, and asked for at every event; those that failed once may be all that a network ever had.
+        self._failed: dict[str, Closed] = {}
+        self._tripped: dict[str, Tripped] = {}
         self._roles: dict[str, int] = {}  # in which each was listed last
 
     def listed(self, name: str, role: int) -> None:
@@ -108,42 +113,57 @@ class Breakers:
 
     def failed(self, name: str, what: str, now: float) -> bool:
         """Note a failure; True if it opened the circuit."""
-        before = self._circuits.get(name, CLOSED)
+        before = self._circuit(name)
         after = after_failure(before, what, now, self._timing)
-        if name not in self._circuits and len(self._circuits) >= _MAX_NODES:
-            del self._circuits[next(iter(self._circuits))]
-        self._circuits[name] = after
+        self._put(name, after)
         return isinstance(after, Open) and not isinstance(before, Open)
 
     def succeeded(self, name: str) -> None:
         """Note a success."""
-        self._circuits.pop(name, None)
+        self._failed.pop(name, None)
+        self._tripped.pop(name, None)
 
     def placed(self, name: str, key: BranchKey, now: float) -> None:
         """Note that an attempt is sent there."""
-        if (circuit := self._circuits.get(name)) is not None:
-            self._circuits[name] = after_placing(circuit, key, now)
+        if (circuit := self._tripped.get(name)) is not None:
+            self._put(name, after_placing(circuit, key, now))
 
     def left(self, name: str, key: BranchKey, now: float) -> None:
         """Note that a branch is there no more."""
-        if (circuit := self._circuits.get(name)) is not None:
-            self._circuits[name] = after_leaving(circuit, key, now)
+        if (circuit := self._tripped.get(name)) is not None:
+            self._put(name, after_leaving(circuit, key, now))
 
     def avoided(self, now: float) -> list[str]:
         """The nodes that should get no work now, the least bad first."""
-        if not self._circuits:
+        if not self._tripped:
             return []
         found: list[tuple[int, float, str]] = []
-        for name, circuit in self._circuits.items():
-            if not isinstance(circuit, Closed) and is_avoided(circuit, now):
+        for name, circuit in self._tripped.items():
+            if is_avoided(circuit, now):
                 found.append((circuit.trips, circuit.until if isinstance(circuit, Open) else now, name))
         return [name for *_, name in sorted(found)]
 
     def first_rest_end(self, now: float) -> float | None:
         """When the next of them may be tried again."""
-        ends = [circuit.until for circuit in self._circuits.values() if isinstance(circuit, Open)]
+        ends = [circuit.until for circuit in self._tripped.values() if isinstance(circuit, Open)]
         return min((until for until in ends if until > now), default=None)
 
     def state(self, name: str) -> str:
         """For /metrics: "closed", "open", "probing"."""
-        return type(self._circuits.get(name, CLOSED)).__name__.lower()
+        return type(self._circuit(name)).__name__.lower()
+
+    def _circuit(self, name: str) -> Circuit:
+        return self._tripped.get(name) or self._failed.get(name, CLOSED)
+
+    def _put(self, name: str, circuit: Circuit) -> None:
+        if isinstance(circuit, Closed):
+            _keep(self._failed, name, circuit)
+        else:
+            self._failed.pop(name, None)
+            _keep(self._tripped, name, circuit)
+
+
+def _keep(circuits: dict[str, _Kept], name: str, circuit: _Kept) -> None:
+    if name not in circuits and len(circuits) >= _MAX_NODES:
+        del circuits[next(iter(circuits))]
+    circuits[name] = circuit

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from router.cache_map import CacheMap  # heavy: only who places by cache pays for its tables
 
 MAX_BRANCHES: Final = 1 << 16  # of one batch: no step of a node has so many
-# Attempts, at some 0.1 ms each; a lost node may leave hundreds. Those behind are the next turn's, which is due at once.
-_PLACED_A_TURN: Final = 8
+_PLACED: Final = 4  # attempts that one call places, at some 0.1 ms each; a lost node may leave hundreds
+_PLACED_TOKENS: Final = 8192  # that it places at most one attempt beyond: to copy 3,000 takes as long as all else
 
 
 class RouterCore:
@@ -165,8 +165,8 @@ class RouterCore:
         return self._nodes.max_total_tokens
 
     def most_prompts(self, num_choices: int) -> int:
-        """Prompts with so many choices each that could come at once, were nobody else here: more find the queue full."""
-        return 1 + (self._config.max_queue + self._nodes.num_slots - 1) // num_choices
+        """Prompts with so many choices each that could come at once, were nobody else here, or could a while ago."""
+        return 1 + (self._config.max_queue + self._entrance.most_slots - 1) // num_choices
 
     def missing(self) -> list[str]:
         """What is lacking before a request can be served now, as sentences; empty when ready."""
@@ -230,7 +230,7 @@ class RouterCore:
         if self._caches is not None:
             for ref in change.touched:
                 self._caches.look(ref, self._nodes.find(ref), now)
-        if not isinstance(event, ev.LoadReported):
+        if change.is_news:
             self._entrance.look(now)
             self._live.may_place = True
             self._waiting.recall()
@@ -356,10 +356,10 @@ class RouterCore:
         """Dispatch from the queue's head while there is room, and the bound; return what has been decided."""
         if self._live.may_place and self._entrance.has_given_up:
             self._turn_away(now)
-        for _ in range(_PLACED_A_TURN):
-            if not self._live.may_place:
-                break
-            self._live.may_place = self._place_head(now)
+        num_attempts = num_tokens = 0
+        while self._live.may_place and num_attempts < _PLACED and num_tokens < _PLACED_TOKENS:
+            placed = self._place_head(now)
+            self._live.may_place, num_attempts, num_tokens = placed > 0, num_attempts + 1, num_tokens + placed
         self._goes_on_at = now if self._live.may_place else None
         self._rest_ends_at = self._breakers.first_rest_end(now) if len(self._waiting) else None
         actions, self._live.actions = self._live.actions, []
@@ -371,13 +371,13 @@ class RouterCore:
             if not self._live.has_told(request_id):
                 self._live.end(self._entrance.no_nodes(request_id), now)
 
-    def _place_head(self, now: float) -> bool:
-        """Dispatch who comes next; False if there is nobody or no room."""
+    def _place_head(self, now: float) -> int:
+        """Dispatch who comes next; how many tokens the attempt goes on from, 0 if there is nobody or no room."""
         taken = self._waiting.take(now)
         while self._waiting.orphans:
             self._live.set_timer(self._waiting.orphans.pop(), now)
         if taken is None:
-            return False
+            return 0
         group, pair, kind, num_cached, num_pooled = taken
         attempt = 1 + max(branch.newest_attempt for branch in group)
         for branch in group:
@@ -397,4 +397,4 @@ class RouterCore:
         for name, amount in (("cached_tokens", num_cached), ("pooled_tokens", num_pooled)):
             if amount:
                 self._live.actions.append(ev.Count(name, amount=amount))
-        return True
+        return group[0].num_tokens

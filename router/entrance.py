@@ -53,6 +53,23 @@ class RouterCoreConfig:
     forgotten_fence_s: float = 30.0  # how long a node fences an attempt of a request that has ended here
 
 
+@dataclass(slots=True)
+class _Greatest:
+    """The greatest that there has been, until for LONGEST_KEPT_S there was less: what asks for it did nothing wrong meanwhile."""
+
+    value: int | None = None
+    less_since: float | None = None
+
+    def look(self, found: int, now: float) -> None:
+        """So much is there."""
+        if self.value is None or found >= self.value:
+            self.value, self.less_since = found, None
+        elif self.less_since is None:
+            self.less_since = now
+        elif now - self.less_since > LONGEST_KEPT_S:
+            self.value, self.less_since = found, None
+
+
 class Entrance:
     """Knows whether a pair of nodes is there, and since when none is."""
 
@@ -61,22 +78,27 @@ class Entrance:
         self._config = config
         self._gone_at: float | None = -math.inf  # None: a pair is there
         self.has_given_up = True  # who waits for a pair is turned away
-        self.longest: int | None = None  # prompt and completion, that may be asked for; None: no pair has been there
-        self._shorter_at: float | None = None  # since then nobody who is there could hold that
+        self._longest, self._most_slots = _Greatest(), _Greatest()
 
     def look(self, now: float) -> None:
         """The nodes have changed, or time has passed."""
+        self._most_slots.look(self._nodes.num_slots, now)
         longest = self._nodes.max_total_tokens
         if longest is None:
             self._gone_at = now if self._gone_at is None else self._gone_at
             return
         self._gone_at, self.has_given_up = None, False
-        if self.longest is None or longest >= self.longest:
-            self.longest, self._shorter_at = longest, None
-        elif self._shorter_at is None:
-            self._shorter_at = now
-        elif now - self._shorter_at > LONGEST_KEPT_S:
-            self.longest, self._shorter_at = longest, None
+        self._longest.look(longest, now)
+
+    @property
+    def longest(self) -> int | None:
+        """Prompt and completion, that may be asked for; None: no pair has been there."""
+        return self._longest.value
+
+    @property
+    def most_slots(self) -> int:
+        """Sequences that could run at once, now or a while ago."""
+        return self._most_slots.value or 0
 
     @property
     def gives_up_at(self) -> float | None:
@@ -107,7 +129,8 @@ class Entrance:
         if total_tokens > longest:
             message = f"Prompt and max_tokens need {total_tokens} tokens, more than the {longest} that a node can hold."
             return Failed(request.request_id, 400, "context_length_exceeded", message, None)
-        is_over = self._shorter_at is not None and now - self._shorter_at >= self._config.no_nodes_grace_s
+        shorter_at = self._longest.less_since
+        is_over = shorter_at is not None and now - shorter_at >= self._config.no_nodes_grace_s
         if is_over and total_tokens > (longest_now or longest):
             return none_large_enough(request.request_id, total_tokens, self._config.retry_after_s)
         if request.deadline <= now:

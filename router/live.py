@@ -48,9 +48,10 @@ class LiveRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, branches: Iterable[LiveBranch], now: float) -> None:
+    def add(self, branches: Sequence[LiveBranch], now: float) -> None:
         """A new request: all its branches wait."""
         for branch in branches:
+            branch.short_keys = branches[0].short_keys  # one prompt's
             self._requests.setdefault(branch.key.request_id, {})[branch.key.choice] = branch
             self.enqueue(branch, now)
 

@@ -108,6 +108,11 @@ class Node:
         return self.entry.role in DECODING
 
     @property
+    def num_slots(self) -> int:
+        """Sequences that it decodes at once, if it decodes."""
+        return self.entry.max_num_seqs if self.decodes else 0
+
+    @property
     def prefills_locally(self) -> bool:
         """Whether it only decodes, but computes prompts that stay there where it is asked to."""
         return self.entry.role == pb.ROLE_DECODE and self.entry.local_prefill

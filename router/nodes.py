@@ -56,9 +56,9 @@ class NodeChange:
     lost: list[NodeRef] = field(default_factory=list)  # nodes that were at work a moment ago, and were not about to end
     drained: list[NodeRef] = field(default_factory=list)  # nodes that are gone as they said they would
     died: list[NodeRef] = field(default_factory=list)  # the others whose process is known to have ended
-    touched: dict[NodeRef, None] = field(
-        default_factory=dict
-    )  # nodes that have come or gone, or are others but for load
+    # Nodes that have come or gone, or are others but for load.
+    touched: dict[NodeRef, None] = field(default_factory=dict)
+    is_news: bool = True  # who waits may find something else than before it: neither a load, nor what was said before
 
 
 class NodeTable:
@@ -76,7 +76,8 @@ class NodeTable:
         self._fingerprints: Set[bytes] = frozenset()
         self._max_total_tokens: int | None = None
         self._is_degraded = False
-        self._num_slots: int | None = None  # None: not counted since somebody came or went
+        # Sequences that all nodes that decode could run at once, whatever state they are in.
+        self.num_slots = 0
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
@@ -111,7 +112,8 @@ class NodeTable:
                     node.is_gone |= isinstance(event, NodeUnlisted)
                     if node.session in (Session.DIALING, Session.LOST):
                         self._remove(node, change)
-                case NodeDrains():
+                case NodeDrains():  # each attempt that it gives back says so
+                    change.is_news = not node.drains
                     node.has_said_draining = True
                 case SessionUp():
                     node.session = Session.UP
@@ -120,6 +122,7 @@ class NodeTable:
                 case SessionLost(has_died=has_died):
                     self._lose(node, change, has_died)
                 case LoadReported(load=load):
+                    change.is_news = False
                     if load.kv_pool != node.pool:
                         change.touched[node.ref] = None
                     node.hear(load)
@@ -143,15 +146,16 @@ class NodeTable:
             if other != ref:
                 self._nodes[other].is_listed = False
                 self._lose(self._nodes[other], change, has_died=True)
-        self._num_slots = None
         change.touched[ref] = None
         fingerprint = entry.fingerprint.SerializeToString(deterministic=True)
         node = self._nodes.get(ref)
         if node is None:
             self._nodes[ref] = Node(ref, entry, fingerprint)
+            self.num_slots += self._nodes[ref].num_slots
             self._ref_of[ref.name] = self._ref_at[address] = ref
             self._dial(self._nodes[ref], change)
             return
+        self.num_slots -= node.num_slots
         node.is_listed, node.is_gone, node.has_said_draining = True, False, False
         if node.entry.grpc_address != address:
             self._lose(node, change, has_died=False)
@@ -162,6 +166,7 @@ class NodeTable:
             node.entry = entry
             self._dial(node, change)
         node.entry, node.fingerprint = entry, fingerprint
+        self.num_slots += node.num_slots
         self._kinds.put(node)
 
     def _dial(self, node: Node, change: NodeChange) -> None:
@@ -183,7 +188,7 @@ class NodeTable:
 
     def _remove(self, node: Node, change: NodeChange) -> None:
         del self._nodes[node.ref], self._ref_of[node.ref.name], self._ref_at[node.entry.grpc_address]
-        self._num_slots = None
+        self.num_slots -= node.num_slots
         change.touched[node.ref] = None
         self._kinds.remove(node.ref)
         self._rates.forget(node.ref)
@@ -244,13 +249,6 @@ class NodeTable:
         prefills = {kind.fingerprint for kind in able if kind.prefills}
         has_pair = any(kind.decodes and kind.fingerprint in prefills for kind in able)
         return has_pair or any(map(is_able, self._kinds.stranded(without)))
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that all nodes that decode could run at once, whatever state they are in."""
-        if self._num_slots is None:
-            self._num_slots = sum(node.entry.max_num_seqs for node in self if node.decodes)
-        return self._num_slots
 
     def has_unclaimed(self, claimed: Claims) -> bool:
         """Whether nobody has a claim to some node that decodes, and can take work."""

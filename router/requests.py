@@ -65,9 +65,8 @@ class LiveBranch:
         self.begun_by: bytes | None = None  # fingerprint of the nodes that said the first of it
         self.gives_up_at: float | None = None  # when it is handed up, if no node has come that may go on with it
         self.known_end: KnownEnd | None = None  # what it waits for is not tokens
-        self.short_keys: dict[
-            bytes, bytes
-        ] = {}  # of its prompt's blocks, by fingerprint, where placement asked (cache_map.py)
+        # Of its prompt's blocks, by fingerprint, where placement asked (cache_map.py); all branches of a request have one.
+        self.short_keys: dict[bytes, bytes] = {}
         self.awaits_prompt_logprobs = request.sampling.wants_prompt_logprobs and len(request.prompt_token_ids) > 1
 
     @property

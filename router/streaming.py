@@ -93,7 +93,9 @@ class GenerationResponse(Response):
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
-        self._num_written = dict.fromkeys(range(len(delivery.origins)), 0)  # tokens, of choices with fewer than two
+        self._num_written = dict.fromkeys(
+            range(len(delivery.origins)), 0
+        )  # tokens, of choices with fewer than two so far
         self._on_end = on_end
         self._direct: DirectWay | None = None
 
@@ -131,9 +133,10 @@ class GenerationResponse(Response):
 
     async def _collect(self, send: Send) -> Response | None:
         while self._delivery.failure is None:
-            for index, piece in await self._delivery.take():
+            pieces = await self._delivery.take()
+            for index, piece in pieces:
                 self._writer.collect(index, piece)
-            if self._delivery.is_complete:
+            if _has_an_end(pieces) and self._delivery.is_complete:
                 await self._send_whole(send)
                 return None
         return self._error_answer()
@@ -161,8 +164,7 @@ class GenerationResponse(Response):
             failure = self._delivery.failure
             if failure is not None and not (is_begun and isinstance(failure, Failed)):
                 return self._error_answer()
-            may_be_over = any(piece.finish_reason is not None for _, piece in pieces)  # each choice's end is in a piece
-            is_over = failure is not None or (may_be_over and self._delivery.is_complete)
+            is_over = failure is not None or (_has_an_end(pieces) and self._delivery.is_complete)
             goes_on = not is_over and not self._num_written  # and the timelines have all that they want of it
             if goes_on and len(pieces) == 1 and self._writer.is_usual(*pieces[0]):
                 await send(
@@ -202,7 +204,7 @@ class GenerationResponse(Response):
             after = min(before + len(piece.token_ids), 2)
             for number in range(before + 1, after + 1):
                 self._shell.note_written(*self._delivery.origins[index], number)
-            if after < 2:
+            if after < 2 and piece.finish_reason is None:
                 self._num_written[index] = after
             else:
                 self._num_written.pop(index, None)
@@ -234,6 +236,11 @@ class GenerationResponse(Response):
             for name, value in (headers | self._answer_headers).items()
         ]
         await send({"type": "http.response.start", "status": 200, "headers": lines})
+
+
+def _has_an_end(pieces: Sequence[tuple[int, Piece]]) -> bool:
+    """Whether an answer of as many choices may be complete with these: the end of each is in a piece."""
+    return any(piece.finish_reason is not None for _, piece in pieces)
 
 
 async def _paced(parts: Iterable[bytes]) -> AsyncIterator[tuple[bytes, bool]]:

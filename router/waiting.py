@@ -164,6 +164,7 @@ class WaitingBranches:
         """Fingerprints of the nodes that may serve the branch; None: those that are left cannot."""
         able, longest = self._nodes.fingerprints, self._nodes.max_total_tokens
         if longest is None:  # whoever comes will be asked
+            branch.gives_up_at = None
             return able
         if branch.author is not None:
             same, able = heirs(branch.author, able)
@@ -220,11 +221,18 @@ class WaitingBranches:
         return None
 
     def _broken(self, branch: LiveBranch, able: Set[bytes], now: float) -> set[NodeRef]:
-        """Nodes that are left alone: without the least bad of them, if nobody else could serve the branch."""
+        """Nodes that are left alone, but for the least bad ones that it takes to serve the branch at all."""
+
+        def is_served_without(names: Sequence[str]) -> bool:
+            return self._nodes.can_serve(branch.total_tokens, self._nodes.named(names), able)
+
         names = self._breakers.avoided(now)
-        while names and not self._nodes.can_serve(branch.total_tokens, self._nodes.named(names), able):
-            names = names[1:]
-        return self._nodes.named(names)
+        num_needed = next((n for n in range(len(names)) if is_served_without(names[n:])), len(names))
+        alone = names[num_needed:]
+        for name in reversed(names[:num_needed]):  # of another role, say: it makes no difference, so it stays alone
+            if is_served_without([name, *alone]):
+                alone.append(name)
+        return self._nodes.named(alone)
 
 
 def _num_pooled(candidates: Among, chosen: NodeRef, prompt: Prompt) -> int:

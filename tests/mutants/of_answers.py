@@ -294,4 +294,20 @@ MUTANTS: Final = (
         "if first_index == length:",
         ("tests/router/test_token_log.py",),
     ),
+    Mutant(
+        "whole-answers-count-their-choices-at-each-token",
+        "An answer of a thousand prompts looks at all of them with each token of one.",
+        "router/streaming.py",
+        "            if _has_an_end(pieces) and self._delivery.is_complete:\n",
+        "            if self._delivery.is_complete:\n",
+        ("tests/router/test_answers.py",),
+    ),
+    Mutant(
+        "short-choice-takes-the-short-way-along",
+        "Once a choice has ended with a token, tokens of the others wait for the handler's turn.",
+        "router/streaming.py",
+        "            if after < 2 and piece.finish_reason is None:\n",
+        "            if after < 2:\n",
+        ("tests/router/test_written_at_once.py",),
+    ),
 )

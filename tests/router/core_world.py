@@ -47,6 +47,7 @@ def node_entry(
     max_num_seqs: int = 4,
     weights: str = "w",
     max_model_len: int = 256,
+    num_blocks: int = 16,
     address: str = "",
     local_prefill: bool = False,
 ) -> pb.NodeEntry:
@@ -56,7 +57,7 @@ def node_entry(
         role=role,
         grpc_address=address or f"host:{name}",
         fingerprint=pb.Fingerprint(block_size=16, weights=weights),
-        num_blocks=16,
+        num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         local_prefill=local_prefill,

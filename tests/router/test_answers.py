@@ -260,6 +260,47 @@ def test_the_first_two_tokens_of_a_choice_are_noted_however_short_the_way_of_the
     asyncio.run(scenario())
 
 
+def test_a_whole_answer_asks_whether_it_is_complete_only_where_a_choice_has_ended(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at every choice of every prompt for that."""
+    looks = list[bool]()
+    is_complete = vars(Delivery)["is_complete"].fget
+
+    def looked(delivery: Delivery) -> bool:
+        looks.append(is_complete(delivery))
+        return looks[-1]
+
+    monkeypatch.setattr(Delivery, "is_complete", property(looked))
+
+    async def scenario() -> None:
+        each = asked(model, asyncio.get_running_loop().time() + 60)
+        delivery, sent = Delivery([each], ARRIVAL), list[Message]()
+        choice = delivery.answers[0].choices[0]
+
+        async def never() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        response = GenerationResponse(
+            cast(RouterShell, _NoShell()), delivery, writer(model, each), is_stream=False, headers={}
+        )
+        answer = asyncio.create_task(response({}, never, send))
+        for _ in range(9):
+            await asyncio.sleep(0)
+            choice.put(b"a", (), 0.0)
+        await asyncio.sleep(0.01)
+        choice.finish("length", ())
+        await answer
+        assert looks == [True]
+        assert json.loads(sent[-1]["body"])["choices"][0]["text"] == "a" * 9
+
+    asyncio.run(scenario())
+
+
 async def _delays(seconds: list[float]) -> None:
     """What the loop computes before others have their turn, again and again; other processes' time does not count."""
     while True:

@@ -99,6 +99,17 @@ def test_the_least_bad_comes_first_and_names_that_never_return_are_forgotten() -
     assert len(breakers.avoided(1.5)) == 1024
 
 
+def test_names_that_failed_once_crowd_out_none_that_are_left_alone() -> None:
+    breakers = Breakers(BreakerTiming(2, 1.0, 4.0))
+    for what in ("a", "b"):
+        breakers.failed("x", what, 0.0)
+    for number in range(3000):
+        breakers.failed(f"n{number}", "loss", 0.0)
+    assert (breakers.avoided(0.5), breakers.first_rest_end(0.5)) == (["x"], 1.0)
+    breakers.failed("n2999", "b", 0.5)
+    assert breakers.avoided(0.6) == ["x", "n2999"], "its first failure is remembered"
+
+
 @pytest.mark.covers("R18", "C11")
 def test_what_a_node_failed_at_in_another_role_is_not_held_against_it() -> None:
     breakers = Breakers(BreakerTiming(1, 1.0, 4.0))
@@ -175,3 +186,26 @@ def test_a_node_that_dies_at_each_start_is_left_alone_and_several_branches_on_it
         assert ("circuits_opened", "") not in world.counts
         world.feed(SessionLost(ref("d1", incarnation)))
     assert world.counts.count(("circuits_opened", "")) == 1
+
+
+@pytest.mark.covers("R18")
+def test_a_node_that_nobody_needs_stays_alone_though_one_of_another_role_is_needed() -> None:
+    """The least bad of all comes first, and it is of no help: who decodes is what is lacking."""
+    world = CoreWorld.with_nodes("p1", "p2", breaker_failures=1, preempt_retry_count=9)
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_num_seqs=100))
+    for name in ("d1", "d1", "p1"):
+        for number in range(100):
+            request_id = f"{name} {world.now} {number}"
+            world.submit(request_id)
+            prefill = world.dispatches(request_id)[0][0]
+            if name in (prefill, "d1"):
+                world.error_from(name, request_id, pb.INTERNAL)
+                world.abort(request_id)
+                break
+            world.abort(request_id)
+        world.pass_time(1.1 if name == "d1" and world.counts.count(("circuits_opened", "")) == 1 else 0.0)
+    circuits = world.core.snapshot()["circuits"]
+    assert circuits == {"p1": "open", "p2": "closed", "d1": "open"}
+    for number in range(6):
+        world.submit(f"r{number}")
+    assert {world.dispatches(f"r{number}")[0][0] for number in range(6)} == {"p2"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from proto import baton_pb2 as pb
 from proto.block_key import block_keys, fingerprint_bytes, seed_key
+from router import cache_map
 from router.cache_index import CacheIndex
 from router.cache_map import CacheMap
 from router.core import RouterCore
@@ -165,3 +167,26 @@ def test_an_answer_that_nobody_asked_for_is_counted_and_changes_nothing() -> Non
     assert ("stale_messages", "cache") in world.counts
     caches: Any = world.core.snapshot()["caches"]
     assert caches["keys"] == 1
+
+
+@pytest.mark.covers("R02")
+def test_a_prompts_keys_are_computed_once_for_all_of_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost node leaves each of them to be placed alone."""
+    world = following("p1", "d1", "d2")
+    asked(world)
+    holds(world, "p1", 1)
+    computed = list[int]()
+
+    def counted(seed: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        computed.append(len(token_ids))
+        return block_keys(seed, token_ids, block_size)
+
+    monkeypatch.setattr(cache_map, "block_keys", counted)
+    world.submit("a", prompt=PROMPT, num_choices=3)
+    (_, first), *others = world.dispatches("a")
+    assert len(first.branches) == 3 and not others
+    decode = first.target.node.name
+    for choice in range(3):
+        world.tokens_from(decode, "a", 0, [5], choice=choice)
+    world.feed(SessionLost(ref(decode)))
+    assert len(world.dispatches("a")) == 4 and computed == [len(PROMPT) - 1]

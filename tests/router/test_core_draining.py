@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proto import baton_pb2 as pb
-from router.events import NodeListed, NodeUnlisted, SessionLost
+from router.events import NodeDrains, NodeListed, NodeUnlisted, SessionLost
 from tests.router.core_world import ROLES, CoreWorld, node_entry, ref
 
 
@@ -97,3 +97,36 @@ def test_a_node_says_for_itself_that_it_drains_and_passes_on_what_its_receiver_s
     world.join_all("d2")
     world.error_from(speaker, "a", pb.DRAINING, node_id=named)
     assert [node.ref.name for node, _ in world.core.nodes() if node.drains] == [drains]
+
+
+@pytest.mark.covers("D08")
+@pytest.mark.parametrize("says", ["by its errors", "in its entry"])
+def test_that_a_node_drains_is_news_once_though_each_attempt_that_it_gives_back_says_so(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each news all who are put aside are looked at again: hundreds, where a node with long contexts has gone."""
+    world = CoreWorld.with_nodes("p1", "p2", "d1", "d2")
+    for number in range(3):
+        world.submit(f"r{number}")
+    held = [name for name in ("r0", "r1", "r2") if world.dispatches(name)[0][1].target.node.name == "d1"]
+    assert len(held) > 1
+    looks = list[float]()
+    waiting = world.core._waiting
+    recall = waiting.recall
+
+    def looked() -> None:
+        looks.append(world.now)
+        recall()
+
+    monkeypatch.setattr(waiting, "recall", looked)
+    if says == "in its entry":
+        drain(world, "d1")
+        assert looks
+        looks.clear()
+    for name in held:
+        world.error_from("d1", name, pb.DRAINING)
+    assert len(looks) == (says == "by its errors")
+    assert [world.dispatches(name)[-1][1].target.node.name for name in held] == ["d2"] * len(held)
+    world.feed(NodeListed(node_entry("d1", pb.ROLE_DECODE)))
+    looks.clear()
+    assert world.core._nodes.receive(NodeDrains(ref("d1"))).is_news, "it had come back to work"

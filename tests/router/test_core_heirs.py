@@ -86,6 +86,21 @@ def test_while_no_model_is_served_at_all_a_stream_waits_and_its_grace_begins_wit
     world.assert_nothing_is_left()
 
 
+@pytest.mark.covers("R08", "R23")
+def test_a_grace_that_another_model_began_is_over_where_that_one_has_gone_too() -> None:
+    world = begun(entry("p-new", "new"), entry("d-new", "new"))
+    lose(world, "d-old", "p-old")
+    world.pass_time(5.0)
+    lose(world, "d-new", "p-new")
+    world.pass_time(60.0)
+    assert not world.ends, "nobody is there, and whoever comes will be asked"
+    world.join(entry("m-new", "new"))
+    world.pass_time(9.9)
+    assert not world.ends
+    world.pass_time(0.2)
+    assert isinstance(world.ends["a"], Finished)
+
+
 def test_who_has_nothing_yet_goes_anywhere() -> None:
     world = CoreWorld()
     world.join(entry("m-old", "old"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
-from router.events import Action, Emitted, FromNode, SessionLost, ToNode
+from router.events import Action, Emitted, Event, FromNode, LoadReported, NodeUnlisted, SessionLost, ToNode
 from tests.router.core_world import CoreWorld, node_entry, ref
 from tests.router.test_core_draining import drain
 
@@ -137,33 +137,40 @@ def test_who_comes_back_to_the_queue_when_its_nodes_were_given_up_is_answered_as
 
 
 @pytest.mark.covers("R10")
-def test_a_turn_places_few_of_the_streams_that_a_node_leaves_and_others_go_on_between_them() -> None:
-    world = CoreWorld.with_nodes("p1", max_inflight_prefills=100)
+@pytest.mark.parametrize(("num_tokens", "most"), [(3, 8), (2000, 8), (5000, 4), (9000, 2)])
+def test_a_turn_places_few_of_the_streams_that_a_node_leaves_and_others_go_on_between_them(
+    num_tokens: int, most: int
+) -> None:
+    world = CoreWorld.with_nodes(max_inflight_prefills=100)
     names = [f"r{number}" for number in range(40)]
+    large: dict[str, Any] = {"max_model_len": 10_000, "num_blocks": 1000, "max_num_seqs": 100}
+    world.join(node_entry("p1", pb.ROLE_PREFILL, **large))
     for decode, its_names in (("d1", names), ("d2", ["other"])):
-        world.join(node_entry(decode, pb.ROLE_DECODE, max_num_seqs=100))
+        world.join(node_entry(decode, pb.ROLE_DECODE, **large))
         for name in its_names:
-            world.submit(name)
+            world.submit(name, prompt=range(num_tokens))
             world.tokens_from("p1", name, 0, [7])
             world.tokens_from(decode, name, 0, [7])
     placed: list[list[str]] = []
 
-    def turn(actions: Sequence[Action]) -> None:
+    def turn(event: Event | None) -> list[Action]:
+        """As a shell's: what is due first."""
+        actions = world.core.tick(world.now) + ([] if event is None else world.core.receive(event, world.now))
         messages = [action.message for action in actions if isinstance(action, ToNode)]
         placed.append([message.dispatch.request_id for message in messages if message.HasField("dispatch")])
+        return actions
 
-    turn(world.core.receive(SessionLost(ref("d1")), world.now))
+    turn(SessionLost(ref("d1")))
     said = pb.BranchTokens(key=pb.AttemptKey(request_id="other"), first_index=1, token_ids=[8])
     batch = pb.TokenBatch(branches=[said], from_receiver=True)
-    actions = world.core.receive(FromNode(ref("d2"), pb.NodeMessage(tokens=batch)), world.now)
+    actions = turn(FromNode(ref("d2"), pb.NodeMessage(tokens=batch)))
     assert any(isinstance(action, Emitted) for action in actions), "it waits for one turn, not for all"
-    turn(actions)
     while world.core.next_deadline() == world.now:
-        turn(world.core.tick(world.now))
+        turn(LoadReported(ref("d2"), pb.LoadReport()))
     assert [name for each in placed for name in each] == names, (
         "in the order of their arrival, and before any time has passed"
     )
-    assert max(map(len, placed)) <= 8 and len(placed) <= 6
+    assert max(map(len, placed)) == most and len(placed) <= 2 + 40 // most
 
 
 @pytest.mark.covers("A12", "R10")
@@ -228,3 +235,19 @@ def test_a_choice_that_has_said_nothing_waits_as_long_as_the_one_beside_it_that_
     assert not world.has_ended("a")
     world.join(node_entry("d1", pb.ROLE_DECODE, max_model_len=SIZES["d1"], max_num_seqs=MAX_NUM_SEQS, incarnation=2))
     assert {each.choice for _, sent in world.dispatches("a")[1:] for each in sent.branches} == {0, 1}
+
+
+@pytest.mark.covers("A02")
+def test_prompts_that_could_come_at_once_a_moment_ago_still_may() -> None:
+    world = CoreWorld(max_queue=8)
+    world.join_all("p1")
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_num_seqs=256))
+    assert world.core.most_prompts(1) == 264 and world.core.most_prompts(2) == 132
+    world.feed(SessionLost(ref("d1"), has_died=True))
+    world.feed(NodeUnlisted(ref("d1")))
+    assert world.core.most_prompts(1) == 264
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_num_seqs=100, incarnation=2))
+    assert world.core.most_prompts(1) == 264
+    world.pass_time(601.0)
+    world.submit("a")
+    assert world.core.most_prompts(1) == 108

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 from starlette.types import Message
 
-from router.answer import Delivery
+from router.answer import Asked, Delivery
 from router.core import RouterCore
 from router.shell import RouterShell
 from router.streaming import GenerationResponse
@@ -92,6 +93,40 @@ def test_a_usual_token_is_written_where_it_arrives_and_none_before_one_that_wait
         await answer
         events = [part for part in b"".join(told).decode().split("\n\n") if part.startswith("data: {")]
         assert "".join(json.loads(part[6:])["choices"][0]["text"] for part in events) == "abcde€f"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.covers("A08")
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_a_choice_that_ends_with_few_tokens_takes_the_short_way_from_no_other(model: Path, num_tokens: int) -> None:
+    async def scenario() -> None:
+        one = asked(model, asyncio.get_running_loop().time() + 60)
+        texts = [*one.texts, *asked(model).texts]
+        each = Asked(replace(one.request, num_choices=2), texts, None)
+        delivery, way, told = Delivery([each], ARRIVAL), _Way(), list[bytes]()
+        long, short = delivery.answers[0].choices
+
+        async def send(message: Message) -> None:
+            told.append(message.get("body", b""))
+
+        shell = cast(RouterShell, _NoShell())
+        response = GenerationResponse(shell, delivery, writer(model, each), is_stream=True, headers={})
+        answer = asyncio.create_task(response({"extensions": {DIRECT: way}}, _never, send))
+        await asyncio.sleep(0.01)
+        for choice, number in ((short, num_tokens), (long, 2)):
+            for _ in range(number):
+                choice.put(b"a", (), 0.0)
+                await asyncio.sleep(0.01)
+        short.finish("length", ())
+        await asyncio.sleep(0.01)
+        before = len(told)
+        for text in (b"b", b"c"):
+            long.put(text, (), 0.0)
+            await asyncio.sleep(0.01)
+        assert len(way.written) == 2 and len(told) == before
+        long.finish("length", ())
+        await answer
 
     asyncio.run(scenario())
 
