@@ -199,7 +199,10 @@ class Mover:
         return earliest(self._handovers.next_deadline(), self._too_late.next())
 
     def look(self, now: float) -> None:
-        """Write what has become final, stop who is far enough, commit who is through: behind each step, before the next plan."""
+        """Write what has become final, stop who is far enough, commit who is through: behind each step, before the next plan.
+
+        Before that nobody who was queued again can run.
+        """
         for move in list(self._moves.values()):
             self._look_at(move, now)
 
@@ -212,6 +215,8 @@ class Mover:
         elif move.state is MoveState.SURRENDERED and move.sending.num_unread == 0:
             self._scheduler.abort(move.branch.key)  # it never runs here again, and others wait for its blocks
             self._scheduler.release(move.branch.key)
+        elif move.state is MoveState.STAYING and self._scheduler.is_waiting(move.branch.key):
+            self._step(move, MoveEvent.REQUEUED, now)
 
     def _write(self, move: Move, now: float) -> None:
         key, handover = move.branch.key, move.sending

@@ -51,6 +51,7 @@ class MoveEvent(Enum):
     FULL = auto()  # few blocks are left to be written, or the reservation is nearly used up
     STOPPED = auto()  # the mark was answered: every token that it said was told
     GAVE_WAY = auto()  # the same, for older sequences' sake
+    REQUEUED = auto()  # the same, at a node that resumes who gave way: it is first in line there already
     WRITTEN = auto()  # stopped, and every block queued on the link
     FAILED = auto()  # the target does not, and will not, own it
     ACKED = auto()  # the target owns it
@@ -102,6 +103,7 @@ MOVE_TABLE: Final[Mapping[tuple[MoveState, MoveEvent], MoveRow]] = {
     (_S.PAUSING, _E.STOP): _STOPPED,
     (_S.STAYING, _E.STOPPED): (_S.RESTING, (_A.RESUME,)),
     (_S.STAYING, _E.GAVE_WAY): (_S.HELD, (_A.ASK,)),
+    (_S.STAYING, _E.REQUEUED): (_S.RESTING, ()),  # no link reads it, so that nobody asked whether it stays
     (_S.STAYING, _E.ENDED): (_S.OVER, ()),
     (_S.STAYING, _E.STOP): (_S.OVER, (_A.DROP,)),
     (_S.PAUSED, _E.WRITTEN): (_S.COMMITTED, (_A.COMMIT,)),

@@ -122,6 +122,8 @@ class MixedCore:
                 self._scheduler.saved(save_id)
             case ev.FromRouter(_, message) if message.WhichOneof("kind") == "dispatch":
                 self._dispatch(event, message.dispatch, now)
+            case ev.FromRouter(_, message) if message.WhichOneof("kind") == "move":
+                self._decode.take(event, now)
             case ev.FromRouter() | ev.RouterLost() | ev.DrainAsked():
                 for part in self._parts:
                     part.take(event, now)

@@ -93,6 +93,7 @@ class SessionServer:
         self._drivers: dict[SessionEnd, SessionDriver] = {}
         self._streams: dict[int, _Stream] = {}
         self._stream_numbers = count(1)
+        self._is_closed = False
         self._past_frames_resent = 0  # of sessions that are lost
         self._past_resumes = 0
 
@@ -103,6 +104,8 @@ class SessionServer:
         # By itself and not with the first frame: a write that is cancelled goes on inside gRPC, and abort would then fail to send
         # the same metadata a second time, with the call left hanging.
         await context.send_initial_metadata(())  # type: ignore[misc]  # generated: the type of the sync context comes first
+        if self._is_closed:  # since the stream was opened: nobody is there any more who would do what it asks
+            await context.abort(STATUS[Fate.ENDED], "this incarnation of the node has ended")
         admission = self._book.admit(hello)
         if not isinstance(admission, Admitted):
             log_event(LOG, logging.WARNING, "session_refused", router=hello.peer.name, reason=admission.reason)
@@ -150,7 +153,8 @@ class SessionServer:
         return sum(session.num_unacknowledged for session in self._book.sessions())
 
     async def close(self) -> None:
-        """End every session; the routers hear of it on their streams. The handler hears no more of them."""
+        """End every session, and take no other; the routers hear of it on their streams. The handler hears no more of them."""
+        self._is_closed = True
         for session in self._book.sessions():
             self._drivers[session].feed(HangUp())
             if session in self._drivers:  # feed ticks first, and its grace was over

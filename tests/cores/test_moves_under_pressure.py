@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node import mover
+from decode_node.moving import MoveEvent, MoveRow, MoveState, step_move
 from decode_node.running_branch import RunningBranch
+from engine.sequence import Phase
+from node.identity import NodeIdentity
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, BranchKey
 from tests.cores.mixed import Mixed
 from tests.cores.moving_world import MovingWorld, decode_nodes, dispatch_of
-from tests.cores.nodes import ROUTER
+from tests.cores.nodes import ROUTER, Decode
 from tests.cores.test_moves import PROMPT, SAMPLED, say
 
 
@@ -126,3 +130,43 @@ def test_a_commit_is_never_longer_than_was_reckoned(
     )
     commit = mover._commit(branch, 0.0)
     assert commit.ByteSize() + 200 <= mover._commit_bytes(branch, branch.num_tokens), "200: who it is, filled in later"
+
+
+@pytest.mark.covers("D08", "D10", "S17")
+def test_a_move_that_came_to_nothing_while_its_sequence_gave_way_on_a_node_that_resumes_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of lives of a mixed node that drains, short of blocks, while its links are cut: a few in a hundred come to that."""
+    events: list[MoveEvent] = []
+
+    def stepped(state: MoveState, event: MoveEvent) -> MoveRow:
+        events.append(event)
+        return step_move(state, event)
+
+    monkeypatch.setattr(mover, "step_move", stepped)
+    for seed in range(140, 175):
+        random = Random(seed)
+        node = Mixed(identity=NodeIdentity("mixed-0", 5), role="mixed", num_blocks=16, num_slots=6, policy="none")
+        target = Decode(identity=NodeIdentity("decode-1", 6), num_blocks=60, num_slots=8, policy="none")
+        world = MovingWorld(node, target)
+        for number in range(5):
+            prompt = [random.randrange(32) for _ in range(random.randint(1, 9))]
+            world.start("mixed-0", dispatch_of(f"r{number}", prompt, 1, max_tokens=50, temperature=1.0))
+        core: Any = node.core
+        moves, is_draining = core._decode._running._mover._moves, False
+        for _ in range(900):
+            if not is_draining and random.random() < 0.03:
+                world.drain("mixed-0", world.now + 1e6)
+                is_draining = True
+            drawn = random.random()
+            if drawn < 0.03 and world.hub.links():
+                is_cut = world.hub.cut(random.choice(world.hub.links()), random.randint(0, 2))
+                world.happened.update(cut=int(is_cut))
+            elif drawn < 0.05 or not world.do_something(random):
+                world.wait(0.01)
+            phases: Any = node.scheduler.snapshot()["phases"]
+            staying = [key for key, move in moves.items() if move.state is MoveState.STAYING]
+            assert not any(phases.get(key) is Phase.RUNNING_DECODE for key in staying), "nobody will ask for it again"
+        world.run_out()
+        world.check_end()
+    assert MoveEvent.REQUEUED in events

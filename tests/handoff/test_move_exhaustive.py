@@ -227,6 +227,8 @@ def holder_steps(w: World, used: set[tuple[Any, Any]]) -> Iterator[World]:
         yield replace(holder_step(w, E.ENDED, used), sequence="gone", end="finished")
     if w.sequence == "pressed":
         yield holder_step(replace(w, sequence="stopped"), E.GAVE_WAY, used)
+        if w.move is M.STAYING and not w.is_lent:  # on a node that resumes who gives way
+            yield holder_step(replace(w, sequence="runs"), E.REQUEUED, used)
         if w.move is not M.RESTING:
             yield replace(holder_step(w, E.ENDED, used), sequence="gone", end="finished")
     if w.move is M.RESTING and w.sequence == "runs" and w.sender is None:
@@ -327,6 +329,7 @@ BUGS: list[tuple[str, tuple[MoveState, MoveEvent], MoveRow]] = [
     ("lease left behind", (M.SENDING, E.ENDED), (M.OVER, ())),
     ("told as preempted while it may be the target's", (M.SURRENDERED, E.UNKNOWN), (M.OVER, (A.GIVE_UP,))),
     ("too late behind the Commit", (M.SURRENDERED, E.TOO_LATE), (M.OVER, (A.GIVE_UP,))),
+    ("stays for ever where it runs again", (M.STAYING, E.REQUEUED), (M.STAYING, ())),
     ("gone without a word", (M.YIELDED, E.FAILED), (M.OVER, (A.DROP,))),
 ]
 

@@ -160,4 +160,12 @@ MUTANTS: Final = (
         "self._give_back([*self._tasks], now)",
         ("tests/cores/test_prefill_core.py",),
     ),
+    Mutant(
+        "stays-for-ever",
+        "A move that came to nothing while its sequence gave way to others is never over, and no other is asked for.",
+        "decode_node/mover.py",
+        "        elif move.state is MoveState.STAYING and self._scheduler.is_waiting(move.branch.key):\n",
+        "        elif False:\n",
+        ("tests/cores/test_moves_under_pressure.py",),
+    ),
 )

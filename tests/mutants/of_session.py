@@ -219,4 +219,20 @@ MUTANTS: Final = (
         "if now >= expires_at + 3600]",
         _LISTING,
     ),
+    Mutant(
+        "hello-behind-the-end",
+        "A stream that was opened before its node's incarnation ended opens a session with what is no more.",
+        "runtime/session_server.py",
+        "        if self._is_closed:",
+        "        if False:",
+        ("tests/session/test_closing.py",),
+    ),
+    Mutant(
+        "logprobs-of-all-prompts-in-one-message",
+        "What is said of prompts that end in one step is one message, of any length.",
+        "node/token_batches.py",
+        "self._message_apart(router) if prompt_logprobs else self._message(router)",
+        "self._message(router)",
+        ("tests/session/test_long_prompts.py",),
+    ),
 )

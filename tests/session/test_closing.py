@@ -52,3 +52,27 @@ def test_a_session_whose_grace_ends_as_it_is_closed_is_closed_once() -> None:
             assert peers(node) == {}
 
     asyncio.run(scenario())
+
+
+@pytest.mark.covers("R12", "C11")
+def test_a_stream_whose_hello_comes_behind_the_end_of_the_incarnation_opens_no_session() -> None:
+    """As while a node changes its role: the process and its port stay, and nobody would do what the router asks there."""
+
+    async def scenario() -> None:
+        async with (
+            connected() as (node, _, _, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{node.port}") as channel,
+        ):
+            call = NodeStub(channel).Session(metadata=(("opened", "first"),))
+            await call.wait_for_connection()
+            await asyncio.sleep(0.3)
+            await node.sessions.close()
+            late = Peer("late", 8)
+            hello = pb.Hello(peer=late.to_proto(), to_incarnation=NODE.incarnation, session_id=4, protocol=PROTOCOL)
+            await call.write(pb.Frame(hello=hello))
+            with pytest.raises(grpc.aio.AioRpcError, match="this incarnation of the node has ended") as ended:
+                await call.read()
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            assert peers(node) == {}
+
+    asyncio.run(scenario())
