@@ -15,22 +15,34 @@ from typing import Any, Final, TypeVar
 from kernels.triton_tuning import AttentionTuning, LinearTuning
 
 HEAD_DIMS: Final = (64, 128, 256)
+_MAX_SHARED_BYTES: Final = (
+    227 << 10
+)  # of an sm_90; an estimate by the tiles alone: who needs more than there is does not run
 Tuning = TypeVar("Tuning", AttentionTuning, LinearTuning)
 Measure = Callable[[Tuning], Sequence[float]]  # seconds of each case; none: it does not run on this device
 
 
-def attention_candidates() -> Iterator[AttentionTuning]:
-    """Shapes that are worth a try."""
+def attention_candidates(head_dim: int, itemsize: int) -> Iterator[AttentionTuning]:
+    """Shapes that are worth a try, for numbers of so many bytes."""
     for rows, tile, part, warps, stages in product(
         (16, 32, 64, 128), (32, 64, 128), (256, 512, 1024), (4, 8), (1, 2, 3)
     ):
-        yield AttentionTuning(rows, tile, part, warps, stages)
+        shared_bytes = (rows + 2 * tile * stages) * head_dim * itemsize
+        if shared_bytes <= _MAX_SHARED_BYTES and rows * tile <= _most_products(itemsize):
+            yield AttentionTuning(rows, tile, part, warps, stages)
 
 
-def linear_candidates() -> Iterator[LinearTuning]:
-    """Shapes that are worth a try."""
+def linear_candidates(itemsize: int) -> Iterator[LinearTuning]:
+    """Shapes that are worth a try, for numbers of so many bytes."""
     for rows, columns, depth, warps, stages in product((16, 32, 64, 128), (32, 64, 128), (32, 64, 128), (4, 8), (3, 4)):
-        yield LinearTuning(rows, columns, depth, warps, stages)
+        shared_bytes = (rows + columns) * depth * stages * itemsize
+        if shared_bytes <= _MAX_SHARED_BYTES and rows * columns <= _most_products(itemsize):
+            yield LinearTuning(rows, columns, depth, warps, stages)
+
+
+def _most_products(itemsize: int) -> int:
+    """Of one tile by another. Those of fp32 are unrolled, and a large tile's compile for minutes."""
+    return 1024 if itemsize == 4 else 128 * 128
 
 
 def fastest(candidates: Iterator[Tuning], measure: Measure[Tuning]) -> Tuning:

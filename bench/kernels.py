@@ -196,9 +196,10 @@ def _tune(console: Console) -> None:
     linear: dict[str, LinearTuning] = {}
     for name, dtype in TORCH_DTYPES.items():
         for head_dim in HEAD_DIMS:
-            attention[name, head_dim] = fastest(attention_candidates(), _attention_times(dtype, head_dim))
+            candidates = attention_candidates(head_dim, dtype.itemsize)
+            attention[name, head_dim] = fastest(candidates, _attention_times(dtype, head_dim))
             console.print(f"{name}, head_dim {head_dim}: {attention[name, head_dim]}")
-        linear[name] = fastest(linear_candidates(), _linear_times(dtype))
+        linear[name] = fastest(linear_candidates(dtype.itemsize), _linear_times(dtype))
         console.print(f"{name}: {linear[name]}")
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     changed = with_measured(table, str(10 * major + minor), attention, linear)
@@ -229,8 +230,7 @@ def _times(
 ) -> list[float]:
     """Seconds of each case with these shapes; none where the device has no room for them."""
     import torch
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources
+    from triton.errors import TritonError
 
     from bench.kernel_cases import pair_of
     from kernels.triton_kernels import TritonKernels
@@ -242,7 +242,7 @@ def _times(
     try:
         with torch.inference_mode():
             return [seconds(pair_of(case, kernels, dtype, torch.device("cuda")).ours) for case in cases]
-    except (OutOfResources, CompilationError):
+    except TritonError:
         return []
 
 

@@ -1,6 +1,8 @@
 """Draw tokens where the logits are, so that a step can be launched before the tokens of the one before it have been read.
 
 Only what needs no more of a request than its temperature and its seed (`is_decided_by_logits`).
+Nothing here waits for the device: what comes from the host is uploaded in order (kernels/upload.py); a tensor or an index made of a
+list would wait for the step that has just been launched.
 The same numbers in the same order as engine/sampler.py, over every token instead of the few that can win; on a device whose
 logarithm rounds otherwise a draw that is decided by the last bit of its noise may fall otherwise.
 """
@@ -15,8 +17,16 @@ from torch import Tensor
 
 from engine.plan import BROKEN_ROW
 from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, noise_stream
+from kernels.upload import upload
 
 _SIGN: Final = 1 << 63
+
+
+def rows_on_device(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of [num_rows, vocab_size]; all of them in their order are the tensor itself."""
+    if [*rows] == [*range(len(logits))]:
+        return logits
+    return logits.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), logits.device))
 
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -27,14 +37,14 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     temperatures = [draw.sampling.temperature for draw in draws]
     scores = (wide - greatest).double()
     if any(temperatures):
-        hot = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=torch.float64, device=device)
+        hot = upload(torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=torch.float64), device)
         streams = [_signed(int(noise_stream(draw.sampling.seed, draw.token_index))) for draw in draws]
-        noise = _noise(torch.tensor(streams, device=device)[:, None], ids)
-        is_drawn = torch.tensor([temperature > 0 for temperature in temperatures], device=device)[:, None]
-        scores = torch.where(is_drawn, scores / hot[:, None] + noise, scores)
+        noise = _noise(upload(torch.tensor(streams), device).unsqueeze(1), ids)
+        is_drawn = upload(torch.tensor([temperature > 0 for temperature in temperatures]), device).unsqueeze(1)
+        scores = torch.where(is_drawn, scores / hot.unsqueeze(1) + noise, scores)
     # Of equals the lowest id, which argmax does not promise on every device.
     winners = torch.where(scores == scores.amax(-1, keepdim=True), ids, wide.shape[1]).amin(-1)
-    return torch.where(greatest[:, 0].isfinite(), winners, BROKEN_ROW)
+    return torch.where(greatest.squeeze(1).isfinite(), winners, BROKEN_ROW)
 
 
 def _noise(streams: Tensor, token_ids: Tensor) -> Tensor:

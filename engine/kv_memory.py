@@ -15,7 +15,7 @@ for its own heads. Not here: who owns which block; where the bytes come from (en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -34,6 +34,7 @@ from kernels.torch_reference import TorchBlockCopies
 from kernels.upload import upload
 
 TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+_PORTION_BYTES: Final = 64 << 20  # of KV that goes between the two sides at once
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
@@ -92,12 +93,23 @@ class KvSides:
         """Put what was gathered of these blocks where transports read them."""
         self._host.index_copy_(0, torch.tensor(block_ids, dtype=torch.int64), gathered)
 
-    def to_device(self, block_ids: Iterable[int]) -> None:
+    def to_device(self, block_ids: Sequence[int]) -> None:
         """Copy blocks that arrived to where the rows of later steps see them."""
-        if self.is_mirrored:  # gathered first, so that the device is asked for one copy and not for one a block
-            index, device = torch.tensor(list(block_ids), dtype=torch.int64), self.tensor.device
+        for some in self._portions(block_ids) if self.is_mirrored else ():
+            # Gathered first, so that the device is asked for one copy and not for one a block.
+            index, device = torch.tensor(some, dtype=torch.int64), self.tensor.device
             gathered = upload(self._host.index_select(0, index), device)
             self._copies.scatter_blocks(self.tensor, upload(index, device), gathered)
+
+    def from_device(self, block_ids: Sequence[int]) -> None:
+        """Put these blocks, as they are behind all that the device was given so far, where transports read them; waits for it."""
+        for some in self._portions(block_ids) if self.is_mirrored else ():
+            self.to_host(some, self.gather(some).cpu())
+
+    def _portions(self, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """A handed-over prompt may be gigabytes: so much of it lies beside the pool at once, page-locked and on the device."""
+        size = max(1, _PORTION_BYTES // (self._host[0].numel() * self._host.element_size()))
+        return (block_ids[begin : begin + size] for begin in range(0, len(block_ids), size))
 
 
 class KvMemory(KvSides):

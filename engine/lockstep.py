@@ -97,11 +97,11 @@ def follow(model: Model, kv: KvSides, steps: IO[bytes], ranks: Ranks) -> None:
         if step.arrived:
             kv.to_device(step.arrived)
         if step.leaving:
-            kv.to_host(step.leaving, kv.gather(step.leaving).cpu())
+            kv.from_device(step.leaving)
         if step.batch is not None:
             model.forward(step.batch, kv.tensor, memory)
         if step.written:
-            kv.to_host(step.written, kv.gather(step.written).cpu())
+            kv.from_device(step.written)
         if step.is_met:
             ranks.meet()
 

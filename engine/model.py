@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch
+from engine.batch import Batch, Segment, build_batch
 from engine.config_values import ModelError
 from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
@@ -122,6 +122,13 @@ class Model:
         if self.ranks is not None:
             return self.ranks.gathered(self.ends.head(normed))[:, : self.config.vocab_size].contiguous()
         return self.ends.head(normed, self._room_for_logits(num_logits, memory))
+
+    def capture(self, kv: Tensor, max_rows: int, max_positions: int) -> None:
+        """Run the decode steps that the back end records, so that no stream waits for that later. Block 0 of kv is overwritten."""
+        block_size = kv.shape[3]
+        for step in () if self.stack is None else self.stack.steps_to_capture(max_rows, max_positions, kv):
+            row = Segment([0], step.position, [0] * (step.position // block_size + 1), 1)
+            self.forward(build_batch([row] * step.num_rows, block_size), kv)
 
     def decode(
         self, numbers: SlotNumbers, rows: DecodeRows, kv: Tensor, memory: StepTensors

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchBuffers, Chunk, FedRows, SlotTables
 from engine.binding import Binder, Binding
 from engine.device import HostCopies
-from engine.device_sampler import sample_on_device
+from engine.device_sampler import rows_on_device, sample_on_device
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -118,8 +118,8 @@ class TorchRunner:
         """See Launcher. Raises PlanError if it does not fit the slots."""
         if plan.arrived_block_ids:
             self._kv.to_device(plan.arrived_block_ids)
-        if plan.leaving_block_ids and self._kv.is_mirrored:
-            self._kv.to_host(plan.leaving_block_ids, self._kv.gather(plan.leaving_block_ids).cpu())
+        if plan.leaving_block_ids:
+            self._kv.from_device(plan.leaving_block_ids)
         for start in plan.starts:
             self._start(start)
         if not (len(plan.decodes) or plan.chunks):
@@ -207,7 +207,7 @@ class TorchRunner:
         draws = self._draws(slots)
         if len(slots) != num_logits or not all(map(self._is_drawn_there, slots, draws)):
             return None
-        drawn = sample_on_device(logits[[*row_of_slot.values()]], draws)
+        drawn = sample_on_device(rows_on_device(logits, [*row_of_slot.values()]), draws)
         at = upload(torch.tensor(slots, dtype=torch.int64), drawn.device)
         self._last_on_device[at] = drawn.clamp(min=0)
         self._numbers.next_indices[slots] += 1

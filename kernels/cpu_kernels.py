@@ -42,6 +42,7 @@ from kernels.interface import (
     AttentionBatch,
     Contenders,
     DecodeRows,
+    DecodeStep,
     Linear,
     ModelEnds,
     SlotNumbers,
@@ -125,6 +126,10 @@ class CpuStack:
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """Run the layers over hidden in place, and return it."""
         return self._run(hidden, cos, sin, _CStep(kv, batch, self._num_heads))
+
+    def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+        """None: a step is one call."""
+        return []
 
     @property
     def workspace_bytes(self) -> int:

@@ -102,11 +102,21 @@ class StepRows(NamedTuple):
     logit_rows: Tensor  # [num_logits] int64: which of them want logits
 
 
+class DecodeStep(NamedTuple):
+    """A step of decode rows that are all as far."""
+
+    num_rows: int
+    position: int
+
+
 class LayerStack(Protocol):
     """All decoder layers of a model in one call, where a back end is faster so. Same arithmetic as layer by layer."""
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """Run one step over hidden [num_rows, hidden_size]; it may be changed in place. cos, sin as in Kernels.rotate."""
+
+    def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+        """Steps that are to be run once, in this order, before anybody waits for one of at most so many rows and positions."""
 
 
 class Contenders(NamedTuple):

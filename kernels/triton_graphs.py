@@ -5,8 +5,9 @@ the step is padded to the sizes that there are graphs for: rows by repeating one
 same places once more and costs least where that row sees the fewest positions; parts of attention by more programs that find
 nothing to do. Neither changes a bit of the rows that were asked for: that is the law of interface.py.
 
-What decides (graph_key, padding) is pure. A graph is captured again when KV lies elsewhere or a step is larger than all before in
-a way that counts: each key is captured once, and there are few. Not here: prompts' chunks, which differ in size from step to step.
+What decides (graph_key, padding) is pure. Each key is captured once, and there are few: a node captures them all before it is ready
+(graph_steps), since a capture waits for the device and for its memory's books. Not here: prompts' chunks, which differ in size from
+step to step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.interface import AttentionBatch
+from kernels.interface import AttentionBatch, DecodeStep
 from kernels.triton_tuning import next_power_of_two
 from kernels.upload import upload
 
@@ -64,6 +65,20 @@ def pad(spans: NDArray[np.int32], num_rows: int) -> Padding:
     numbers = np.arange(num_rows, dtype=np.int32)
     ones = np.ones(num_rows, np.int32)
     return Padding(chosen, np.stack([numbers, numbers, ones, spans[chosen, 2], numbers], 1).astype(np.int32))
+
+
+def graph_steps(max_rows: int, max_positions: int, part: int) -> list[DecodeStep]:
+    """One step for each key that steps of so many rows and positions may have, that of the most memory first.
+
+    Graphs share one pool of memory, and what a larger one left there is room for the smaller ones behind it.
+    """
+    sizes: dict[int, int] = {}  # the least number of rows for each size
+    for num_rows in range(1, min(max_rows, MAX_ROWS) + 1):
+        sizes.setdefault(padded_rows(num_rows), num_rows)
+    parts = [1 << each for each in range(next_power_of_two(-(-max_positions // part)).bit_length())]
+    keys = [(size, num_parts) for size in sizes for num_parts in parts]
+    keys.sort(key=lambda key: (key[0] * key[1], key), reverse=True)
+    return [DecodeStep(sizes[size], min(num_parts * part, max_positions) - 1) for size, num_parts in keys]
 
 
 class DecodeInputs(NamedTuple):
@@ -112,14 +127,15 @@ class DecodeGraphs:
 
     def _new_inputs(self, key: GraphKey, hidden: Tensor, cos: Tensor, kv: Tensor, part: int) -> DecodeInputs:
         max_blocks = -(-key.num_parts * part // kv.shape[3])
-        integers = hidden.new_zeros((key.num_rows, 5 + max_blocks), dtype=torch.int32)
         angles = cos.new_zeros((2, key.num_rows, cos.shape[1]))
         return DecodeInputs(
             hidden.new_zeros((key.num_rows, hidden.shape[1])),
             angles[0],
             angles[1],
-            integers[:, :5].contiguous(),
-            integers[:, 5:].contiguous(),
+            hidden.new_zeros(
+                (key.num_rows, 5), dtype=torch.int32
+            ),  # each at an address of its own: see triton_launch.aligned
+            hidden.new_zeros((key.num_rows, max_blocks), dtype=torch.int32),
             torch.zeros(key.num_rows, dtype=torch.int64, device=kv.device),
             key.num_parts,
         )

@@ -15,6 +15,7 @@ interpreter, for tests: TRITON_INTERPRET=1 before triton is imported. Imports tr
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.errors import TritonError
 
 from kernels.interface import AttentionBatch, LayerStack, Linear, ModelEnds, StackLayer, StepAttention
 from kernels.triton_blocks import copy_blocks
@@ -37,6 +39,8 @@ from kernels.triton_tuning import TABLE, AttentionTuning, LinearTuning, Table, n
 
 DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NUMBERS: Final = 1024  # of a program that copies or gates
+# A C compiler that is not there or fails (it compiles what launches), CUDA's libraries not found, ptxas, resources.
+COMPILER_FAILURES: Final = (subprocess.SubprocessError, AssertionError, TritonError)
 _WORDS: Final = (torch.int64, torch.int32, torch.int16)  # what blocks are copied as: the widest that fits
 
 
@@ -81,8 +85,18 @@ def triton_kernels(device_type: str) -> TritonKernels:
         raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
     kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=CudaCapture())
     one = torch.ones((1, 16), device="cuda")
-    kernels.rms_norm(one, one[0], 1.0).cpu()  # finds out at once whether there is what Triton compiles launches with
+    try:
+        kernels.rms_norm(
+            one, one[0], 1.0
+        ).cpu()  # finds out at once whether there is what Triton compiles launches with
+    except COMPILER_FAILURES as error:
+        raise RuntimeError(first_line(error)) from error
     return kernels
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first; a compiler says pages."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 class TritonKernels:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.interface import AttentionBatch, StackLayer
-from kernels.triton_graphs import Capture, DecodeGraphs, DecodeInputs
+from kernels.interface import AttentionBatch, DecodeStep, StackLayer
+from kernels.triton_graphs import Capture, DecodeGraphs, DecodeInputs, graph_steps
 from kernels.triton_launch import aligned, launch_norm
 from kernels.triton_step import DeviceBatch, TritonAttention, on_device
 from kernels.triton_tuning import AttentionTuning
@@ -45,6 +45,11 @@ class TritonStack:
                 return decoded
         step = on_device(batch, kv.device, tuning, self._num_heads // kv.shape[-2])
         return self._run(hidden, cos, sin, kv, step, tuning)
+
+    def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+        """See LayerStack."""
+        part = self._tuning_of(kv.dtype, kv.shape[-1]).part
+        return [] if self._graphs is None else graph_steps(max_rows, max_positions, part)
 
     def _decode(self, inputs: DecodeInputs, kv: Tensor) -> Tensor:
         """One row of each of several sequences, all inputs in memory that stays where it is."""

@@ -177,9 +177,15 @@ class _Machine(NamedTuple):
 
 
 def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
-    model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
-    memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
-    return _Machine(model, memory, memory, find_inexactness(model))
+    try:
+        model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
+        memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
+        inexactness = find_inexactness(model)
+        model.capture(memory.tensor, config.max_num_seqs, sizes.max_model_len)
+    except torch.OutOfMemoryError:
+        needed = f"the weights, --num-blocks {sizes.num_blocks} of KV, and what steps need besides"
+        raise ValueError(f"{device} has no room for {needed}: fewer blocks leave more") from None
+    return _Machine(model, memory, memory, inexactness)
 
 
 def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.kernel_cases import AttentionCase, Case, LinearCase, pair_of
-from bench.kernel_tuning import attention_candidates, fastest, linear_candidates, with_measured
+from bench.kernel_tuning import HEAD_DIMS, attention_candidates, fastest, linear_candidates, with_measured
 from bench.kernels import PROG, cases_of, main
 from kernels.torch_reference import TorchKernels
 from kernels.triton_tuning import TABLE, AttentionTuning, LinearTuning, Table
@@ -74,8 +74,14 @@ def test_what_was_measured_replaces_one_devices_entries_and_is_found_again() -> 
     assert found.linear("90", "bf16") == linear["bf16"]
 
 
-def test_candidates_are_shapes_that_triton_takes() -> None:
-    for shape in attention_candidates():
-        assert shape.part % shape.tile == 0
-        assert min(shape.rows, shape.tile) >= 16
-    assert len(set(linear_candidates())) == len(list(linear_candidates())) > 50
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_candidates_are_shapes_that_triton_takes_in_reasonable_time(itemsize: int) -> None:
+    for head_dim in HEAD_DIMS:
+        shapes = list(attention_candidates(head_dim, itemsize))
+        assert len(set(shapes)) == len(shapes) >= 24
+        for shape in shapes:
+            assert shape.part % shape.tile == 0
+            assert min(shape.rows, shape.tile) >= 16
+            assert itemsize == 2 or shape.rows * shape.tile <= 1024, "compiles for minutes"
+    linear = list(linear_candidates(itemsize))
+    assert len(set(linear)) == len(linear) >= 24

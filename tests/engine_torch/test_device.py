@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 
@@ -73,6 +74,39 @@ def test_a_cuda_device_has_triton_unless_there_is_none_and_then_it_is_said_why(m
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     found = choose_kernels("triton", "cuda")
     assert (found.kernels.name, found.shortfall.partition(" (")[0]) == ("torch-cuda", "Triton is not installed")
+
+
+@pytest.mark.covers("M05")
+@pytest.mark.skipif(not choice.has_triton(), reason="Triton is not installed; make setup does that")
+@pytest.mark.parametrize("failure", ["a C compiler", "ptxas", "libcuda", ""])
+def test_where_triton_cannot_compile_torch_computes_and_it_is_said_why(
+    failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.errors import PTXASError
+
+    from kernels import triton_kernels
+
+    class Failing:
+        def __init__(self, capability: tuple[int, int], capture: object) -> None:
+            assert capability == (9, 0)
+
+        def rms_norm(self, *_: object) -> None:
+            match failure:
+                case "a C compiler":
+                    raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+                case "ptxas":
+                    raise PTXASError("`ptxas` failed with error code 1\nand pages more")
+                case _:
+                    raise AssertionError(failure and "libcuda.so cannot found!\nPossible files are located at []")
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones(*sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(triton_kernels, "TritonKernels", Failing)
+    found = choose_kernels("cpu", "cuda")
+    assert found.kernels.name == "torch-cuda"
+    assert found.shortfall.startswith("Triton cannot be used: ") and "\n" not in found.shortfall
+    assert {"a C compiler": "gcc", "": "AssertionError"}.get(failure, failure) in found.shortfall
 
 
 @pytest.mark.covers("M05")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.device_sampler import sample_on_device
+from engine import device_sampler
+from engine.device_sampler import rows_on_device, sample_on_device
 from engine.plan import BROKEN_ROW, SamplingParams
 from engine.sampler import Draw, is_decided_by_logits, sample
 
@@ -52,3 +58,38 @@ def test_of_equal_logits_the_lowest_id_is_the_greedy_one_and_a_row_without_numbe
 )
 def test_what_needs_more_than_a_temperature_is_left_to_the_host(params: SamplingParams) -> None:
     assert not is_decided_by_logits(Draw(params, 0))
+
+
+class WaitsForNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails where something goes to a device in another way than by upload(), as the host's lists and indices would: that waits."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kinds = {arg.device.type for arg in args if isinstance(arg, Tensor) and arg.dim()}
+        to = torch.device((kwargs or {}).get("device") or "cpu").type
+        assert len(kinds) <= 1 and (not kinds or kinds == {"cuda"} or to == "cpu"), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_drawn_on_a_device_waits_for_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step could not be launched before the one before it is done."""
+
+    def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+        return torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
+
+    monkeypatch.setattr(device_sampler, "upload", uploaded)
+    draws = [Draw(SamplingParams(temperature, 1), 0) for temperature in (0.8, 0.0)]
+    with FakeTensorMode(), WaitsForNothing():  # type: ignore[no-untyped-call]
+        logits = torch.empty((4, VOCAB_SIZE), device="cuda")
+        chosen = rows_on_device(logits, [1, 3])
+        drawn = sample_on_device(chosen, draws)
+        assert chosen.shape == (2, VOCAB_SIZE) and drawn.shape == (2,) and drawn.device.type == "cuda"
+        assert rows_on_device(logits, range(4)) is logits
+        with pytest.raises(AssertionError, match="waits for the device"):
+            torch.tensor([1.0], device="cuda")
+
+
+def test_rows_are_chosen_in_the_order_in_which_they_are_named() -> None:
+    logits = torch.arange(12).view(4, 3)
+    assert rows_on_device(logits, [3, 1]).tolist() == [[9, 10, 11], [3, 4, 5]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.kv_memory import KvMemory
@@ -133,6 +136,32 @@ def test_only_the_named_blocks_are_copied(model: Model) -> None:
     memory.to_device([4, 0])
     assert [bool(block.any()) for block in memory.tensor] == [False, True, True, True, False, True]
     memory.to_host([], memory.gather([]))
+
+
+@pytest.mark.covers("Q09")
+@pytest.mark.parametrize("blocks_at_once", [0, 1, 2, 5, 6])
+def test_many_blocks_go_to_the_device_and_back_in_portions(
+    model: Model, blocks_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, 6, model.dtype, mirror=True)
+    monkeypatch.setattr("engine.kv_memory._PORTION_BYTES", blocks_at_once * memory.block_bytes)
+    gathered: list[int] = []
+    gather = memory.gather
+
+    def counted(block_ids: Sequence[int]) -> Tensor:
+        gathered.append(len(block_ids))
+        return gather(block_ids)
+
+    monkeypatch.setattr(memory, "gather", counted)
+    memory.bytes[:] = np.arange(6, dtype=np.uint8)[:, None] + 1
+    order = [4, 0, 5, 1, 3]
+    memory.to_device(order)
+    on_device = memory.tensor.view(torch.uint8).reshape(memory.bytes.shape)
+    assert on_device[:, 0].tolist() == [1, 2, 0, 4, 5, 6]
+    memory.bytes[:] = 0
+    memory.from_device(order)
+    assert memory.bytes[:, -1].tolist() == [1, 2, 0, 4, 5, 6]
+    assert sum(gathered) == 5 and max(gathered) == min(max(blocks_at_once, 1), 5)
 
 
 def test_on_a_cpu_both_sides_are_one(model: Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.batch import Segment, build_batch
+from engine.batch import Batch, Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.probe import find_inexactness
 from kernels.choice import has_numba
-from kernels.interface import Kernels
+from kernels.interface import AttentionBatch, DecodeStep, Kernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels.back_ends import BACK_ENDS
 from tests.thorough import examples
@@ -136,6 +136,50 @@ def test_the_probe_finds_this_machine_bit_exact(model: Model) -> None:
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         assert find_inexactness(model) is None
+
+
+@pytest.mark.covers("M06")
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_probe_asks_for_repeated_decode_steps(model: Model, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A back end may record what a step launches: here it does, and what it repeats computes nothing."""
+    plain = replace(model.first_layers(1), whole=None, stack=None)
+    recorded: set[int] = set()
+
+    class Stack:
+        def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+            is_decode = (batch.spans[:, 1] == 1).all() and len(batch.spans) == num_rows
+            if is_decode and num_rows in recorded:
+                return hidden
+            recorded.update([num_rows] if is_decode else [])
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return plain._layer_by_layer(hidden, cos, sin, kv, Batch(nothing, nothing, nothing, batch))
+
+        def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+            return []
+
+    monkeypatch.setattr(Model, "first_layers", lambda model, count: replace(plain, stack=Stack()))
+    found = find_inexactness(model)
+    assert found is not None and "other bits" in found and recorded == {num_rows}
+
+
+def test_what_a_back_end_records_is_run_before_anybody_waits_for_it(model: Model) -> None:
+    ran: list[tuple[int, set[int]]] = []
+    steps = [DecodeStep(3, 40), DecodeStep(1, 15), DecodeStep(2, 0)]
+
+    class Stack:
+        def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
+            assert batch.block_tables.shape[1] * 16 > int(batch.spans[:, 2].max())
+            ran.append((len(hidden), set(batch.spans[:, 2].tolist())))
+            return hidden
+
+        def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+            assert (max_rows, max_positions) == (5, 41)
+            return steps
+
+    kv = KvMemory(model.config, 16, 2, model.dtype)
+    replace(model, whole=None, stack=Stack()).capture(kv.tensor, 5, 41)
+    assert ran == [(each.num_rows, {each.position}) for each in steps]
+    model.capture(kv.tensor, 5, 41)  # and one that records nothing has nothing to run
 
 
 @pytest.mark.covers("M06")

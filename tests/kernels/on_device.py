@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.interface import (
     AttentionBatch,
     Contenders,
+    DecodeStep,
     Kernels,
     LayerStack,
     Linear,
@@ -117,3 +118,6 @@ class _Stack:
         found = self._stack(hidden.to(self._device), cos, sin, there, batch).cpu()
         kv.copy_(there)
         return found
+
+    def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
+        return self._stack.steps_to_capture(max_rows, max_positions, kv)

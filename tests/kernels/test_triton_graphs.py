@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.interface import AttentionBatch
-from kernels.triton_graphs import MAX_ROWS, DecodeGraphs, DecodeInputs, graph_key, pad, padded_rows
+from kernels.triton_graphs import MAX_ROWS, DecodeGraphs, DecodeInputs, graph_key, graph_steps, pad, padded_rows
 
 PART, BLOCK_SIZE, HIDDEN = 32, 8, 4
 pytestmark = pytest.mark.covers("M05", "M07")
@@ -48,6 +48,21 @@ def test_chunks_and_what_is_too_large_have_none() -> None:
     assert graph_key(np.array([[0, 1, 5], [1, 2, 0]], np.int32), PART, 1) is None
     assert graph_key(spans_of([1] * MAX_ROWS), PART, 1) is not None
     assert graph_key(spans_of([1] * (MAX_ROWS + 1)), PART, 1) is None
+
+
+@given(st.integers(1, MAX_ROWS + 50), st.integers(1, 3000), st.data())
+def test_the_steps_captured_at_start_are_one_of_each_key_that_later_steps_have(
+    max_rows: int, max_positions: int, data: st.DataObject
+) -> None:
+    steps = graph_steps(max_rows, max_positions, PART)
+    assert all(step.num_rows <= max_rows and 0 <= step.position < max_positions for step in steps)
+    keys = [graph_key(spans_of([step.position] * step.num_rows), PART, 1) for step in steps]
+    assert len(set(keys)) == len(keys)
+    sizes = [key.num_rows * key.num_parts for key in keys if key is not None]
+    assert len(sizes) == len(keys) and sizes == sorted(sizes, reverse=True)
+    positions = st.integers(0, max_positions - 1)
+    later = data.draw(st.lists(positions, min_size=1, max_size=min(max_rows, MAX_ROWS)))
+    assert graph_key(spans_of(later), PART, 1) in keys
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=40))
