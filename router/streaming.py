@@ -93,9 +93,8 @@ class GenerationResponse(Response):
         self._writer = writer
         self._is_stream = is_stream
         self._answer_headers = headers
-        self._num_written = dict.fromkeys(
-            range(len(delivery.origins)), 0
-        )  # tokens, of choices with fewer than two so far
+        # Tokens, of choices with fewer than two so far.
+        self._num_written = dict.fromkeys(range(len(delivery.origins)), 0)
         self._on_end = on_end
         self._direct: DirectWay | None = None
 

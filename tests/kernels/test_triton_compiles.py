@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 # Bytes of shared memory that a block may have: CUDA C++ Programming Guide, "Features and Technical Specifications".
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+MOST_SPILLED = 512  # bytes of a thread's registers that attention's may keep in memory
 # Which instructions multiply tiles.
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async"}
 ARITHMETIC = r"\b(?:mma\.sync|wgmma\.mma_async)[\w.:]*|\bex2[\w.]*|\bshfl\.sync\.bfly[\w.]*"
@@ -49,7 +51,9 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.covers("M06")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_all_that_a_model_launches_compiles_without_contraction_spills_or_too_much_memory(capability: int) -> None:
+def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_too_much_memory(
+    capability: int, tmp_path: Path
+) -> None:
     launches = launches_of(capability, torch.bfloat16, 128)
     assert {launch.kernel.__name__ for launch in launches} == NAMES
     attending = set()
@@ -58,7 +62,9 @@ def test_all_that_a_model_launches_compiles_without_contraction_spills_or_too_mu
         ptx, name = found.asm["ptx"], launch.kernel.__name__
         assert len(found.asm["cubin"]) > 1000
         assert found.metadata.shared <= SHARED_BYTES[capability], name
-        assert ".local" not in ptx, f"{name}: numbers that do not fit in registers"
+        assert ".local" not in ptx, f"{name}: an array that is no registers"
+        spilled = stack_bytes(found.asm["cubin"], tmp_path / "cubin")
+        assert spilled <= (MOST_SPILLED if name in ("attend_split", "attend_whole") else 0), f"{name}: {spilled} bytes"
         # Both schedules of attention have the same bits only where a * b + c stays two roundings. (A bf16 product is an fma, + -0.)
         assert "fma.rn.f32" not in ptx, name
         is_product = name in ("linear", "attend_split", "attend_whole")
@@ -67,6 +73,15 @@ def test_all_that_a_model_launches_compiles_without_contraction_spills_or_too_mu
             attending.add(frozenset(re.findall(ARITHMETIC, ptx)))
     # A part's arithmetic is one function; its compilations, with a window and without, came out alike.
     assert len(attending) == 1
+
+
+def stack_bytes(cubin: bytes, path: Path) -> int:
+    """What a thread keeps in memory for want of registers, which only ptxas knows."""
+    path.write_bytes(cubin)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"\bSTACK:(\d+)", said)
+    return int(found)
 
 
 def test_fp32_is_multiplied_as_fp32() -> None:
