@@ -227,9 +227,10 @@ class WaitingBranches:
             return self._nodes.can_serve(branch.total_tokens, self._nodes.named(names), able)
 
         names = self._breakers.avoided(now)
-        num_needed = next((n for n in range(len(names)) if is_served_without(names[n:])), len(names))
-        alone = names[num_needed:]
-        for name in reversed(names[:num_needed]):  # of another role, say: it makes no difference, so it stays alone
+        if not names or is_served_without(names):
+            return self._nodes.named(names)
+        alone: list[str] = []
+        for name in reversed(names):  # the worst first; one of a role that has others, say, makes no difference
             if is_served_without([name, *alone]):
                 alone.append(name)
         return self._nodes.named(alone)
