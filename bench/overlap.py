@@ -166,17 +166,18 @@ async def step_s(
 
     started_at = None
     num_read = 0
-    while scheduler.num_running or scheduler.num_waiting or scheduler.steps_in_flight:
-        for step in plan_ahead(scheduler, depth):
-            thread.submit(step.plan)
-        tell(scheduler.complete(await results.get()))
-        num_read += started_at is not None
-        if started_at is None and not scheduler.num_waiting:
-            started_at = time.perf_counter()  # the prompts are read, from here on all decode
-    assert started_at is not None
-    seconds = time.perf_counter() - started_at
-    await thread.stop()
-    return seconds / num_read
+    try:
+        while scheduler.num_running or scheduler.num_waiting or scheduler.steps_in_flight:
+            for step in plan_ahead(scheduler, depth):
+                thread.submit(step.plan)
+            tell(scheduler.complete(await results.get()))
+            num_read += started_at is not None
+            if started_at is None and not scheduler.num_waiting:
+                started_at = time.perf_counter()  # the prompts are read, from here on all decode
+        assert started_at is not None
+        return (time.perf_counter() - started_at) / num_read
+    finally:  # Ctrl-C included: a thread that outlives the loop has nobody to tell, and aborts the process as that ends
+        await thread.stop()
 
 
 def show(console: Console, figures: Sequence[Figures]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from bench.overlap import Load, plain, step_s
+from engine.model import load_model
 from tests.architecture.source_tree import ROOT
 from tests.kernels_choice import KERNELS
 
@@ -33,3 +37,23 @@ def test_both_depths_are_measured_and_compared(tiny_model: Path, tmp_path: Path)
 def test_a_wrong_number_is_one_line_and_exit_code_2(tiny_model: Path, batches: str) -> None:
     result = run("--model", str(tiny_model), "--batches", batches)
     assert result.returncode == 2 and "--batches" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_who_is_interrupted_leaves_no_thread_that_computes(tiny_model: Path) -> None:
+    """At the interpreter's end it would have nobody to tell, and abort the process."""
+
+    def num_runners() -> int:
+        return sum(thread.name == "runner" for thread in threading.enumerate())
+
+    async def scenario() -> None:
+        model = load_model(tiny_model, "auto", KERNELS)
+        measuring = asyncio.create_task(step_s(model, Load(1, 16, 200_000), 2, plain))
+        await asyncio.sleep(0)
+        assert num_runners() == 1
+        measuring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await measuring
+
+    before = num_runners()
+    asyncio.run(scenario())
+    assert num_runners() == before == 0
