@@ -15,9 +15,8 @@ from typing import Any, Final, TypeVar
 from kernels.triton_tuning import AttentionTuning, LinearTuning
 
 HEAD_DIMS: Final = (64, 128, 256)
-_MAX_SHARED_BYTES: Final = (
-    227 << 10
-)  # of an sm_90; an estimate by the tiles alone: who needs more than there is does not run
+# Of an sm_90. What a shape needs is estimated by its tiles alone: one that needs more than there is does not run.
+_MAX_SHARED_BYTES: Final = 227 << 10
 Tuning = TypeVar("Tuning", AttentionTuning, LinearTuning)
 Measure = Callable[[Tuning], Sequence[float]]  # seconds of each case; none: it does not run on this device
 

@@ -26,7 +26,7 @@ class TokenBatches:
         self._from_receiver = from_receiver
         self._messages: dict[RouterId, pb.NodeMessage] = {}
         self._apart: list[ToRouter] = []
-        self._newest = pb.NodeMessage()  # to which something was added
+        self._newest: pb.NodeMessage | None = None  # to which a token was added
 
     def add(
         self,
@@ -54,6 +54,7 @@ class TokenBatches:
 
     def time(self, timing: pb.Timing) -> None:
         """Tell, with the token that was added last, how long it took."""
+        assert self._newest is not None, "the time of no token"
         self._newest.tokens.timings.append(timing)
 
     def to_actions(self) -> list[ToRouter]:

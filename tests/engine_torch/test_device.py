@@ -121,3 +121,16 @@ def test_a_node_without_the_device_that_it_was_told_ends_in_one_sentence(model_d
     config = NodeConfig(model=model_dirs(), router=("127.0.0.1:1",), device="cuda")
     with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device on this machine"):
         build_engine(config, NodeIdentity("n", 1))
+
+
+@pytest.mark.parametrize("where", ["load_model", "find_inexactness"])
+def test_a_device_without_room_for_what_a_node_asks_is_one_sentence(
+    model_dirs: ModelDirs, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(f"node.assembly.{where}", too_much)
+    config = NodeConfig(model=model_dirs(), router=("127.0.0.1:1",), device="cpu", num_blocks=8, max_model_len=64)
+    with pytest.raises(ValueError, match="has no room for the weights, --num-blocks 8 of KV"):
+        build_engine(config, NodeIdentity("n", 1))
