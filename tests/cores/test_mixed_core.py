@@ -251,3 +251,11 @@ def test_a_mixed_node_has_drained_when_both_of_its_cores_have_and_says_so_once(o
     second.says = [ev.Drained()] if order == "both at once" else [ev.Drained(), word]
     assert core.tick(4.0) == [word, ev.Drained()], "behind all that both say"
     assert core.tick(5.0) == []
+
+
+def test_a_move_is_the_decode_cores_alone_and_counts_as_expected() -> None:
+    prefill, decode = DrainingPart(), DrainingPart()
+    core = MixedCore(MIXED, Mixed().scheduler, prefill, decode)
+    move = ev.FromRouter(ROUTER, pb.RouterMessage(move=pb.Move(key=pb.AttemptKey(request_id="a"))))
+    assert core.receive(move, 1.0) == []
+    assert (prefill.taken, decode.taken) == ([], [move])
