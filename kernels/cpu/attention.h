@@ -176,36 +176,9 @@ BATON_INLINE void mix_panels(const T *const *weights, const T *values, int low, 
 #endif
 }
 
-#if !defined(__AVX512F__)
-// The same of values where they lie.
-template <class T, int M>
-BATON_INLINE void mix_rows(const float *const *weights, const T *const *keys, size_t offset, int low, int high,
-                           Floats (&sums)[M][2], AheadOfTile &ahead) {
-    __m256 sum[M][4];
-#pragma GCC unroll 12
-    for (int i = 0; i < 4 * M; i++) sum[i / 4][i % 4] = _mm256_setzero_ps();
-    for (int i = low; i < high; i++) {
-        ahead.bring_next();
-        __m256 spread[M];
-#pragma GCC unroll 3
-        for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(weights[m] + i);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; v++) {
-            const __m256 values = load_eight(keys[i] + offset + 8 * v);
-#pragma GCC unroll 3
-            for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(values, spread[m], sum[m][v]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < 2 * M; i++) sums[i / 2][i % 2] = {sum[i / 2][i % 2 * 2], sum[i / 2][i % 2 * 2 + 1]};
-}
-#endif
-
 // Multiply weights [low, high) of queries begin .. end by the tile's values and add them to what these have so far.
 template <class T>
-void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, const TileRows<T> &tile, const float *shrink,
-                Scratch<T> &s, Mixed &mixed, AheadOfTile &ahead) {
-    const bool is_unpacked = rows.is_unpacked();
+void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, const float *shrink, Scratch<T> &s, Mixed &mixed) {
     const int padded = rows.cache.padded();
     for (int query = begin; query < end; query += PASS_QUERIES)
         with_constant<PASS_QUERIES>(std::min(PASS_QUERIES, end - query), [&](auto constant) {
@@ -216,13 +189,7 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
                 with_constant<MAX_PANELS>(std::min(MAX_PANELS, (padded - column) / PANEL), [&](auto panels) {
                     Floats sums[M][2 * panels()];
                     const Mixable<T> *values = s.values + size_t(column / PANEL) * TILE * PANEL;
-#if defined(__AVX512F__)
                     mix_panels<Mixable<T>, M, panels()>(weights, values, low, high, sums);
-#else
-                    const size_t offset = tile.values + rows.head * rows.cache.head_dim + column;
-                    if (is_unpacked) mix_panels<float, M, 1>(weights, values, low, high, sums);
-                    else mix_rows<T, M>(weights, tile.keys, offset, low, high, sums, ahead);
-#endif
                     for (int m = 0; m < M; m++)
                         for (int v = 0; v < 2 * panels(); v++) {
                             float *at = mixed.values + size_t(query + m) * padded + column + v * LANES;
@@ -235,8 +202,7 @@ void mix_values(const Rows<T> &rows, int begin, int end, int low, int high, cons
 // One tile of one KV head.
 template <class T>
 void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratch<T> &s, Mixed &mixed, AheadOfTile ahead) {
-    const bool is_unpacked = rows.is_unpacked();
-    if (is_unpacked) load_tile(rows.cache, tile, rows.head, s, ahead);
+    load_tile(rows.cache, tile, rows.head, s, ahead);
     const int group = rows.cache.group(), D = rows.cache.head_dim;
     const float scale = 1.0f / std::sqrt(float(D));
     auto low = [&](int row) { return std::clamp(rows.low(row) - start, 0, TILE); };
@@ -249,12 +215,7 @@ void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratc
             constexpr int M = constant();
             const T *queries[M];
             for (int m = 0; m < M; m++) queries[m] = rows.query(query + m);
-            float *scores = s.scores + size_t(query) * TILE;
-            if (is_unpacked) return score_panels<T, M>(queries, s.keys, D, scores);
-#if !defined(__AVX512F__)
-            for (int m = 0; m < M; m++) widen(queries[m], D, s.queries + m * D);
-            for (int at = 0; at < tile.count; at += LANES) score_rows<T, M>(s.queries, tile.keys + at, rows.head * D, D, scores + at);
-#endif
+            score_panels<T, M>(queries, s.keys, D, s.scores + size_t(query) * TILE);
         });
     float shrink[256];
     const int most_rows = std::max(1, 256 / group);
@@ -266,7 +227,7 @@ void attend_tile(const Rows<T> &rows, int start, const TileRows<T> &tile, Scratc
                 weigh<constant()>(s.scores + size_t(query) * TILE, s.weights + size_t(query) * TILE, low(row), high(row), scale,
                                   mixed.greatest + query, mixed.sums + query, shrink + (query - row * group));
             });
-        mix_values(rows, row * group, end * group, low(row), high(row), tile, shrink, s, mixed, ahead);
+        mix_values(rows, row * group, end * group, low(row), high(row), shrink, s, mixed);
         row = end;
     }
 }

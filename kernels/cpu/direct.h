@@ -1,5 +1,4 @@
-// A tile for one row, as in decode, with AVX-512: keys and values are read where they lie, in the order of addresses, all KV heads
-// together.
+// A tile for one row, as in decode: keys and values are read where they lie, in the order of addresses, all KV heads together.
 #pragma once
 
 #include "tile.h"
@@ -7,14 +6,37 @@
 namespace baton {
 
 #if defined(__AVX512F__)
-// A step of values where they lie: two vectors of 16 columns. The second position's are read where a step has pairs.
-template <class T> BATON_INLINE void load_step(const T *first, const T *, Floats &a, Floats &b) {
-    a = load(first), b = load(first + LANES);
+constexpr int WIDE = 4, NARROW = 2;  // vectors of 16 columns of one pass over values
+#else
+constexpr int WIDE = 1, NARROW = 1;
+#endif
+constexpr int POSITIONS_A_CHUNK = LANES / WIDE;  // of a pass of bf16
+
+// A step of values where they lie: vectors of 16 columns. The second position's are read where a step has pairs.
+template <class T, int VECTORS> BATON_INLINE void load_step(const T *first, const T *, Floats (&columns)[VECTORS]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) columns[v] = load(first + v * LANES);
 }
+// Sums of a vector of load_step's, columns in order.
+template <class T> BATON_INLINE Floats straight(Floats x) { return x; }
 #if defined(__AVX512BF16__)
-BATON_INLINE void load_step(const Bf16 *first, const Bf16 *second, Floats &a, Floats &b) {
-    const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
-    a = (Floats)_mm512_unpacklo_epi16(x, y), b = (Floats)_mm512_unpackhi_epi16(x, y);
+template <int VECTORS> BATON_INLINE void load_step(const Bf16 *first, const Bf16 *second, Floats (&columns)[VECTORS]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v += 2) {
+        const __m512i x = _mm512_loadu_si512(first + v * LANES), y = _mm512_loadu_si512(second + v * LANES);
+        columns[v] = (Floats)_mm512_unpacklo_epi16(x, y), columns[v + 1] = (Floats)_mm512_unpackhi_epi16(x, y);
+    }
+}
+#elif !defined(__AVX512F__)
+template <int VECTORS> BATON_INLINE void load_step(const Bf16 *first, const Bf16 *, Floats (&columns)[VECTORS]) {
+    for (int v = 0; v < VECTORS; v++) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(first + v * LANES));
+        columns[v] = {first_of_pairs(pairs), second_of_pairs(pairs)};
+    }
+}
+template <> BATON_INLINE Floats straight<Bf16>(Floats x) {
+    const __m256 low = _mm256_unpacklo_ps(x.low, x.high), high = _mm256_unpackhi_ps(x.low, x.high);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 #endif
 
@@ -30,7 +52,7 @@ struct Mixing {
 
 // Add weights [low, high) of M queries of each head times values where they lie to `sums`, which `begins` from zero; where it
 // `ends`, add those to what the queries have so far. keys: the values are `values` numbers behind. ahead: what to bring nearer
-// meanwhile, a chunk for every 8 lines of values. weights: [num_heads, group, TILE].
+// meanwhile, a chunk for every POSITIONS_A_CHUNK positions. weights: [num_heads, group, TILE].
 template <class T, int M, int VECTORS>
 void mix_where_they_lie(const T *const *keys, size_t values, int column, const Mixing &mixing, const Mixable<T> *weights,
                         Nearer ahead) {
@@ -49,8 +71,7 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
             for (int v = 0; v < VECTORS; v++) sums[m][v] = mixing.begins ? Floats{} : load(sums_memory + m * D + v * LANES);
         auto mix = [&](int i, const T *first, const T *second) __attribute__((always_inline)) {
             Floats part[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v += 2) load_step(first + v * LANES, second + v * LANES, part[v], part[v + 1]);
+            load_step(first, second, part);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) {
                 const Floats weight = Step<Mixable<T>>::spread(weights + m * TILE + i);
@@ -62,7 +83,7 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
         int i = low;
         if (i % W) mix(i - 1, nothing, keys[i] + values), i++;
         for (; i + 4 <= high; i += 4) {
-            bring(ahead++);
+            if (i / 4 % (POSITIONS_A_CHUNK / 4) == 0) bring(ahead++);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j += W) mix_whole(i + j);
         }
@@ -79,7 +100,7 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
                     float *at = mixed + m * D + v * LANES;
-                    store(at, multiply_add(load(at), all(shrink[m]), sums[m][v]));
+                    store(at, multiply_add(load(at), all(shrink[m]), straight<T>(sums[m][v])));
                 }
             }
         }
@@ -87,7 +108,6 @@ void mix_where_they_lie(const T *const *keys, size_t values, int column, const M
         sums_memory += mixing.group * D, weights += mixing.group * TILE, shrink += mixing.group;
     }
 }
-#endif
 
 constexpr int MOST_EARLIER = 64;  // chunks that are asked for while scores are weighed, instead of during the values
 
@@ -113,15 +133,19 @@ struct Pace {
 template <class T>
 void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRows<T> &tile, Scratch<T> &s, float *mixed,
                      size_t mixed_size, KvStream &stream) {
-#if defined(__AVX512F__)
     const int group = rows.cache.group(), D = rows.cache.head_dim, low = std::max(rows.low(0) - start, 0), high = tile.count;
-    const int first = low / LANES * LANES, key_chunks = 2 * num_heads * D * int(sizeof(T)) / 64, value_chunks = num_heads * 4;
+    const int first = low / LANES * LANES, key_chunks = 2 * num_heads * D * int(sizeof(T)) / 64, value_chunks = num_heads * LANES / POSITIONS_A_CHUNK;
     auto passes = [&](auto &&pass) {
         for (int query = 0; query < group; query += MAX_DIRECT)
             with_constant<MAX_DIRECT>(std::min(MAX_DIRECT, group - query), [&](auto constant) { pass(constant, query); });
     };
     Pace pace{stream, 2 * stream.chunks_of(start + first, high - first), group};
+#if defined(__AVX512F__)
     const T *queries = rows.query(0);
+#else
+    const float *queries = s.queries;
+    widen(rows.query(0), num_heads * group * D, s.queries);
+#endif
     for (int begin = first; begin < high; begin += LANES) {
         int share = key_chunks;
         passes([&](auto constant, int query) {
@@ -156,17 +180,16 @@ void attend_directly(const Rows<T> &rows, int num_heads, int start, const TileRo
             const Mixable<T> *weights = s.weights + query * TILE;
             int part = pace.part_of(share, query);
             for (int column = 0; column < D;) {
-                const bool wide = D - column >= 2 * PANEL;
+                const bool is_wide = D - column >= WIDE * LANES;
                 const int fresh = std::min(part, value_chunks);
                 Nearer place = pace.take(fresh, value_chunks);
                 part -= fresh;
-                if (wide) mix_where_they_lie<T, constant(), 4>(tile.keys, tile.values, column, mixing, weights, place);
-                else mix_where_they_lie<T, constant(), 2>(tile.keys, tile.values, column, mixing, weights, place);
-                column += wide ? 2 * PANEL : PANEL;
+                if (is_wide) mix_where_they_lie<T, constant(), WIDE>(tile.keys, tile.values, column, mixing, weights, place);
+                else mix_where_they_lie<T, constant(), NARROW>(tile.keys, tile.values, column, mixing, weights, place);
+                column += (is_wide ? WIDE : NARROW) * LANES;
             }
         });
     }
-#endif
 }
 
 }  // namespace baton

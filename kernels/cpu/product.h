@@ -96,14 +96,12 @@ template <class T> struct PanelStep<T, Int8> {
     }
 };
 
-// Pairs of columns that are 8 apart share 4 bytes: a shift makes fp32 of the first one, a mask of the second, where numbers side by
-// side would have to be drawn apart before.
+// Columns that are 8 apart are a pair: numbers side by side would have to be drawn apart before they could be widened.
 template <class T> struct PanelStep<T, Bf16> {
     static int place(int column, int) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
     static BATON_INLINE __m256 load(const Bf16 *from, int eighth) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + eighth / 2 * 16));
-        if (eighth % 2 == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-        return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000))));
+        return eighth % 2 ? second_of_pairs(pairs) : first_of_pairs(pairs);
     }
 };
 #endif

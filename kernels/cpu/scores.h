@@ -1,4 +1,4 @@
-// Scores of a tile: queries times keys, by panels for many queries, on the keys where they lie for few.
+// Scores of a tile: queries times keys, by panels for many queries, on the keys where they lie for one row's.
 //
 // Both take the same sums in the same order. Where a step of a product is a cell of 4 bytes and CPUs have 16 of them in a
 // register, that order suits keys as they lie: cells 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of every 16 are a chain each, and
@@ -23,6 +23,8 @@ constexpr bool HAS_QUARTERS = false;
 template <class T> constexpr bool has_chains(int head_dim) {
     return HAS_QUARTERS && Step<T>::WIDTH * sizeof(T) == 4 && head_dim % (LANES * Step<T>::WIDTH) == 0;
 }
+// Whether keys can be multiplied where they lie.
+template <class T> constexpr bool scores_where_they_lie(int head_dim) { return HAS_QUARTERS ? has_chains<T>(head_dim) : head_dim % 16 == 0; }
 
 // scores[m][i] = query m times column i of a tile's two panels.
 template <class T, int M> void score_in_one_chain(const T *const *queries, const Unpacked<T> *panels, int head_dim, float *scores) {
@@ -36,21 +38,24 @@ template <class T, int M> void score_in_one_chain(const T *const *queries, const
 }
 
 #if !defined(__AVX512F__)
-// put(i, numbers): number i of 8 rows' 8. Nothing crosses the halves of a register, for which some CPUs take long.
-template <class F> BATON_INLINE void transpose(const float *const *rows, int offset, F &&put) {
-    auto both = [&](int row, int at) __attribute__((always_inline)) {
-        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[row] + at)), _mm_loadu_ps(rows[row + 4] + at), 1);
+// put(i, cells): cell i of 8 rows' 4, of 4 bytes each. Nothing crosses the halves of a register, for which some CPUs take long.
+template <class F> BATON_INLINE void transpose_four(const float *const *rows, int offset, F &&put) {
+    auto both = [&](int row) __attribute__((always_inline)) {
+        return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[row] + offset)), _mm_loadu_ps(rows[row + 4] + offset), 1);
     };
+    const __m256 a = both(0), b = both(1), c = both(2), d = both(3);
+    const __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
+    const __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
+    put(0, _mm256_shuffle_ps(ab, cd, 0x44));
+    put(1, _mm256_shuffle_ps(ab, cd, 0xEE));
+    put(2, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
+    put(3, _mm256_shuffle_ps(ab_high, cd_high, 0xEE));
+}
+// put(i, numbers): number i of 8 rows' 8.
+template <class F> BATON_INLINE void transpose(const float *const *rows, int offset, F &&put) {
 #pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        const __m256 a = both(0, offset + i), b = both(1, offset + i), c = both(2, offset + i), d = both(3, offset + i);
-        const __m256 ab = _mm256_unpacklo_ps(a, b), cd = _mm256_unpacklo_ps(c, d);
-        const __m256 ab_high = _mm256_unpackhi_ps(a, b), cd_high = _mm256_unpackhi_ps(c, d);
-        put(i, _mm256_shuffle_ps(ab, cd, 0x44));
-        put(i + 1, _mm256_shuffle_ps(ab, cd, 0xEE));
-        put(i + 2, _mm256_shuffle_ps(ab_high, cd_high, 0x44));
-        put(i + 3, _mm256_shuffle_ps(ab_high, cd_high, 0xEE));
-    }
+    for (int i = 0; i < 8; i += 4)
+        transpose_four(rows, offset + i, [&](int j, __m256 numbers) __attribute__((always_inline)) { put(i + j, numbers); });
 }
 // Numbers of 2 bytes are widened last.
 template <class T, class F> BATON_INLINE void transpose(const T *const *rows, int offset, F &&put) {
@@ -73,22 +78,55 @@ template <class T, class F> BATON_INLINE void transpose(const T *const *rows, in
     }
 }
 
-// Scores of 16 rows of keys where they lie: scores[m][i] of query m, in one chain each. queries: [M, head_dim], widened.
-template <class T, int M> void score_rows(const float *queries, const T *const *keys, size_t offset, int head_dim, float *scores) {
-    const T *rows[LANES];
-    for (int i = 0; i < LANES; i++) rows[i] = keys[i] + offset;
-    for (int eight = 0; eight < LANES; eight += 8) {
-        __m256 sums[M];
-#pragma GCC unroll 3
-        for (int m = 0; m < M; m++) sums[m] = _mm256_setzero_ps();
-        for (int at = 0; at < head_dim; at += 8)
-            transpose(rows + eight, at, [&](int i, __m256 numbers) __attribute__((always_inline)) {
-#pragma GCC unroll 3
-                for (int m = 0; m < M; m++)
-                    sums[m] = _mm256_fmadd_ps(numbers, _mm256_broadcast_ss(queries + m * head_dim + at + i), sums[m]);
-            });
-#pragma GCC unroll 3
-        for (int m = 0; m < M; m++) _mm256_storeu_ps(scores + m * TILE + eight, sums[m]);
+// Eight numbers of each of 8 rows: number(i) is the i-th of all.
+template <class T> struct Eight {
+    __m256 numbers[8];
+
+    BATON_INLINE void load(const T *const *rows, int offset) {
+        transpose(rows, offset, [&](int i, __m256 of_rows) __attribute__((always_inline)) { numbers[i] = of_rows; });
+    }
+    BATON_INLINE __m256 number(int i) const { return numbers[i]; }
+};
+
+// Pairs are transposed, and widened last: half as much to transpose.
+template <> struct Eight<Bf16> {
+    __m256 pairs[4];
+
+    BATON_INLINE void load(const Bf16 *const *rows, int offset) {
+        const float *cells[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) cells[i] = reinterpret_cast<const float *>(rows[i] + offset);
+        transpose_four(cells, 0, [&](int i, __m256 of_rows) __attribute__((always_inline)) { pairs[i] = of_rows; });
+    }
+    BATON_INLINE __m256 number(int i) const {
+        const __m256i bits = _mm256_castps_si256(pairs[i / 2]);
+        return i % 2 ? second_of_pairs(bits) : first_of_pairs(bits);
+    }
+};
+
+// Scores of M queries of each head and 16 rows of keys, in one chain each. A head's queries, widened, are `query_stride` numbers
+// behind the last one's, its scores [M, TILE] `score_stride`. ahead: what to bring nearer meanwhile, a chunk for every 8 lines of keys.
+template <class T, int M>
+void score_where_they_lie(const float *queries, size_t query_stride, const T *const *keys, int num_heads, int head_dim, float *scores,
+                          size_t score_stride, Nearer ahead) {
+    constexpr int EVERY = 32 / sizeof(T);  // numbers of 16 rows that are 8 lines
+    for (int head = 0; head < num_heads; head++, queries += query_stride, scores += score_stride) {
+        Floats sums[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) sums[m] = all(0);
+        for (int at = 0; at < head_dim; at += 8) {
+            if (at % EVERY == 0) bring(ahead++);
+            Eight<T> low, high;
+            low.load(keys, head * head_dim + at), high.load(keys + 8, head * head_dim + at);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                const Floats numbers = {low.number(i), high.number(i)};
+#pragma GCC unroll 4
+                for (int m = 0; m < M; m++) sums[m] = multiply_add(numbers, all(queries[m * head_dim + at + i]), sums[m]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) store(scores + m * TILE, sums[m]);
     }
 }
 

@@ -1,4 +1,5 @@
-// What the ways through a tile share (unpacked, or keys and values where they lie: in registers, or, direct.h, for one row): whose rows and positions it has, a thread's memory, scores becoming weights.
+// What the two ways through a tile share (unpacked, attention.h, or where keys and values lie, direct.h): whose rows and positions
+// it has, a thread's memory, scores becoming weights.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,7 @@
 
 namespace baton {
 
-constexpr int MAX_PASSES_OF_ROWS = 4;  // over keys and values where they lie, each of which unpacks them for itself
-constexpr int MAX_TOGETHER = 6;    // queries that are weighed together
+constexpr int MAX_TOGETHER = 6;  // queries that are weighed together
 
 // Weights and values as they are multiplied: in T where a CPU has a dot product of its pairs, in fp32 elsewhere.
 template <class T> using Mixable = std::conditional_t<Step<T>::WIDTH == 2, T, float>;
@@ -46,7 +46,7 @@ template <class T> struct Attend {
 template <class T> struct Scratch {
     Unpacked<T> *keys;  // [2 panels]
     float *sums;      // [num_heads, head_dim]
-    float *queries;   // [queries of a pass, head_dim], widened
+    float *queries;   // [num_heads, head_dim], widened
     Mixable<T> *values;   // [padded / PANEL] panels of TILE positions
     float *scores;        // [queries, TILE]
     Mixable<T> *weights;  // [queries, TILE]; the scores' memory where they are fp32
@@ -57,14 +57,14 @@ template <class T> struct Scratch {
     static size_t bytes(const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         return 2 * panel_size<T>(cache.head_dim) * sizeof(Unpacked<T>) +
-               ((cache.num_heads + MAX_ROWS) * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 +
+               (2 * cache.num_heads * cache.head_dim + cache.padded() * TILE + queries * (2 * TILE + 1) + 2 * mixed) * 4 +
                9 * 64;
     }
     Scratch(char *memory, const Cache &cache, int queries) {
         const size_t mixed = size_t(queries) * (cache.padded() + 2);
         keys = take<Unpacked<T>>(memory, 2 * panel_size<T>(cache.head_dim));
         sums = take<float>(memory, cache.num_heads * cache.head_dim);
-        this->queries = take<float>(memory, MAX_ROWS * cache.head_dim);
+        this->queries = take<float>(memory, cache.num_heads * cache.head_dim);
         values = take<Mixable<T>>(memory, cache.padded() * TILE);
         scores = take<float>(memory, queries * TILE);
         if constexpr (std::is_same_v<Mixable<T>, float>) weights = scores;
@@ -189,15 +189,7 @@ template <class T> struct Rows {
     }
     // Whether so few queries share a KV head that unpacking its tiles costs more than it saves.
     bool is_direct() const {
-        return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && has_chains<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
-    }
-    // Whether its tiles are unpacked once for all its queries. Without AVX-512 each pass of a few unpacks them in registers.
-    bool is_unpacked() const {
-#if defined(__AVX512F__)
-        return true;
-#else
-        return cache.head_dim % PANEL || num_queries() > MAX_PASSES_OF_ROWS * MAX_ROWS;
-#endif
+        return num_rows == 1 && cache.group() <= 2 * MAX_DIRECT && scores_where_they_lie<T>(cache.head_dim) && cache.head_dim % PANEL == 0;
     }
     int last_position() const { return first_position + num_rows - 1; }
     int low(int row) const { return attend.window ? std::max(0, first_position + row - attend.window + 1) : 0; }

@@ -105,6 +105,12 @@ BATON_INLINE __m256 load_eight(const int8_t *from) {
 }
 template <class C> BATON_INLINE Floats load(const C *from) { return {load_eight(from), load_eight(from + 8)}; }
 
+// Of eight pairs of bf16: a shift makes fp32 of the first ones, a mask of the second ones.
+BATON_INLINE __m256 first_of_pairs(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+BATON_INLINE __m256 second_of_pairs(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000))));
+}
+
 // The bits of eight numbers rounded to nearest even; a NaN stays one.
 BATON_INLINE __m256i to_bf16_bits(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
