@@ -26,7 +26,7 @@ template <class T> using Unpacked = T;  // what columns are for more passes
 #else  // 16 registers of 8: 12 sums
 constexpr int MAX_ROWS = 3;
 constexpr int MAX_PANELS = 1;
-constexpr int PASSES_UNPACKING = 3;
+constexpr int PASSES_UNPACKING = 8;
 template <class T> using Unpacked = float;
 #endif
 constexpr int max_rows(int panels) { return MAX_ROWS / panels; }
@@ -189,6 +189,13 @@ template <class T> BATON_INLINE void widen(const T *row, int count, float *to) {
     for (; i < count; i++) to[i] = number_of(row[i]);
 }
 
+// The same address, and the compiler does not know it: what is read there is read again, where it would be kept in a register and a
+// sum in memory.
+BATON_INLINE const float *again(const float *at) {
+    asm volatile("" : "+r"(at));
+    return at;
+}
+
 // Add to sums[m][v] row m times 16 columns of PANELS adjacent panels. Of 16 registers the sums take up to 12; rows are widened
 // before, some steps at a time, so that a number of theirs is one load that spreads it.
 template <class T, int M, int PANELS, class C>
@@ -206,14 +213,29 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
             for (int v = 0; v < EIGHTS; v += 2) sum[m][v] = sums[m][v / 2].low, sum[m][v + 1] = sums[m][v / 2].high;
         auto step = [&](int i) __attribute__((always_inline)) {
             const C *at = columns + size_t(begin + i) * PANEL;
-            __m256 spread[M];
+            auto column = [&](int v) __attribute__((always_inline)) { return PanelStep<T, C>::load(at + v / 4 * panel, v % 4); };
+            if constexpr (std::is_same_v<C, float>) {
+                __m256 spread[M];
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
+                for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
 #pragma GCC unroll 8
-            for (int v = 0; v < EIGHTS; v++) {
-                const __m256 column = PanelStep<T, C>::load(at + v / 4 * panel, v % 4);
+                for (int v = 0; v < EIGHTS; v++) {
+                    const __m256 numbers = column(v);
 #pragma GCC unroll 12
-                for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(column, spread[m], sum[m][v]);
+                    for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(numbers, spread[m], sum[m][v]);
+                }
+            } else {  // two columns take the registers of two rows' numbers
+#pragma GCC unroll 4
+                for (int v = 0; v < EIGHTS; v += 2) {
+                    const __m256 first = column(v), second = column(v + 1);
+                    const float *row = again(wide[0] + i);
+#pragma GCC unroll 12
+                    for (int m = 0; m < M; m++) {
+                        const __m256 spread = _mm256_broadcast_ss(row + m * WIDENED);
+                        sum[m][v] = _mm256_fmadd_ps(first, spread, sum[m][v]);
+                        sum[m][v + 1] = _mm256_fmadd_ps(second, spread, sum[m][v + 1]);
+                    }
+                }
             }
         };
         int i = 0;
