@@ -205,7 +205,12 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
     alignas(64) float wide[M][WIDENED];
     for (int begin = 0; begin < steps; begin += WIDENED) {
         const int count = steps - begin < WIDENED ? steps - begin : WIDENED;
-        for (int m = 0; m < M; m++) widen(rows[m] + begin, count, wide[m]);
+        constexpr bool is_wide = std::is_same_v<T, float> && std::is_same_v<C, float>;
+        const float *numbers[M];
+        for (int m = 0; m < M; m++) {
+            if constexpr (is_wide) numbers[m] = rows[m] + begin;
+            else widen(rows[m] + begin, count, wide[m]), numbers[m] = wide[m];
+        }
         __m256 sum[M][EIGHTS];
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
@@ -217,12 +222,12 @@ BATON_INLINE void multiply_on(const T *const *rows, const C *columns, size_t pan
             if constexpr (std::is_same_v<C, float>) {
                 __m256 spread[M];
 #pragma GCC unroll 12
-                for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(wide[m] + i);
+                for (int m = 0; m < M; m++) spread[m] = _mm256_broadcast_ss(numbers[m] + i);
 #pragma GCC unroll 8
                 for (int v = 0; v < EIGHTS; v++) {
-                    const __m256 numbers = column(v);
+                    const __m256 own = column(v);
 #pragma GCC unroll 12
-                    for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(numbers, spread[m], sum[m][v]);
+                    for (int m = 0; m < M; m++) sum[m][v] = _mm256_fmadd_ps(own, spread[m], sum[m][v]);
                 }
             } else {  // two columns take the registers of two rows' numbers
 #pragma GCC unroll 4
