@@ -73,7 +73,10 @@ def choose_kernels(
     if name != "torch":
         found, reason = _numba_kernels(is_int8)
         if found is not None:
-            return Choice(found, shortfall)
+            return Choice(
+                found,
+                shortfall and f"{shortfall}; numba computes, and where it never did, compiles first, half a minute",
+            )
         shortfall = f"{shortfall}; {reason}" if shortfall else reason
     return Choice(TorchKernels(is_int8=is_int8), shortfall)
 

@@ -5,6 +5,7 @@ Not here: the core (the role's), sockets, threads (node/process.py). Loads torch
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ from engine.reserve import ReserveConfig
 from engine.runner import TorchRunner
 from engine.saving import SaveRules
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.split import Split, check_split
+from engine.split import WHOLE, Split, check_split
 from node.config import NodeConfig
 from node.grammar_processes import GrammarProcesses
 from node.identity import NodeIdentity, NodeLimits
@@ -38,7 +39,10 @@ from node.ranks import RankProcesses
 from node.sizes import EngineSizes, engine_sizes
 from proto import baton_pb2 as pb
 from proto.block_key import seed_key
+from runtime.logs import log_event
 from runtime.tokenizer_digest import tokenizer_digest
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,6 @@ class NodeEngine:
     parts: CoreParts
     inexactness: str | None  # why a row's bits depend on more than its own tokens; None: they do not
     tokenizer: str  # digest of which token each id is, or ""
-    kernels_shortfall: str  # why it does not compute on the kernels asked for, or ""
 
     def entry(self) -> pb.NodeEntry:
         """What a node's entry says of it."""
@@ -149,7 +152,7 @@ def build_engine(
     runner = TorchRunner(
         model, machine.kv, config.max_num_seqs, sizes.max_model_len, followers=machine.followers, grammars=grammars
     )
-    found = (machine.inexactness, tokenizer_digest(config.model), model.shortfall)
+    found = (machine.inexactness, tokenizer_digest(config.model))
     return NodeEngine(model_config, sizes, machine.memory, runner, grammars, machine.ranks, parts, *found)
 
 
@@ -178,7 +181,7 @@ class _Machine(NamedTuple):
 
 def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
     try:
-        model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype)
+        model = _loaded(config, dtype, device)
         memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
         inexactness = find_inexactness(model)
         model.capture(memory.tensor, config.max_num_seqs, sizes.max_model_len)
@@ -186,6 +189,14 @@ def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.
         needed = f"the weights, --num-blocks {sizes.num_blocks} of KV, and what steps need besides"
         raise ValueError(f"{device} has no room for {needed}: fewer blocks leave more") from None
     return _Machine(model, memory, memory, inexactness)
+
+
+def _loaded(config: NodeConfig, dtype: str, device: torch.device, split: Split = WHOLE) -> Model:
+    """Says at once why it will be slow: what comes next may be numba compiling, and who waits looks into the log."""
+    model = load_model(config.model, dtype, config.kernels, device, config.weight_dtype, split)
+    if model.shortfall:
+        log_event(LOG, logging.WARNING, "slow_kernels", kernels=model.kernels.name, reason=model.shortfall)
+    return model
 
 
 def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.device) -> _Machine:
@@ -210,7 +221,7 @@ def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: t
     with ExitStack() as undo:
         processes = RankProcesses(job)
         undo.callback(processes.close)
-        model = load_model(config.model, dtype, config.kernels, own_device, config.weight_dtype, split)
+        model = _loaded(config, dtype, own_device, split)
         kv = memory.part(split, own_device, copies=model.kernels)
         processes.wait_until_loaded()
 

@@ -106,8 +106,6 @@ def run_node(role: RoleName, config: NodeConfig, make_cores: Mapping[RoleName, C
         store = open_store(role, config, engine.memory.block_bytes, partial(measures.add, "kv_pool_removed"))
     except ValueError as error:
         fatal(f"baton {role}: {error}")
-    if engine.kernels_shortfall:
-        log_event(LOG, logging.WARNING, "slow_kernels", node=name, reason=engine.kernels_shortfall)
     if engine.memory.copier is None:
         log_event(LOG, logging.WARNING, "slow_copies", node=name, reason="nothing was compiled for this CPU")
     if engine.inexactness is not None:
