@@ -119,7 +119,7 @@ up: $(STAMP) $(KERNELS) $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json) ## 
 test: lint $(KERNELS) $(REDIS) $(HELM) $(BROWSER) ## lint, types, then the tests: of some that draw, a share (make soak)
 	@$(PYTHON) -m pytest -n 3 --dist loadfile $(TEST_FLAGS)
 
-bench: $(STAMP) $(KERNELS) ## twelve benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README
+bench: $(STAMP) $(KERNELS) ## thirteen benchmarks briefly, in twenty minutes or less: bench/results/suite.md, and the table in the README; BENCH_FLAGS="--envs DIR": peers too
 	@$(PYTHON) -m bench $(BENCH_FLAGS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -1,10 +1,10 @@
-"""`python -m bench`: twelve benchmarks with short settings, one behind the other, into one table; also `make bench`.
+"""`python -m bench`: thirteen benchmarks with short settings, one behind the other, into one table; also `make bench`.
 
     benchmarks (suite_entries.py) --> bench/results/suite/NAME.json, .md, .png, .log --> bench/results/suite.md --> README's table
 
 Each is a process like any user's, with a bound on its time; twenty minutes in all on two quiet cores. One that fails is a line of
 the table, and the others go on; then the exit code is 1. What stands in the table are ratios, against a limit, a peer or the other
-way in the same run. The full runs behind the pages of bench/results are apart: their commands stand there.
+way in the same run. With --envs, where other servers are installed (bench.peers), they are measured too. The full runs behind the pages of bench/results are apart: their commands stand there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.frame import can_plot
 from bench.machine import machine, utc_date
 from bench.page import PAGES, write_page
 from bench.progress import StepProgress
-from bench.suite_entries import ENTRIES, Entry
+from bench.suite_entries import ENTRIES, PEERS, Entry
 from bench.suite_table import only_asked, outcome_of, page, with_table
 from runtime.config import knob, load
 from runtime.process import fatal
@@ -40,8 +40,11 @@ class SuiteConfig:
 
     only: str = knob(
         ",".join(entry.name for entry in ENTRIES),
-        "benchmarks to run; the others' last results stay in the table",
+        f"benchmarks to run ({PEERS} where there are --envs); the others' last results stay in the table",
         metavar="NAME,…",
+    )
+    envs: Path | None = knob(
+        None, "folder with the peers' environments: `python -m bench.peers --install on` makes it", metavar="DIR"
     )
     models: Path = knob(Path("models"), "where model directories are, and are made if they are not", metavar="DIR")
     results: Path = knob(Path("bench/results"), "where suite.md and the folder suite go", metavar="DIR")
@@ -53,13 +56,22 @@ class SuiteConfig:
             raise ValueError(f"--only {unknown[0]}: is none of {', '.join(known)}")
         if not self.results.is_dir():
             raise ValueError(f"--results {self.results}: is no directory; run it from the repository, or name one")
+        if self.envs is not None and not self.envs.is_dir():
+            raise ValueError(
+                f"--envs {self.envs}: is no directory; `python -m bench.peers --install on --envs DIR` makes one"
+            )
+
+    def chosen(self) -> list[Entry]:
+        """What to run."""
+        names = self.only.split(",")
+        return [entry for entry in ENTRIES if entry.name in names and (entry.name != PEERS or self.envs is not None)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run them; 0, 1 if one failed, 2 for what the user can mend, 130 after Ctrl-C."""
-    config = load(SuiteConfig, PROG, "Run twelve benchmarks briefly and write one table of ratios.", argv)
+    config = load(SuiteConfig, PROG, "Run thirteen benchmarks briefly and write one table of ratios.", argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    folder, chosen = config.results / "suite", [entry for entry in ENTRIES if entry.name in config.only.split(",")]
+    folder, chosen = config.results / "suite", config.chosen()
     folder.mkdir(exist_ok=True)
     try:
         for name in dict.fromkeys(entry.model for entry in chosen if entry.model is not None):
@@ -104,6 +116,8 @@ def _run(entry: Entry, config: SuiteConfig, folder: Path) -> int:
     command = [sys.executable, "-m", f"bench.{entry.module}", *shlex.split(entry.flags), "--output", str(output)]
     if entry.model is not None:
         command += ["--model", str(config.models / entry.model)]
+    if entry.name == PEERS:
+        command += ["--envs", str(config.envs)]
     if entry.has_plot and can_plot():
         command += ["--plot", str(folder / f"{entry.name}.png")]
     with (folder / f"{entry.name}.log").open("w", encoding="utf-8") as log:

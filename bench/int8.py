@@ -10,14 +10,15 @@ Every token of the text is predicted from those before it by the same model thre
     KL                mean over positions of KL(fp32 || this), in nats
 
 The text is --text through the model's tokenizer, or what the model itself says at temperature 1 from seed 0, computed in fp32: a
-random model is surprised by any other. Not here: speed (bench.engine --weight-dtype).
+random model is surprised by any other. --exams asks the demo model besides what it never saw, and counts answers without one wrong
+token. Not here: speed (bench.engine --weight-dtype).
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -31,12 +32,14 @@ from runtime.config import knob, load, set_thread_environment
 from runtime.process import fatal, write_atomically
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
 
     from engine.model import Model
 
 PROG: Final = "python -m bench.int8"
 _BLOCK_SIZE: Final = 16
+_EXAM_SEED: Final = 3  # not bench.accuracy's
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Int8Config:
     text: Path | None = knob(None, "UTF-8 text; none: what the model says", metavar="FILE")
     sequences: int = knob(16, "stretches of the text, each predicted from its own beginning", low=1, high=4096)
     length: int = knob(256, "tokens of each", low=2, high=1 << 20)
+    exams: int = knob(0, "held-out questions of each kind that each way answers; the demo model's", low=0, high=100_000)
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
 
 
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_thread_environment(config.threads)  # before torch loads
     console = Console(highlight=False, markup=False, soft_wrap=True)
     try:
-        losses = measure(config, console)
+        losses, exams = measure(config, console)
     except (ValueError, OSError) as error:
         fatal(f"{PROG}: {error}")
     table = Table(box=None, pad_edge=False)
@@ -77,15 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in losses:
         table.add_row(each.way, f"{each.perplexity:.4f}", f"{100 * each.top1_share:.2f} %", f"{each.kl_nats:.2e}")
     console.print(table)
+    for name, right in exams.items():
+        told = ", ".join(f"{way} {100 * share:.1f} %" for way, share in right.items())
+        console.print(f"{name}, right of {config.exams}: {told}")
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine()}
-        write_atomically(config.output, {**result, "losses": [asdict(each) for each in losses]})
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+        result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
+        write_atomically(config.output, {**result, "losses": [asdict(each) for each in losses], "exams": exams})
     return 0
 
 
-def measure(config: Int8Config, console: Console) -> list[Loss]:
-    """Of fp32, bf16, and bf16 with int8 weights. Raises ValueError in one sentence."""
+def measure(config: Int8Config, console: Console) -> tuple[list[Loss], dict[str, dict[str, float]]]:
+    """Of fp32, bf16, and bf16 with int8 weights; and of each exam the share that each answers right. ValueError in one sentence."""
     import torch
 
     from engine.model import load_model
@@ -107,7 +115,33 @@ def measure(config: Int8Config, console: Console) -> list[Loss]:
         loss.perplexity = float(torch.exp(torch.tensor(loss.perplexity / len(texts))))
         loss.top1_share /= len(texts)
         loss.kl_nats /= len(texts)
-    return losses
+    return losses, _exams(config, ways, console)
+
+
+def _exams(config: Int8Config, ways: Mapping[str, Model], console: Console) -> dict[str, dict[str, float]]:
+    """Greedy decoding says the answer exactly where the likeliest token is the answer's at each of its positions."""
+    from engine.demo.examine import EXAMS, draw_exam
+    from engine.demo.vocabulary import NOT_LEARNED, VOCAB_SIZE, conversation_ids
+
+    if not config.exams:
+        return {}
+    vocab_size = next(iter(ways.values())).config.vocab_size
+    if vocab_size != VOCAB_SIZE:
+        raise ValueError(
+            f"--exams: {config.model} has {vocab_size} tokens, the demo model {VOCAB_SIZE}: it was never taught these"
+        )
+    tokenizer = _tokenizer(config.model)
+    shares = {name: dict.fromkeys(ways, 0.0) for name in EXAMS}
+    with StepProgress(console, "questions", len(EXAMS) * config.exams) as progress:
+        for name, right in shares.items():
+            for turn in draw_exam(name, config.exams, _EXAM_SEED):
+                token_ids, targets = conversation_ids(tokenizer, [turn])
+                asked = [at for at, target in enumerate(targets) if target != NOT_LEARNED]
+                for way, model in ways.items():
+                    said = _logits(model, token_ids)[asked].argmax(-1).tolist()
+                    right[way] += (said == [targets[at] for at in asked]) / config.exams
+                progress.advance(name)
+    return shares
 
 
 def _add(loss: Loss, truth: Tensor, found: Tensor, token_ids: list[int]) -> None:
@@ -133,15 +167,18 @@ def _logits(model: Model, token_ids: list[int]) -> Tensor:
 def _texts(config: Int8Config, model: Model) -> list[list[int]]:
     if config.text is None:
         return _said_by(model, config.sequences, config.length)
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
-    token_ids = tokenizer.encode(config.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
+    token_ids = _tokenizer(config.model).encode(config.text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     texts = [token_ids[begin : begin + config.length] for begin in range(0, len(token_ids), config.length)]
     texts = [text for text in texts if len(text) == config.length][: config.sequences]
     if not texts:
         raise ValueError(f"--text {config.text}: {len(token_ids)} tokens are fewer than --length {config.length}")
     return texts
+
+
+def _tokenizer(model_dir: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
 def _said_by(model: Model, num_sequences: int, length: int) -> list[list[int]]:

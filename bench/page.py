@@ -1,6 +1,6 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start and peers. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8 and peers. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -246,6 +246,28 @@ def _start(result: Result) -> Iterator[str]:
     yield from _table(("round", "import torch, s", "ready, s", "first token, s", "ready ÷ import"), rows)
 
 
+def _int8(result: Result) -> Iterator[str]:
+    settings = result["settings"]
+    said = f"what it says itself at temperature 1, {settings['sequences']} times {settings['length']} tokens"
+    source = f"`{settings['text']}`" if settings["text"] else said
+    yield f"`{Path(settings['model']).name}` on {source}; `int8`: bf16, the weights of all linears in 8 bits (`--weight-dtype int8`)."
+    yield ""
+    rows = []
+    for each in result["losses"]:
+        cells = (f"{each['perplexity']:.4f}", f"{each['top1_share']:.1%}", f"{each['kl_nats']:.1e}")
+        rows.append((each["way"], *cells))
+    yield from _table(("against fp32", "perplexity", "likeliest token equal", "KL, nats"), rows)
+    if not result["exams"]:
+        return
+    yield ""
+    yield f"Held-out questions ([the demo model](../../docs/demo_model.md)), {settings['exams']} of each kind, answered without one wrong token:"
+    yield ""
+    ways = [each["way"] for each in result["losses"]]
+    yield from _table(
+        ("", *ways), ((name, *(f"{right[way]:.1%}" for way in ways)) for name, right in result["exams"].items())
+    )
+
+
 PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "transport": ("Transports: how fast blocks get from node to node", _transport),
     "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
@@ -253,6 +275,7 @@ PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "crossover": ("Where prefill and decode apart lose", _crossover),
     "grammar_step": ("What grammars cost a step", _grammar_step),
     "start": ("How long a cluster takes to start", _start),
+    "int8": ("What weights in 8 bits lose", _int8),
     "peers": ("Served tokens beside vLLM, llama.cpp and transformers", _peers),
 }
 

@@ -6,6 +6,7 @@ ratio is better small unless its line says otherwise.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,7 @@ from bench.page import transport_target
 
 TINY: Final = "llama-tiny"
 SMOL: Final = "smollm2-135m"
+LLAMA: Final = "llama-125m"
 
 Result = Mapping[str, Any]
 
@@ -172,6 +174,28 @@ def _start(result: Result) -> Iterable[Line]:
     yield Line("start, `baton up` until it is ready ÷ a process that imports torch", result["ratio"], said)
 
 
+def _int8(result: Result) -> Iterable[Line]:
+    exact, _, int8 = result["losses"]
+    said = f"{int8['perplexity']:.4f} ÷ {exact['perplexity']:.4f}"
+    yield Line("weights in 8 bits, perplexity ÷ fp32's", int8["perplexity"] / exact["perplexity"], said)
+    asked = result["settings"]["exams"]
+    for name, right in result["exams"].items():
+        if right["fp32"]:
+            said = f"{right['int8']:.1%} ÷ {right['fp32']:.1%}"
+            what = f"weights in 8 bits, {name}: {asked} answers, right ÷ fp32's"
+            yield Line(what, right["int8"] / right["fp32"], said, is_better_high=True)
+
+
+def _peers(result: Result) -> Iterable[Line]:
+    for case, by_peer in result["tokens_per_s"].items():
+        best = max((name for name in by_peer if name != "Baton"), key=lambda name: statistics.median(by_peer[name]))
+        ours, theirs = (statistics.median(by_peer[name]) for name in ("Baton", best))
+        yield Line(
+            f"{case}, tokens/s ÷ the best peer's", ours / theirs, f"{ours:.0f} ÷ {theirs:.0f} ({best})", 1.0, True
+        )
+
+
+PEERS: Final = "peers"  # the entry that needs their environments
 ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("router", "router", "--rounds 1 --window-s 3 --decisions 200", 240, _router, TINY, has_plot=True),
     Entry("scheduler", "scheduler", "--slots 16,256 --more-sequences '' --steps 4000", 60, _scheduler),
@@ -215,5 +239,14 @@ ENTRIES: Final[tuple[Entry, ...]] = (
         _crossover,
         SMOL,
         has_plot=True,
+    ),
+    Entry("int8", "int8", "--model deploy/demo_model --sequences 32 --length 256 --exams 50", 120, _int8),
+    Entry(
+        PEERS,
+        "peers",
+        "--peers Baton,vLLM,llama.cpp --clients 1,8 --contexts 128 --prompts 512 --rounds 1",
+        600,
+        _peers,
+        LLAMA,
     ),
 )

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.architecture.source_tree import ROOT
+from engine.demo.examine import EXAMS
+from tests.architecture.source_tree import DEMO_MODEL, ROOT
 from tests.kernels_choice import KERNELS
 
 
@@ -37,3 +38,21 @@ def test_a_text_of_the_user_s_own_and_one_that_is_too_short(tiny_model: Path, tm
     result = run("--model", str(tiny_model), "--text", str(text), "--length", "300")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "105 tokens are fewer than --length 300" in result.stderr
+
+
+def test_the_demo_model_answers_as_often_with_8_bits(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    asked = ("--sequences", "2", "--length", "32", "--exams", "4")
+    result = run("--model", str(DEMO_MODEL), *asked, "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    exams = json.loads(path.read_text())["exams"]
+    assert set(exams) == set(EXAMS)
+    for name in ("questions", "recall, 512 tokens", "copying"):
+        assert all(share >= 0.75 for share in exams[name].values()), (name, exams[name])
+        assert f"{name}, right of 4: fp32 " in result.stdout
+
+
+def test_a_model_that_was_never_taught_is_not_examined(tiny_model: Path) -> None:
+    result = run("--model", str(tiny_model), "--sequences", "1", "--length", "8", "--exams", "1")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--exams: " in result.stderr and "the demo model 1536" in result.stderr
