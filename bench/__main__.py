@@ -4,7 +4,8 @@
 
 Each is a process like any user's, with a bound on its time; twenty minutes in all on two quiet cores. One that fails is a line of
 the table, and the others go on; then the exit code is 1. What stands in the table are ratios, against a limit, a peer or the other
-way in the same run. With --envs, where other servers are installed (bench.peers), they are measured too. The full runs behind the pages of bench/results are apart: their commands stand there.
+way in the same run. With --envs, where other servers are installed (bench.peers), they are measured too. The full runs behind the
+pages of bench/results are apart: their commands stand there.
 """
 
 from __future__ import annotations

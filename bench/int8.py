@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import machine, utc_date
+from bench.page import write_page
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
 from runtime.process import fatal, write_atomically
@@ -53,7 +54,11 @@ class Int8Config:
     sequences: int = knob(16, "stretches of the text, each predicted from its own beginning", low=1, high=4096)
     length: int = knob(256, "tokens of each", low=2, high=1 << 20)
     exams: int = knob(0, "held-out questions of each kind that each way answers; the demo model's", low=0, high=100_000)
-    output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+    output: Path | None = knob(None, "JSON file for all figures; a page goes beside it", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise ValueError(f"--output {self.output}: its folder does not exist")
 
 
 @dataclass(slots=True)
@@ -89,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         write_atomically(config.output, {**result, "losses": [asdict(each) for each in losses], "exams": exams})
+        console.print(f"written: {config.output}, {write_page(config.output)}")
     return 0
 
 

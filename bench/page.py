@@ -250,7 +250,8 @@ def _int8(result: Result) -> Iterator[str]:
     settings = result["settings"]
     said = f"what it says itself at temperature 1, {settings['sequences']} times {settings['length']} tokens"
     source = f"`{settings['text']}`" if settings["text"] else said
-    yield f"`{Path(settings['model']).name}` on {source}; `int8`: bf16, the weights of all linears in 8 bits (`--weight-dtype int8`)."
+    name = Path(settings["model"]).name
+    yield f"`{name}` on {source}; `int8`: bf16, the weights of all linears in 8 bits (`--weight-dtype int8`)."
     yield ""
     rows = []
     for each in result["losses"]:
@@ -260,7 +261,8 @@ def _int8(result: Result) -> Iterator[str]:
     if not result["exams"]:
         return
     yield ""
-    yield f"Held-out questions ([the demo model](../../docs/demo_model.md)), {settings['exams']} of each kind, answered without one wrong token:"
+    said = f"{settings['exams']} of each kind, answered without one wrong token:"
+    yield f"Held-out questions ([the demo model](../../docs/demo_model.md)), {said}"
     yield ""
     ways = [each["way"] for each in result["losses"]]
     yield from _table(

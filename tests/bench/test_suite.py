@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.crossover import Cell, crossovers
 from bench.__main__ import SuiteConfig
+from bench.crossover import Cell, crossovers
 from bench.suite_entries import ENTRIES, PEERS, Entry, Line
 from bench.suite_table import BEGIN, END, Outcome, only_asked, outcome_of, page, with_table
 from runtime.config import ConfigError, parse
