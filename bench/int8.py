@@ -102,10 +102,14 @@ def measure(config: Int8Config, console: Console) -> tuple[list[Loss], dict[str,
     """Of fp32, bf16, and bf16 with int8 weights; and of each exam the share that each answers right. ValueError in one sentence."""
     import torch
 
+    from engine.demo.vocabulary import VOCAB_SIZE
     from engine.model import load_model
 
     torch.set_num_threads(config.threads)
     exact = load_model(config.model, "fp32", config.kernels)
+    if config.exams and exact.config.vocab_size != VOCAB_SIZE:
+        sizes = f"{exact.config.vocab_size} tokens, the demo model {VOCAB_SIZE}"
+        raise ValueError(f"--exams: {config.model} has {sizes}: it was never taught these")
     rounded = load_model(config.model, "bf16", config.kernels)
     int8 = load_model(config.model, "bf16", config.kernels, weight_dtype="int8")
     ways = {"fp32": exact, "bf16": rounded, "int8": int8}
@@ -127,15 +131,10 @@ def measure(config: Int8Config, console: Console) -> tuple[list[Loss], dict[str,
 def _exams(config: Int8Config, ways: Mapping[str, Model], console: Console) -> dict[str, dict[str, float]]:
     """Greedy decoding says the answer exactly where the likeliest token is the answer's at each of its positions."""
     from engine.demo.examine import EXAMS, draw_exam
-    from engine.demo.vocabulary import NOT_LEARNED, VOCAB_SIZE, conversation_ids
+    from engine.demo.vocabulary import NOT_LEARNED, conversation_ids
 
     if not config.exams:
         return {}
-    vocab_size = next(iter(ways.values())).config.vocab_size
-    if vocab_size != VOCAB_SIZE:
-        raise ValueError(
-            f"--exams: {config.model} has {vocab_size} tokens, the demo model {VOCAB_SIZE}: it was never taught these"
-        )
     tokenizer = _tokenizer(config.model)
     shares = {name: dict.fromkeys(ways, 0.0) for name in EXAMS}
     with StepProgress(console, "questions", len(EXAMS) * config.exams) as progress:

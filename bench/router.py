@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench.frame import Bench, check_files, check_model, whole_numbers
 from bench.progress import StepProgress
-from bench.router_figures import Round, SideFigures, figures_of, streams_for
+from bench.router_figures import Round, SideFigures, figures_of, split_cost, streams_for
 from bench.router_load import Shape, Window, run_window, window_of
 from bench.router_loss import LossCost, loss_costs
 from bench.router_placement import PLACEMENT_POLICIES, PlacementCost, placement_costs
@@ -161,14 +161,16 @@ def _round(config: RouterBenchConfig, cases: Sequence[Case], progress: StepProgr
         progress.advance(f"{name}, {what}")
         return window_of(found[0], side.speaker.said(), *found[1:], max_tokens)
 
-    costs = [
-        (
-            run(case, "short", _SHORT_STREAMS, 2, config.step_ms),
-            run(case, "steady", config.streams, _LONG_TOKENS, config.step_ms),
-            run(case, "as fast as can be", config.streams, _LONG_TOKENS, 0),
-        )
-        for case in cases
-    ]
+    def costs_of(case: Case) -> tuple[Window, Window, Window]:
+        short = run(case, "short", _SHORT_STREAMS, 2, config.step_ms)
+        steady = run(case, "steady", config.streams, _LONG_TOKENS, config.step_ms)
+        try:
+            split_cost(short, steady)
+        except ValueError as error:  # now, and not when everything has been measured
+            raise ValueError(f"--window-s {config.window_s:g}: too short for {case[0]}: {error}") from None
+        return short, steady, run(case, "as fast as can be", config.streams, _LONG_TOKENS, 0)
+
+    costs = [costs_of(case) for case in cases]
     most = [
         0 if name in _NO_ROUTER else min(streams_for(steady, config.streams, config.load), _MOST_TIMES * config.streams)
         for (name, _, _), (_, steady, _) in zip(cases, costs, strict=True)

@@ -51,7 +51,9 @@ def split_cost(short: Window, steady: Window, whose: str = "router") -> tuple[fl
     a2, b2, c2 = steady.num_requests, steady.num_tokens, steady.cpu_s[whose] * 1e6
     determinant = a1 * b2 - a2 * b1
     if not determinant:
-        raise ValueError("both windows have the same tokens a request: they cannot be told apart")
+        raise ValueError(
+            f"{b1} tokens of {a1} short requests, {b2} of {a2} long ones: what a token costs cannot be told"
+        )
     return (a1 * c2 - a2 * c1) / determinant, (c1 * b2 - c2 * b1) / determinant
 
 

@@ -89,7 +89,7 @@ def test_the_costs_of_tokens_and_requests_explain_both_windows() -> None:
     token_s, request_s = 40e-6, 700e-6
     short, steady = (window(t * token_s + r * request_s, t, r) for t, r in ((400, 200), (12_800, 101)))
     assert list(split_cost(short, steady)) == pytest.approx([40, 700])
-    with pytest.raises(ValueError, match="told apart"):
+    with pytest.raises(ValueError, match="20 tokens of 10 short requests, 40 of 20 long ones"):
         split_cost(window(1.0, 20, 10), window(2.0, 40, 20))
     assert streams_for(window(0.5, 1, 1), 64, 0.75) == 192
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +135,25 @@ def test_a_device_without_room_for_what_a_node_asks_is_one_sentence(
     config = NodeConfig(model=model_dirs(), router=("127.0.0.1:1",), device="cpu", num_blocks=8, max_model_len=64)
     with pytest.raises(ValueError, match="has no room for the weights, --num-blocks 8 of KV"):
         build_engine(config, NodeIdentity("n", 1))
+
+
+@pytest.mark.covers("M04")
+def test_why_a_node_is_slow_is_said_before_anything_takes_long(
+    model_dirs: ModelDirs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes first is the probe, in which numba may compile for half a minute."""
+
+    class ProbedError(Exception):
+        pass
+
+    def probe(_: object) -> None:
+        raise ProbedError
+
+    monkeypatch.setattr(choice, "has_numba", lambda: False)
+    monkeypatch.setattr(choice, "library_path", lambda _: tmp_path / "none")
+    monkeypatch.setattr("node.assembly.find_inexactness", probe)
+    config = NodeConfig(model=model_dirs(), router=("127.0.0.1:1",), device="cpu", num_blocks=8, max_model_len=64)
+    with pytest.raises(ProbedError):
+        build_engine(config, NodeIdentity("n", 1))
+    (said,) = [record.getMessage() for record in caplog.records if "slow_kernels" in record.getMessage()]
+    assert "kernels=torch-" in said and "make setup" in said

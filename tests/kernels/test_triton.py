@@ -17,11 +17,16 @@ from kernels.choice import has_triton
 from tests.thorough import IS_THOROUGH
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 3500 if IS_THOROUGH else 880  # some 15 s of computing each, however busy the machine is
+LIMIT_S = 3500 if IS_THOROUGH else 880  # up to 70 s of computing, however busy the machine is
+# One process for many: to begin it takes 8 s of computing, beside others twice as long.
 RUNS = {
-    "primitives": ["tests/kernels/test_primitives.py", "tests/engine_torch/test_attention.py", "-k", "triton"],
-    "bits": ["tests/kernels/test_triton_kernels.py", "-k", "bits"],
-    "numbers": ["tests/kernels/test_triton_kernels.py", "-k", "not bits"],
+    "kernels": [
+        "tests/kernels/test_primitives.py",
+        "tests/kernels/test_triton_kernels.py",
+        "tests/engine_torch/test_attention.py",
+        "-k",
+        "triton",
+    ],
     "engine": ["tests/engine_torch/test_triton_engine.py"],
 }
 

@@ -37,8 +37,8 @@ MUTANTS: Final = (
         "int8-is-not-told-to-the-engine",
         "A node takes the flag and computes with weights in full.",
         "node/assembly.py",
-        "config.kernels, device, config.weight_dtype)",
-        "config.kernels, device)",
+        "config.kernels, device, config.weight_dtype, split)",
+        'config.kernels, device, "auto", split)',
         ("tests/node/test_two_nodes.py",),
     ),
 )

@@ -7,9 +7,9 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_BITS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[bits]",)
-_NUMBERS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[numbers]",)
-_PRIMITIVES: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[primitives]",)
+_BITS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_NUMBERS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_PRIMITIVES: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
 _GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
 
 MUTANTS: Final = (
