@@ -7,9 +7,7 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-_BITS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
-_NUMBERS: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
-_PRIMITIVES: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_INTERPRETED: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
 _GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
 
 MUTANTS: Final = (
@@ -19,7 +17,7 @@ MUTANTS: Final = (
         "kernels/triton_attention.py",
         "    for part in range(seen // PART, last_position // PART + 1):\n        more_maximum, more_total, more_mixed = _attend",
         "    for part in range(seen // PART, last_position // PART):\n        more_maximum, more_total, more_mixed = _attend",
-        _PRIMITIVES,
+        _INTERPRETED,
     ),
     Mutant(
         "values-behind-the-end-read",
@@ -27,7 +25,7 @@ MUTANTS: Final = (
         "kernels/triton_attention.py",
         "        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
         "        is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
-        _NUMBERS,
+        _INTERPRETED,
     ),
     Mutant(
         "parts-merged-unscaled",
@@ -35,7 +33,7 @@ MUTANTS: Final = (
         "kernels/triton_attention.py",
         "total * old + more_total * new, mixed",
         "total * old + more_total, mixed",
-        _PRIMITIVES,
+        _INTERPRETED,
     ),
     Mutant(
         "window-one-short",
@@ -43,7 +41,7 @@ MUTANTS: Final = (
         "kernels/triton_attention.py",
         "(seen > own - window)",
         "(seen > own - window + 1)",
-        _PRIMITIVES,
+        _INTERPRETED,
     ),
     Mutant(
         "values-over-keys",
@@ -51,7 +49,7 @@ MUTANTS: Final = (
         "kernels/triton_rows.py",
         "tl.where(is_value, plane_stride, 0)",
         "tl.where(is_value, 0, plane_stride)",
-        _BITS,
+        _INTERPRETED,
     ),
     Mutant(
         "residual-not-kept",
@@ -59,7 +57,7 @@ MUTANTS: Final = (
         "kernels/triton_rows.py",
         "        tl.store(x + at, narrowed(numbers, dtype), mask=is_there)\n",
         "",
-        _BITS,
+        _INTERPRETED,
     ),
     Mutant(
         "tile-by-number-of-rows",
@@ -67,7 +65,7 @@ MUTANTS: Final = (
         "kernels/triton_kernels.py",
         "        num_rows, in_features = x.shape\n",
         '        num_rows, in_features = x.shape\n        self._launch["DEPTH"] = 32 if num_rows < 8 else 64\n',
-        _BITS,
+        _INTERPRETED,
     ),
     Mutant(
         "padding-repeats-the-longest",
