@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import Grammar
+from engine.plan import BARRED_ROW, BROKEN_ROW, STALLED_ROW, Grammar
 
 
 class Binding(Protocol):
@@ -19,7 +19,7 @@ class Binding(Protocol):
         """Whether nothing may follow because finding out took too long: the grammar's doing, so that it would everywhere."""
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """What may come next, [vocab_size]; None: anything. May wait, for a bounded time. Where nothing may, the row is broken."""
+        """What may come next, [vocab_size]; None: anything. May wait, for a bounded time. Where nothing may, see end_of_row."""
 
     def add(self, token_id: int) -> None:
         """The completion's next token. Does not wait."""
@@ -51,3 +51,10 @@ class Nothing:
 
     def close(self) -> None:
         """See Binding."""
+
+
+def end_of_row(binding: Binding, allowed: NDArray[np.bool_] | None) -> int:
+    """What a row of a grammar that let no token be drawn answers: whose doing it was. Only broken KV is forgotten."""
+    if binding.is_stalled:
+        return STALLED_ROW
+    return BROKEN_ROW if allowed is None or allowed.any() else BARRED_ROW

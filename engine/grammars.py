@@ -295,7 +295,7 @@ def _made_special(directory: Path) -> set[int]:
     """By tokenizer_config.json, whose word is the last with routers (router/added_tokens.py); what is no such file they refuse."""
     try:
         told = json.loads((directory / "tokenizer_config.json").read_bytes())["added_tokens_decoder"]
-        return {int(token_id) for token_id, token in told.items() if token["special"] is True}
+        return {int(token_id) for token_id, token in told.items() if token.get("special") is True}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return set()
 

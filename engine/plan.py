@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 NO_TOKEN: Final = -1  # nothing sampled: mid-chunk
 BROKEN_ROW: Final = -2  # no logit is a number: the KV behind the row, or the model on this prompt, is broken
 STALLED_ROW: Final = -3  # what may follow took too long to find out: the grammar's doing, so that it would everywhere
+BARRED_ROW: Final = -4  # the grammar lets nothing follow, or was lost: nothing is wrong with the KV
 # What a slot's mark answers: its owner is out, and everything that it generated has been delivered before this.
 PREEMPTED_TOKEN_ID: Final = -9
 
@@ -197,7 +198,7 @@ class SlotResult(NamedTuple):
 
     slot: int
     generation: int
-    token_id: int  # of a row: >= 0, NO_TOKEN, BROKEN_ROW or STALLED_ROW; of a mark: PREEMPTED_TOKEN_ID
+    token_id: int  # of a row: >= 0, NO_TOKEN, or an end without a token; of a mark: PREEMPTED_TOKEN_ID
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     # Where asked for, of the prompt's tokens behind the chunk's positions: start + 1, start + 2, … up to the prompt's last.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from engine.plan import (
+    BARRED_ROW,
     BROKEN_ROW,
     PREEMPTED_TOKEN_ID,
     STALLED_ROW,
@@ -26,7 +27,7 @@ from engine.sequence import NEVER, Phase, Progress, Progresses, Sequence
 
 PREEMPTED: Final = "preempted"
 PAUSED: Final = "paused"
-ENDS_OF_ROWS: Final = {BROKEN_ROW: "broken", STALLED_ROW: "stalled"}  # without a token
+ENDS_OF_ROWS: Final = {BROKEN_ROW: "broken", STALLED_ROW: "stalled", BARRED_ROW: "barred"}  # without a token
 _FINISHED: Final = int(Phase.FINISHED)  # an Enum's own comparison costs ten times as much
 
 

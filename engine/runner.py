@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, BatchBuffers, Chunk, FedRows, SlotTables
-from engine.binding import Binder, Binding
+from engine.binding import Binder, Binding, end_of_row
 from engine.device import HostCopies
 from engine.device_sampler import rows_on_device, sample_on_device
 from engine.kv_memory import KvSides
@@ -36,7 +36,6 @@ from engine.plan import (
     BROKEN_ROW,
     NO_TOKEN,
     PREEMPTED_TOKEN_ID,
-    STALLED_ROW,
     BranchToken,
     DecodeRow,
     Decodes,
@@ -255,12 +254,12 @@ class TorchRunner:
         # A broken row's next one was planned already: feed it anything.
         self._note(slots, np.maximum(drawn[: len(slots)], 0))
         self._numbers.next_indices[slots] += 1
-        for slot, token_id in zip(slots, drawn, strict=False):
+        for slot, draw, token_id in zip(slots, draws, drawn, strict=False):
             for past in (self._counts[slot], self._constraints[slot]):
                 if past is not None and token_id != BROKEN_ROW:
                     past.add(token_id)
-            if token_id == BROKEN_ROW and (bound := self._constraints[slot]) is not None and bound.is_stalled:
-                token_ids[slot][0] = STALLED_ROW
+            if token_id == BROKEN_ROW and (bound := self._constraints[slot]) is not None:
+                token_ids[slot][0] = end_of_row(bound, draw.allowed)
         return token_ids
 
     def _note(self, slots: Sequence[int], token_ids: Sequence[int] | NDArray[np.int64]) -> None:

@@ -83,7 +83,7 @@ class Progress:
     num_computed: int  # leading tokens whose KV is final in its blocks
     token_id: int | None  # newly sampled
     # "stop": a stop token was sampled, `token_id` is it; "length"; None: it goes on.
-    # "broken", "stalled", "preempted", "paused": no token
+    # "broken", "stalled", "barred", "preempted", "paused": no token
     finish: str | None
     logprobs: TokenLogprobs | None = None  # of token_id, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for, of the prompt's next tokens; token 0 has none

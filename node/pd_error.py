@@ -12,10 +12,11 @@ from proto.attempt_key import AttemptKey
 TOO_LATE: Final = "the request's deadline has passed"  # the reason of every DEADLINE that a node says
 NOT_RETRYABLE: Final = frozenset({pb.INCOMPATIBLE, pb.CANCELLED, pb.DEADLINE, pb.INVALID})
 # How the engine ends a sequence without a token: its KV, or what the model makes of it, is no number; its grammar
-# held up a step; others needed its blocks.
+# held up a step, lets nothing follow, or was lost; others needed its blocks.
 ENDS_WITHOUT_TOKEN: Final[Mapping[str, tuple[pb.ErrorCode.ValueType, str]]] = {
     "broken": (pb.INTERNAL, "the model gives no numbers for this sequence"),
     "stalled": (pb.INVALID, "its grammar takes too long to follow: it can be read in too many ways"),
+    "barred": (pb.INTERNAL, "its grammar lets nothing follow, or could not be followed any more"),
     "preempted": (pb.PREEMPTED, "its blocks were needed by older sequences"),
 }
 

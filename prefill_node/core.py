@@ -248,7 +248,7 @@ class PrefillCore:
             task = self._tasks.get(item.sequence_id)
             if task is None or task.handover.state in GIVEN_UP:
                 continue
-            if item.finish in ("broken", "stalled"):
+            if item.finish in ("broken", "stalled", "barred"):
                 self._report(task, self._handovers.error(*ENDS_WITHOUT_TOKEN[item.finish]))
                 self._step(task, SenderEvent.CANCEL, now)
                 continue

@@ -131,7 +131,7 @@ class Api:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None)
+        app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
         for path, endpoint, body_type in (
             ("/v1/completions", self.completions, CompletionBody),
             ("/v1/chat/completions", self.chat_completions, ChatBody),

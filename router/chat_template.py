@@ -85,7 +85,7 @@ class ChatTemplate:
         Nor of what a developer says: that is told by the system where the template has no word for the role.
         `kwargs`: what the client tells the template besides; one that has no word for it says nothing of it.
         """
-        template = self._with_tools if tools else self._plain
+        template = self._with_tools if tools or any(map(_is_of_tools, messages)) else self._plain
         told: dict[str, Any] = {"documents": None, **kwargs, "tools": tools or None, **more}
         told["strftime_now"] = datetime.now().strftime  # one instant: what is written twice here is to be the same text
         messages, text = _with_developers(template, messages, told)
@@ -181,6 +181,11 @@ def _without_instructions(messages: Sequence[Mapping[str, Any]]) -> Sequence[Map
 
 def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    """Whether a tool is called there, or answers: where the model has a template for that, it is the one that knows the words."""
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

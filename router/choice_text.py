@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.detokenizer import IncrementalDetokenizer
-from router.stop_strings import StopMatcher
+from router.stop_strings import NO_STOPS, StopMatcher, Stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TextRules:
     """What decides about a completion's text."""
 
     silent_ids: Collection[int]  # stop tokens: they end the text and are not in it
-    stop_strings: tuple[str, ...] = ()
+    stops: Stops = NO_STOPS
     min_tokens: int = 0
     spelled: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text here, and which
 
@@ -45,7 +45,7 @@ class ChoiceText:
 
     def __init__(self, detokenizer: IncrementalDetokenizer, rules: TextRules, given_ids: Sequence[int] = ()) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(rules.stop_strings) if rules.stop_strings else None
+        self._matcher = StopMatcher(rules.stops) if rules.stops else None
         self._rules = rules
         self.num_tokens = 0  # the given ones included
         self._num_characters = 0
@@ -83,7 +83,7 @@ class ChoiceText:
         if self.is_stopped:
             return TextPart("", [], True)
         rest = self._detokenizer.finish()
-        if self._matcher is None:
+        if self._matcher is None or self.num_tokens <= self._rules.min_tokens:
             return TextPart(rest, [], False)
         shown, is_stopped = self._matcher.push(rest)
         return TextPart(shown if is_stopped else shown + self._matcher.flush(), [], is_stopped)

@@ -30,6 +30,7 @@ from router.forced_calls import forced_grammar, is_forced
 from router.openai_types import IDS_AT_ONCE, ApiError, CompletionBody, bad_request, prompts_of, unknown_model
 from router.seeds import SEED_BITS
 from router.shell import RouterShell
+from router.stop_strings import Stops
 from router.structured import grammar_of
 from router.text import ModelText, TextTooLong
 from router.text_turns import TextTurns
@@ -101,7 +102,8 @@ class Intake:
             )
             raise bad_request("prompt", message)
         stop_token_ids, logit_bias = self._stop_token_ids(body), self._logit_bias(body)
-        grammar = self._grammar(body)
+        grammar = await off_loop(num_bytes, self._grammar, body)
+        stops = Stops(body.stop)
         timeout_s = min(self._limits.request_timeout_s, body.timeout_s or math.inf)
         asked = []
         for prompt in prompts:
@@ -122,7 +124,7 @@ class Intake:
                 num_choices=body.n,
                 generated_token_ids=generated,
             )
-            asked.append(await self._with_text(body, prompt, request, tools, num_bytes))
+            asked.append(await self._with_text(body, prompt, request, stops, tools, num_bytes))
         return asked
 
     # ---------------------------------------------------------------- prompts
@@ -193,12 +195,13 @@ class Intake:
         body: CompletionBody | ChatBody,
         prompt: _Prompt,
         request: GenerationRequest,
+        stops: Stops,
         tools: ToolUse | None,
         num_bytes: int,
     ) -> Asked:
         """The request with the ways to text of its choices."""
         spelled = {} if tools is None else self._text.spelled(tools.syntax.tokens)
-        rules = TextRules(frozenset(request.sampling.stop_token_ids), tuple(body.stop), body.min_tokens, spelled)
+        rules = TextRules(frozenset(request.sampling.stop_token_ids), stops, body.min_tokens, spelled)
         given = request.generated_token_ids
         if given:  # of one choice, without echo
             size = max(num_bytes, 16 * len(given))
@@ -209,8 +212,11 @@ class Intake:
             return Asked(request, texts, tools=tools)
         token_ids, size = prompt.token_ids, max(num_bytes, 16 * len(prompt.token_ids))
         text = await off_loop(size, self._text.decode, token_ids) if prompt.text is None else prompt.text
-        wants_offsets = request.sampling.wants_prompt_logprobs
-        offsets = await off_loop(size, self._text.offsets, token_ids) if wants_offsets else []
+        offsets: Sequence[int] = ()
+        if request.sampling.wants_prompt_logprobs and prompt.text is None:
+            offsets = await off_loop(size, self._text.offsets, token_ids)
+        elif request.sampling.wants_prompt_logprobs:
+            offsets = await off_loop(size, self._text.offsets_in, text)
         return Asked(request, texts, Echo(text, offsets), drops_tokens=body.max_tokens == 0)
 
     # ---------------------------------------------------------------- limits
@@ -249,10 +255,10 @@ class Intake:
             message = f"{len(given)} tokens are more than max_tokens, {sampling.max_tokens}"
             raise bad_request("generated_token_ids", message)
         end = next((index for index, each in enumerate(given) if each in ends), None)
-        if end is not None and end < max(len(given) - 1, sampling.min_tokens):
-            why = (
-                "which ends a completion" if end >= sampling.min_tokens else f"before min_tokens, {sampling.min_tokens}"
-            )
+        # Where a grammar says that nothing can follow the end comes whatever min_tokens says.
+        least = 0 if sampling.grammar is not None else sampling.min_tokens
+        if end is not None and end < max(len(given) - 1, least):
+            why = "which ends a completion" if end >= least else f"before min_tokens, {least}"
             raise bad_request("generated_token_ids", f"hold the stop token {given[end]} at index {end}, {why}")
         return tuple(given)
 

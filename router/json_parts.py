@@ -13,6 +13,7 @@ from json.encoder import encode_basestring
 from typing import Final
 
 ENTRIES_PER_SLICE: Final = 256  # names with a number each: about 4 ms
+IDS_PER_SLICE: Final = 16384  # about 2 ms
 
 Dump = Callable[[object], str]
 
@@ -22,6 +23,13 @@ class Sliced:
     """An array, slice by slice, none of them empty; can be read once."""
 
     slices: Iterator[Sequence[object]]
+
+
+def in_slices(token_ids: Sequence[int]) -> Sequence[int] | Sliced:
+    """The same, slice by slice if they are many."""
+    if len(token_ids) <= IDS_PER_SLICE:
+        return token_ids
+    return Sliced(token_ids[begin : begin + IDS_PER_SLICE] for begin in range(0, len(token_ids), IDS_PER_SLICE))
 
 
 def dump_ascii(value: object) -> str:

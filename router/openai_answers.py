@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 
 from router.answer import Asked, Piece
 from router.chunk_template import MARK_IDS, MARK_TEXT, ChunkTemplate
-from router.json_parts import ENTRIES_PER_SLICE, dump_ascii, dump_unicode, json_parts
+from router.json_parts import ENTRIES_PER_SLICE, Sliced, dump_ascii, dump_unicode, in_slices, json_parts
 from router.logprobs import ScoredToken, chat_logprobs, completion_logprobs
 from router.openai_types import ApiError
 from router.seeds import branch_seed
@@ -192,8 +192,7 @@ class AnswerWriter:
         """The events for a choice's next piece, in parts if long; none if the client could be shown nothing of it yet."""
         if not self._is_opened:
             self._is_opened = True
-            opening = [part for each in range(len(self._choices)) for part in self._event(each, Piece())]
-            return itertools.chain(opening, self.chunk(index, piece))
+            return self._opened(index, piece)
         if self.is_usual(index, piece):
             return (self.usual_event(index, piece),)
         if piece.handed_up_ids is None or not (piece.token_ids or self._choices[index].is_first):
@@ -201,6 +200,12 @@ class AnswerWriter:
         before = replace(piece, finish_reason=None, handed_up_ids=None)
         last = Piece(finish_reason=piece.finish_reason, handed_up_ids=piece.handed_up_ids)
         return itertools.chain(self._event(index, before), self._event(index, last))
+
+    def _opened(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """An event that opens each choice, then the piece's: one by one, as each may have all of a prompt's ids."""
+        for each in range(len(self._choices)):
+            yield from self._event(each, Piece())
+        yield from self.chunk(index, piece)
 
     def is_usual(self, index: int, piece: Piece) -> bool:
         """Whether the piece is text behind which more follows: one short event, and nearly all there is of a stream."""
@@ -235,13 +240,14 @@ class AnswerWriter:
             content["seed"] = choice.seed
         if self._options.returns_token_ids:
             if choice.is_first:
-                content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
+                content["prompt_token_ids"] = in_slices(choice.asked.request.prompt_token_ids)
             content["completion_token_ids"] = piece.token_ids
         if piece.handed_up_ids is not None:
             content["completion_token_ids"] = piece.handed_up_ids
         choice.is_first = False
         num_scored = len(piece.token_ids) + len(piece.prompt_logprobs)
-        is_long = num_scored * (1 + (self._options.num_logprobs or 0)) > ENTRIES_PER_SLICE
+        num_entries = num_scored * (1 + (self._options.num_logprobs or 0))
+        is_long = num_entries > ENTRIES_PER_SLICE or isinstance(content.get("prompt_token_ids"), Sliced)
         return _event_parts(self._chunk_frame(iter([content]))) if is_long else (event(self._chunk_frame([content])),)
 
     def _told(self, choice: _Choice, piece: Piece) -> tuple[dict[str, Any], bool]:
@@ -310,7 +316,7 @@ class AnswerWriter:
             "seed": choice.seed,
         }
         if self._options.returns_token_ids:
-            content["prompt_token_ids"] = choice.asked.request.prompt_token_ids
+            content["prompt_token_ids"] = in_slices(choice.asked.request.prompt_token_ids)
             content["completion_token_ids"] = choice.whole.token_ids
         if choice.whole.handed_up_ids is not None:
             content["completion_token_ids"] = choice.whole.handed_up_ids

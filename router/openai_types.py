@@ -270,7 +270,7 @@ def _parsed(content: bytes) -> object:
     """JSON; what is wrong with it in words that are not Python's."""
     try:
         return _DECODER.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, _NoNumberError) as error:
         problem = str(error)
     except UnicodeDecodeError:
         problem = "it is no UTF-8"
@@ -300,6 +300,8 @@ def _check_unserved(unserved: Mapping[str, tuple[object, ...]], name: str, value
     """Let a value pass that asks for nothing; refuse any other, and names that the API does not have."""
     if name not in unserved:
         raise bad_request(name[:SHOWN_LENGTH], "unknown parameter", "unknown_parameter")
+    if isinstance(value, dict):
+        value = {key: each for key, each in value.items() if each is not None}
     for harmless in unserved[name]:
         if value == harmless and isinstance(value, bool) == isinstance(harmless, bool):
             return
@@ -331,8 +333,12 @@ def _check_token_list(field: str, token_ids: list[object]) -> None:
             raise bad_request(f"{field}.{position}", f"must be a token id, not {shown(token_ids[position])}")
 
 
+class _NoNumberError(ValueError):
+    """Python would read it, JSON has no such number."""
+
+
 def _refuse_constant(name: str) -> None:
-    raise json.JSONDecodeError(f"{name} is no number", "", 0)
+    raise _NoNumberError(f"{name} is no number")
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)  # json.loads would make one for each body

@@ -19,7 +19,8 @@ from pydantic import Field, StrictStr
 
 from router.events import Grammar
 from router.openai_types import SCHEMA_NAME_PATTERN, CheckedBody, Flag, Nested, bad_request, validated
-from router.regex_rules import RegexRefusal, num_repeats
+from router.regex_rules import RegexRefusal, num_repeats, within_quotes
+from router.schema_values import DECIMALS, LARGEST, followed, has_number, too_wide
 from router.wrong_values import NO_CHARACTER, NOT_FINITE, shown
 
 MAX_TEXT_BYTES: Final = 64 << 10  # of a grammar
@@ -48,7 +49,6 @@ _WHOLE: Final = ("$ref", "anyOf", "allOf", "enum", "const")
 # Of dates the 30th of February is one, to xgrammar; what it takes for an address no validator does.
 _FORMATS: Final = frozenset({"date", "time", "date-time", "email", "uuid"})
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength"})
-_LARGEST: Final = 2**53
 _QUANTIFIER: Final = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
@@ -132,6 +132,8 @@ def schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, is_compact: 
     counts = sum(_check_schema(schema, field))
     if counts > MAX_REPEATS:
         raise bad_request(field, f"its lengths and counts together are {counts}, more than {MAX_REPEATS}")
+    text = json.dumps(followed(schema), ensure_ascii=False)
+    _check_size(text, field)  # a pattern's characters may have become longer
     return Grammar("json_schema", text, is_compact, field=field)
 
 
@@ -160,9 +162,9 @@ def _of_structured(asked: StructuredOutputs) -> Grammar | None:
         schema = _parsed(asked.json_, f"{name}.json") if isinstance(asked.json_, str) else asked.json_
         return schema_grammar(schema, f"{name}.json", is_compact=asked.disable_any_whitespace)
     if asked.choice is not None:
+        _check_size("root ::= " + " | ".join(asked.choice), f"{name}.choice")
         text = "root ::= " + " | ".join(map(_quoted, asked.choice))
-        _num_bytes("".join(asked.choice), f"{name}.choice")
-        _check_size(text, f"{name}.choice")
+        _check_size(text, f"{name}.choice")  # quotes and what cannot be printed have become longer
         return Grammar("ebnf", text, field=f"{name}.choice")
     kind: Literal["regex", "ebnf"] = "ebnf" if asked.regex is None else "regex"
     field = f"{name}.{'grammar' if asked.regex is None else 'regex'}"
@@ -180,8 +182,8 @@ def _parsed(text: str, field: str) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """A literal of the grammar's language: ASCII, everything but letters and digits by its number."""
-    return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
+    """A literal of the grammar's language: what can be printed as it is, everything else by its number."""
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 def _check_extent(schema: object, field: str) -> None:
@@ -250,10 +252,14 @@ def _check_schema(schema: object, field: str, depth: int = 0) -> Iterator[int]:
         yield _count(schema[name], f"{field}.{name}")
     yield from _check_string(schema, field)
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if name in schema and not (type(schema[name]) in (int, float) and abs(schema[name]) <= _LARGEST):
+        if name in schema and not (type(schema[name]) in (int, float) and abs(schema[name]) <= LARGEST):
             raise bad_request(
-                f"{field}.{name}", f"must be a number from -{_LARGEST} to {_LARGEST}, not {shown(schema[name])}"
+                f"{field}.{name}", f"must be a number from -{LARGEST} to {LARGEST}, not {shown(schema[name])}"
             )
+    for kind, decimals in DECIMALS.items():
+        if kind in types and not has_number(schema, decimals):
+            told = f" of at most {decimals} decimals" if decimals else ""
+            raise bad_request(field, f"no {kind}{told} lies within its bounds")
     yield from _check_object(schema, field, depth)
     if "items" in schema and schema["items"] is not False:
         yield from _check_schema(schema["items"], f"{field}.items", depth + 1)
@@ -289,6 +295,8 @@ def _check_whole(schema: Mapping[str, Any], name: str, types: list[str], field: 
                 raise bad_request(f"{field}.{name}", "must be a list of at least one value")
             if types and not all(any(_is_of(each, kind) for kind in types) for each in values):
                 raise bad_request(f"{field}.{name}", "has a value that is not of the type")
+            if (number := too_wide(values)) is not None:
+                raise bad_request(f"{field}.{name}", f"{shown(number)} has more than 64 bits")
         case _:
             schemas = _list(schema, name, field)
             if not schemas or (name == "allOf" and len(schemas) > 1):
@@ -307,6 +315,10 @@ def _check_string(schema: Mapping[str, Any], field: str) -> Iterator[int]:
         if not isinstance(schema["pattern"], str):
             raise bad_request(f"{field}.pattern", f"must be a text, not {shown(schema['pattern'])}")
         yield _check_repeats(schema["pattern"], f"{field}.pattern")
+        try:
+            within_quotes(schema["pattern"])
+        except RegexRefusal as refusal:
+            raise bad_request(f"{field}.pattern", str(refusal), "unsupported_parameter") from refusal
 
 
 def _check_object(schema: Mapping[str, Any], field: str, depth: int) -> Iterator[int]:
@@ -338,8 +350,8 @@ def _list(schema: Mapping[str, Any], name: str, field: str) -> list[Any]:
 
 
 def _count(value: object, field: str) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise bad_request(field, f"must be a whole number from 0 to {_LARGEST}, not {shown(value)}")
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise bad_request(field, f"must be a whole number from 0 to {LARGEST}, not {shown(value)}")
     return value
 
 

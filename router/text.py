@@ -148,6 +148,15 @@ class ModelText:
         """For each token of a prompt, how many characters of its text are complete before it."""
         return ChoiceText(self.detokenizer(), TextRules(())).push(token_ids).offsets
 
+    def offsets_in(self, text: str) -> list[int]:
+        """For each token of a prompt given as this text, which may spell special tokens, where in it the token begins."""
+        (encoding,) = self._tokenizer.encode_batch([text])
+        offsets, end_so_far = list[int](), 0
+        for (begin, end), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            offsets.append(end_so_far if is_added else begin)
+            end_so_far = end_so_far if is_added else end
+        return offsets
+
     def _find_stop_token_ids(
         self, directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> tuple[int, ...]:

@@ -86,7 +86,8 @@ def wrong_of(
             kinds = [
                 called[each["type"]] for each in of_first if _in(values, each) == location and each["type"] in called
             ]
-            told = f"must be {' or '.join(dict.fromkeys(kinds))}"
+            is_huge = kind == "float_type" and type(value) is int  # no float holds it
+            told = "must be a finite number" if is_huge else f"must be {' or '.join(dict.fromkeys(kinds))}"
         case _ if kind in _BOUNDS:
             bounds = {name: _whole(bound) for name, bound in worst["ctx"].items()}
             told = f"must be {_BOUNDS[kind].format(**bounds)}"

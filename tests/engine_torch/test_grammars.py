@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from engine.binding import Binder, Binding
 from engine.block_pool import BlockPool
@@ -284,49 +283,6 @@ def test_a_row_that_gave_way_is_asked_about_no_more_from_then_on(model: Model, g
         assert counted.num_closed == num_closed
         runner.run(Plan(1, marks=(SlotMark(0, generation),)))
         assert counted.num_closed == num_closed + 1
-
-
-class StallsAfter:
-    """Follows grammars, until a completion has so many tokens."""
-
-    def __init__(self, grammars: Grammars, num_tokens: int) -> None:
-        self._grammars = grammars
-        self._num_tokens = num_tokens
-
-    def constraint(self, grammar: Grammar, generated_token_ids: Iterable[int] = ()) -> Binding:
-        token_ids = [*generated_token_ids]
-        return Stalling(self._grammars.constraint(grammar, token_ids), self._num_tokens - len(token_ids))
-
-
-class Stalling:
-    def __init__(self, constraint: Constraint, num_left: int) -> None:
-        self._constraint = constraint
-        self._num_left = num_left
-
-    @property
-    def is_stalled(self) -> bool:
-        return self._num_left <= 0
-
-    def allowed(self) -> NDArray[np.bool_] | None:
-        return np.zeros(VOCAB_SIZE, np.bool_) if self.is_stalled else self._constraint.allowed()
-
-    def add(self, token_id: int) -> None:
-        self._num_left -= 1
-        self._constraint.add(token_id)
-
-    def close(self) -> None:
-        self._num_left = 0
-
-
-@pytest.mark.covers("A14")
-def test_a_completion_whose_grammar_stalls_ends_with_what_it_has_and_no_other(model: Model, grammars: Grammars) -> None:
-    bound = spec_of("bound", SamplingParams(1.0, 9, grammar=Grammar("regex", "[a-f]{20}", False, tuple(ENDS))))
-    free = spec_of("free", SamplingParams(1.0, 3), max_tokens=30)
-    ends: dict[object, str] = {}
-    said, other = completions(model, StallsAfter(grammars, 7), bound, free, ends=ends)
-    whole, alone = completions(model, grammars, bound, free)
-    assert (said, other) == (whole[:7], alone)
-    assert ends["bound"] == "stalled"
 
 
 @pytest.mark.covers("A14")

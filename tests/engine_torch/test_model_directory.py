@@ -340,7 +340,13 @@ def test_an_unknown_dtype_is_refused_by_name(model_dirs: ModelDirs) -> None:
 
 @pytest.mark.covers("A14")
 @pytest.mark.parametrize(
-    "told", [{"97": {"content": "a", "special": True}}, {"97": {"content": "a", "special": False}}, [5]]
+    "told",
+    [
+        {"97": {"content": "a", "special": True}},
+        {"97": {"content": "a", "special": False}},
+        {"97": {"content": "a", "special": True}, "98": {"content": "b"}},
+        [5],
+    ],
 )
 def test_a_token_that_the_tokenizers_settings_hide_never_stands_for_text(own_model_dir: Path, told: Any) -> None:
     """A router goes by them: what a grammar asks for would be missing in the text."""

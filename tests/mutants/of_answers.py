@@ -35,7 +35,7 @@ MUTANTS: Final = (
         "router/choice_text.py",
         "        self._num_characters -= len(shown)\n",
         "        self._num_characters -= len(shown)\n        if self._matcher is not None:\n"
-        "            self._matcher = StopMatcher(rules.stop_strings)\n",
+        "            self._matcher = StopMatcher(rules.stops)\n",
         _TEXT,
     ),
     Mutant(

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _ENGINE: Final = ("tests/engine_torch/test_grammars.py",)
+_ENDS: Final = ("tests/engine_torch/test_grammar_ends.py",)
 _HELD: Final = ("tests/node/test_held.py",)
 _GATE: Final = ("tests/node/test_grammar_gate.py",)
 _BOOK: Final = ("tests/node/test_grammar_book.py",)
@@ -113,10 +114,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "choice-as-pattern",
-        "What a choice has besides letters and digits is read as grammar.",
+        "What a choice has of quotes is read as grammar.",
         "router/structured.py",
-        "c if c.isascii() and c.isalnum() else",
-        "c if True else",
+        "c if c.isprintable() and c not in",
+        "c if c.isprintable() or c not in",
         _SCHEMAS,
     ),
     Mutant(
@@ -146,10 +147,34 @@ MUTANTS: Final = (
     Mutant(
         "stalled-as-broken",
         "A completion whose grammar cannot be followed in time goes on elsewhere, and holds up the next node.",
-        "engine/runner.py",
-        "                token_ids[slot][0] = STALLED_ROW\n",
-        "                token_ids[slot][0] = BROKEN_ROW\n",
-        _ENGINE,
+        "engine/binding.py",
+        "        return STALLED_ROW\n",
+        "        return BROKEN_ROW\n",
+        _ENDS,
+    ),
+    Mutant(
+        "dead-end-as-broken",
+        "A grammar that lets nothing follow is taken for broken KV: others' blocks leave the cache and the pool.",
+        "engine/binding.py",
+        "return BROKEN_ROW if allowed is None or allowed.any() else BARRED_ROW",
+        "return BROKEN_ROW",
+        _ENDS,
+    ),
+    Mutant(
+        "stop-strings-computed-for-each-choice",
+        "A body's stop strings are prepared once for each of its choices, and the loop stands still for seconds.",
+        "router/intake.py",
+        "TextRules(frozenset(request.sampling.stop_token_ids), stops,",
+        "TextRules(frozenset(request.sampling.stop_token_ids), Stops(stops.texts),",
+        ("tests/router/test_off_loop.py",),
+    ),
+    Mutant(
+        "pattern-as-it-is-written",
+        "A pattern with a quote or a backslash gives answers that are no JSON.",
+        "router/schema_values.py",
+        "told[name] = within_quotes(value)",
+        "told[name] = value",
+        _SCHEMAS,
     ),
     Mutant(
         "no-time-to-compile-blamed-on-the-grammar",

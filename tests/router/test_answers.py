@@ -20,6 +20,7 @@ from router.choice_text import TextRules
 from router.events import RESCHEDULED, GenerationRequest, Sampling
 from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatForm, CompletionForm
 from router.shell import RouterShell
+from router.stop_strings import Stops
 from router.streaming import GenerationResponse
 from router.text import ModelText
 from router.tool_calls import ToolUse
@@ -43,7 +44,7 @@ def asked(
         0.0, 20, tuple(map(ord, stop)), num_logprobs=0 if scores else None, wants_prompt_logprobs=scores
     )
     request = GenerationRequest("id", (1, 2), 5, sampling, deadline)
-    return Asked(request, [ModelText(model).choice_text(TextRules(sampling.stop_token_ids, stop_strings))])
+    return Asked(request, [ModelText(model).choice_text(TextRules(sampling.stop_token_ids, Stops(stop_strings)))])
 
 
 def writer(model: Path, each: Asked) -> AnswerWriter:
@@ -108,7 +109,7 @@ def test_tokens_that_arrive_while_the_reader_is_busy_come_as_one_piece_and_none_
 @pytest.mark.covers("A05", "A09")
 def test_behind_given_tokens_a_stop_string_counts_those_too_for_the_branch_and_not_for_the_answer(model: Path) -> None:
     each = asked(model)
-    text = ModelText(model).choice_text(TextRules((), ("END",)), b"abE")
+    text = ModelText(model).choice_text(TextRules((), Stops(("END",))), b"abE")
     choice = Delivery([Asked(each.request, [text])], ARRIVAL).answers[0].choices[0]
     assert choice.put(b"NDx", (), 0.0) == 5
     assert choice.num_tokens == 2

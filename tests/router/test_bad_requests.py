@@ -232,11 +232,13 @@ def test_what_is_no_json_is_described_in_plain_words(model: Path) -> None:
             (b"[" * 100_000, "nested too deeply"),
             (b'{"seed": ' + b"9" * 5000 + b"}", "a number in it has more than 4300 digits"),
             (b'{"model": "\xff"}', "it is no UTF-8"),
-            (b'{"model": NaN}', "NaN is no number"),
+            (b'{"model": NaN}', "not JSON: NaN is no number."),
         ):
             answer = await router.client.post("/v1/completions", content=content)
             assert_is_error(answer, 400, None, words)
             assert not any(word in answer.text for word in ("sys.", "recursion", "codec"))
+        huge = await router.client.post("/v1/completions", json=COMPLETION | {"temperature": 10**400})
+        assert_is_error(huge, 400, "temperature", "must be a finite number, not 1000")
 
     play(model, scenario)
 
@@ -334,6 +336,10 @@ def test_unknown_paths_and_methods_have_the_same_shape(model: Path) -> None:
         assert_is_error(wrong, 405, None, "Method Not Allowed")
         assert [each.json()["error"]["code"] for each in (nowhere, wrong)] == ["not_found", "method_not_allowed"]
         assert wrong.headers["Allow"] == "POST"
+        slashed = await router.client.post("/v1/completions/", json=COMPLETION)
+        assert_is_error(
+            slashed, 404, None, "POST /v1/completions/: Not Found."
+        )  # no way elsewhere, to a host that it names
         ids = [each.headers["X-Request-Id"] for each in (nowhere, wrong)]
         assert len(set(ids)) == 2 and all(len(each) == 24 for each in ids)
         for path in ("engines", "completions", "models/other"):

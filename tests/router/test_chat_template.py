@@ -53,6 +53,16 @@ def test_a_template_that_leaves_calls_out_is_not_asked_to_write_them(
             written.render(messages, [])
 
 
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize("messages", [[ASKED, CALLED], [ASKED, CALLED, BROUGHT], [ASKED, BROUGHT]])
+def test_a_conversation_with_calls_goes_to_the_template_that_knows_them_whether_or_not_more_may_come(
+    messages: list[dict[str, Any]],
+) -> None:
+    written = ChatTemplate(TWO_ROLES, HERMES_TEMPLATE)
+    assert written.render(messages, []) == ChatTemplate(HERMES_TEMPLATE, HERMES_TEMPLATE).render(messages, [])
+    assert written.render([ASKED], []) == "When is it?\n"
+
+
 @pytest.mark.parametrize(
     ("template", "written"),
     [

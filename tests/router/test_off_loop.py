@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any, Final
 
 import pytest
 
-from router import intake, tokenizing, tool_calls
+from router import intake, stop_strings, tokenizing, tool_calls
 from router.json_parts import dump_ascii
 from router.openai_types import prompts_of
+from router.structured import grammar_of
 from router.text import ModelText
 from router.tool_calls import ChoiceCalls, ToolUse
 from router.tool_syntax import HERMES, digest_of
@@ -80,6 +82,56 @@ class NotedSize:
 
     def __set__(self, text: ModelText, value: int) -> None:
         self._value = value
+
+
+@pytest.mark.covers("A11", "A14")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"choice": ["a", "é" * BYTES]}},
+        {"structured_outputs": {"json": json.dumps({"type": "string", "title": "a" * BYTES})}},
+    ],
+    ids=["choice", "json"],
+)
+def test_a_large_grammar_is_read_beside_the_loop(
+    model: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        threads.append(threading.get_ident())
+        return grammar_of(*args, **named)
+
+    monkeypatch.setattr(intake, "grammar_of", noted)
+
+    async def scenario(router: LiveRouter) -> None:
+        refused = await router.post(**asked)
+        assert refused.status_code == 400 and "bytes are more than the 65536" in refused.text
+        assert threads and threading.get_ident() not in threads
+
+    play(model, scenario)
+
+
+@pytest.mark.covers("A09", "A11")
+def test_what_stop_strings_take_to_be_looked_for_is_computed_once_for_all_choices(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[str] = []
+    own = stop_strings._fallbacks
+
+    def noted(stop: str) -> Any:
+        computed.append(stop)
+        return own(stop)
+
+    monkeypatch.setattr(stop_strings, "_fallbacks", noted)
+
+    async def scenario(router: LiveRouter) -> None:
+        answer = await router.post(prompt=["hi", "ho", "hu"], n=4, max_tokens=20, stop=["STOP", "END"])
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"]) == 12
+        assert computed == ["STOP", "END"]
+
+    play(model, scenario)
 
 
 WRONG = [97] * BYTES + [VOCAB_SIZE]

@@ -327,7 +327,13 @@ def test_what_is_outside_of_the_subset_is_refused_by_name(model: Path) -> None:
             assert words in error["message"], error
         assert not router.pair.prefill.dispatches
         nothing = {"store": False, "previous_response_id": None, "truncation": "disabled", "service_tier": "auto"}
-        harmless = nothing | {"include": [], "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "tools": []}
+        harmless = nothing | {
+            "include": [],
+            "reasoning": {"effort": None, "summary": None},
+            "text": {"format": {"type": "text"}},
+            "metadata": {"a": "b"},
+            "tools": [],
+        }
         answer = await router.client.post(PATH, json={"model": MODEL_NAME, "input": "hi"} | harmless)
         assert answer.status_code == 200 and answer.json()["metadata"] == {"a": "b"}
         assert (await router.client.get(f"{PATH}/{answer.json()['id']}")).status_code == 404

@@ -13,7 +13,9 @@ import pytest
 from router.answer import Arrival, Asked, Delivery
 from router.choice_text import TextRules
 from router.events import RESCHEDULED, GenerationRequest, Sampling
+from router.json_parts import IDS_PER_SLICE
 from router.openai_answers import AnswerForm, AnswerOptions, AnswerWriter, ChatForm, CompletionForm
+from router.stop_strings import Stops
 from router.text import ModelText
 from tests.router.live_router import live_router
 from tests.router.scripted_nodes import scores
@@ -31,11 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Handed:
     """An answer of two choices, written without nodes: the first finishes, the second is handed up."""
 
-    def __init__(self, model: Path, form: AnswerForm, *, ids: bool = False, num_logprobs: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        form: AnswerForm,
+        *,
+        ids: bool = False,
+        num_logprobs: int | None = None,
+        num_prompt_tokens: int = 2,
+    ) -> None:
         text = ModelText(model)
         sampling = Sampling(0.0, 20, (), num_logprobs=num_logprobs)
-        request = GenerationRequest("id", (1, 2), 5, sampling, 60.0, num_choices=2)
-        asked = Asked(request, [text.choice_text(TextRules((), ("STOP",))) for _ in range(2)])
+        request = GenerationRequest("id", tuple([1] * num_prompt_tokens), 5, sampling, 60.0, num_choices=2)
+        asked = Asked(request, [text.choice_text(TextRules((), Stops(("STOP",)))) for _ in range(2)])
         self.num_logprobs = num_logprobs
         self.delivery = Delivery([asked], Arrival(0.0, None))
         self.writer = AnswerWriter([asked], form, AnswerOptions("tiny", True, ids, num_logprobs), text.spelling)
@@ -120,6 +130,22 @@ def test_in_a_stream_the_tokens_of_a_choice_that_is_handed_up_come_in_a_last_chu
     asyncio.run(scenario())
 
 
+def test_the_chunks_that_open_choices_are_written_one_after_the_other_and_long_prompts_in_parts(model: Path) -> None:
+    async def scenario() -> None:
+        answer = Handed(model, ChatForm(), ids=True, num_prompt_tokens=3 * IDS_PER_SLICE)
+        answer.put(1, b"ab")
+        ((index, piece),) = await answer.delivery.take()
+        parts = iter(answer.writer.chunk(index, piece))
+        first = next(parts)
+        assert len(first) < 3 * IDS_PER_SLICE, "the ids are yet to come"
+        chunks = [each["choices"][0] for each in events(b"".join([first, *parts]).decode())]
+        assert [each["index"] for each in chunks] == [0, 1, 1]
+        assert [len(each.get("prompt_token_ids", ())) for each in chunks] == [3 * IDS_PER_SLICE] * 2 + [0]
+        assert chunks[2]["delta"]["content"] == "ab"
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.covers("A05", "A07", "A08", "A09", "R08")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -135,6 +161,8 @@ def test_in_a_stream_the_tokens_of_a_choice_that_is_handed_up_come_in_a_last_chu
         (b"xSTOP", {"stop": "STOP"}, "", "stop"),
         (b"xSTOPyz", {"stop": "STOP"}, "", "stop"),
         ([*b"ab", EOS_ID], {"min_tokens": 2}, "", "stop"),
+        # Where a grammar lets nothing follow the end comes whatever min_tokens says.
+        ([*b"ab", EOS_ID], {"min_tokens": 8, "structured_outputs": {"regex": "ab"}}, "", "stop"),
     ],
 )
 def test_a_resubmission_that_is_complete_is_answered_at_once_and_no_node_hears_of_it(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.choice_text import ChoiceText, TextPart, TextRules
 from router.detokenizer import IncrementalDetokenizer
-from router.stop_strings import StopMatcher
+from router.stop_strings import StopMatcher, Stops
 from tests.router.tiny_model import EOS_ID, byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -55,7 +55,7 @@ def test_a_text_ends_before_the_first_stop_string_however_it_is_cut(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
-    matcher, parts, is_stopped = StopMatcher(stops), [], False
+    matcher, parts, is_stopped = StopMatcher(Stops(stops)), [], False
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         part, is_stopped = matcher.push(text[start:end])
         parts.append(part)
@@ -67,11 +67,11 @@ def test_a_text_ends_before_the_first_stop_string_however_it_is_cut(
 
 def test_a_stop_string_that_begins_within_the_beginning_of_another_try_is_found() -> None:
     for text, stop in (("aaab", "aab"), ("ababac", "abac"), ("abacabab", "abab")):
-        assert StopMatcher([stop]).push(text) == (text.removesuffix(stop), True)
+        assert StopMatcher(Stops([stop])).push(text) == (text.removesuffix(stop), True)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
-    matcher = StopMatcher(["abcd", "xy"])
+    matcher = StopMatcher(Stops(["abcd", "xy"]))
     assert matcher.push("12ab") == ("12", False)
     assert matcher.push("c") == ("", False)
     assert matcher.push("x") == ("abc", False)
@@ -87,7 +87,7 @@ def test_a_choice_counts_the_tokens_up_to_the_one_that_completes_the_stop(
     tokens = list(text.encode())
     size = group_size + 1
     groups = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-    rules = TextRules({EOS_ID}, tuple(stops), min_tokens)
+    rules = TextRules({EOS_ID}, Stops(stops), min_tokens)
     one_by_one, grouped = choice_text(rules), choice_text(rules)
     assert shown(one_by_one, [[token] for token in tokens]) == shown(grouped, groups)
     assert one_by_one.num_tokens == grouped.num_tokens
@@ -99,9 +99,16 @@ def test_a_choice_counts_the_tokens_up_to_the_one_that_completes_the_stop(
 
 
 def test_the_first_min_tokens_tokens_are_not_looked_at() -> None:
-    rules = TextRules({EOS_ID}, ("ab",), min_tokens=2)
+    rules = TextRules({EOS_ID}, Stops(("ab",)), min_tokens=2)
     assert shown(choice_text(rules), [b"abab"]) == ("ab", True)
     assert shown(choice_text(rules), [b"xab"]) == ("xab", False), "nor what begins in them"
+
+
+def test_half_a_character_of_the_first_min_tokens_is_not_looked_at_either() -> None:
+    half = "€".encode()[:2]
+    for min_tokens, is_stopped in ((2, False), (1, True)):
+        rules = TextRules({EOS_ID}, Stops(("\ufffd",)), min_tokens)
+        assert shown(choice_text(rules), [half]) == ("" if is_stopped else "\ufffd", is_stopped)
 
 
 @pytest.mark.covers("A05", "A08", "A09", "R08", "R09")
@@ -109,7 +116,7 @@ def test_the_first_min_tokens_tokens_are_not_looked_at() -> None:
 def test_wherever_a_completion_is_broken_off_both_halves_are_together_the_whole(
     tokens: list[int], stops: list[str], min_tokens: int
 ) -> None:
-    rules = TextRules({EOS_ID}, tuple(stops), min_tokens)
+    rules = TextRules({EOS_ID}, Stops(stops), min_tokens)
     whole = choice_text(rules)
     expected, offsets = shown(whole, [tokens]), choice_text(rules).push(tokens).offsets
     for cut in range(len(tokens) + 1):
@@ -132,7 +139,7 @@ def test_wherever_a_completion_is_broken_off_both_halves_are_together_the_whole(
 def test_a_completion_that_is_broken_off_again_and_again_reads_like_the_whole(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    tokens, rules = list(text.encode()), TextRules({EOS_ID}, tuple(stops))
+    tokens, rules = list(text.encode()), TextRules({EOS_ID}, Stops(stops))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)), max_size=8)))
     parts = []
     for start, end in zip([0, *cuts], cuts, strict=False):
@@ -149,7 +156,7 @@ def test_a_completion_that_is_broken_off_again_and_again_reads_like_the_whole(
 
 def test_a_stop_string_and_a_character_that_span_the_break_are_shown_by_neither_half_or_by_the_second() -> None:
     def halves(first: bytes, second: bytes, *stops: str) -> tuple[str, tuple[str, bool]]:
-        rules = TextRules((), stops)
+        rules = TextRules((), Stops(stops))
         return choice_text(rules).push(first).text, shown(choice_text(rules, first), [second])
 
     euro = "€".encode()
@@ -162,7 +169,7 @@ def test_a_stop_string_and_a_character_that_span_the_break_are_shown_by_neither_
 
 
 def test_a_stop_token_ends_the_text_and_is_not_in_it() -> None:
-    choice = choice_text(TextRules({ord("!")}, ("b!",)))
+    choice = choice_text(TextRules({ord("!")}, Stops(("b!",))))
     assert shown(choice, [b"ab!"]) == ("ab", False)
     assert choice.num_tokens == 3
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, normalizers
 from proto import baton_pb2 as pb
 from router.choice_text import TextRules
 from router.events import RESCHEDULED
+from router.stop_strings import Stops
 from router.text import ModelText
 from tests.router.live_router import MODEL_NAME, LiveRouter
 from tests.router.scripted_nodes import Script, ScriptedAttempt, replying
@@ -182,7 +183,7 @@ def test_whatever_a_client_has_of_a_completion_its_resubmission_is_the_rest(mode
         [rest] = rest_of["choices"]
         ends = set(body["stop_token_ids"]) | (set() if body["ignore_eos"] else set(text.stop_token_ids))
         stops = [body["stop"]] if isinstance(body["stop"], str) else body["stop"] or []
-        before = text.choice_text(TextRules(ends, tuple(stops), body["min_tokens"])).push(ids[:cut]).text
+        before = text.choice_text(TextRules(ends, Stops(stops), body["min_tokens"])).push(ids[:cut]).text
         if not body["min_tokens"]:
             assert whole["text"] == first_stop(text.decode([each for each in ids if each not in ends]), stops)[0]
         assert before + rest["text"] == whole["text"], (body, ids, cut)

@@ -48,7 +48,9 @@ def drawn(rng: random.Random, depth: int = 3) -> Any:
     keywords: dict[str, Any] = {
         "minLength": rng.randint(0, 3),
         "maxLength": rng.randint(3, 6),
-        "pattern": rng.choice(["^[a-c]+$", "^x{2,3}$", "^(é|\\d)$"]),
+        "pattern": rng.choice(
+            ["^[a-c]+$", "^x{2,3}$", "^(é|\\d)$", '^a"', r'^["x]\\?$', r"^[^a]\W.\s$", "^.[^a] €", r"[!-~]\Sé"]
+        ),
         "format": rng.choice(["uuid", "time", "email"]),
         "minimum": rng.choice([-3, 0, 2.5]),
         "maximum": rng.choice([3, 100, 7.25]),
@@ -163,6 +165,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "((a{1,99}){1,99}){1,99}"}, "its counts together are"),
     ({"type": "string", "pattern": "(?=a)b"}, "(?=…) is not supported"),
     ({"type": "string", "pattern": r"a\bb"}, r"\b is not supported"),
+    ({"type": "string", "pattern": "a^b"}, "schema.pattern: ^ is not supported behind anything"),
+    ({"type": "string", "pattern": r'a["\\]'}, 'schema.pattern: ["\\\\] has only characters that JSON escapes'),
+    ({"type": "string", "pattern": r"^a\Z"}, r"schema.pattern: \Z is not supported"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-7}, "schema: no number of at most 6 decimals lies within"),
+    ({"type": ["integer", "null"], "minimum": 0.1, "maximum": 0.3}, "schema: no integer lies within its bounds"),
+    ({"enum": [1, 2**63]}, "schema.enum: 9223372036854775808 has more than 64 bits"),
+    ({"const": {"a": [-(2**63) - 1]}}, "schema.const: -9223372036854775809 has more than 64 bits"),
     ({"enum": ["x" * 70_000]}, "bytes are more than the 65536"),
     (json.loads('{"type":"array","items":' * 40 + "{}" + "}" * 40), "is nested more than 32 deep"),
     ({"enum": ["\ud800"]}, "half a surrogate pair"),
@@ -197,6 +206,7 @@ BAD: list[tuple[Any, Any, str]] = [
     (None, {"regex": "[\ud83c-\udbff]"}, "structured_outputs.regex: holds half a surrogate pair"),
     (None, {"grammar": 'root ::= "\ud800"'}, "structured_outputs.grammar: holds half a surrogate pair"),
     (None, {"choice": ["a", "\udfff"]}, "structured_outputs.choice: holds half a surrogate pair"),
+    (None, {"choice": ["日" * 30_000]}, "structured_outputs.choice: 90009 bytes are more than the 65536"),
     (None, {"structural_tag": "x"}, "structured_outputs.structural_tag: unknown parameter"),
 ]
 
@@ -218,11 +228,38 @@ def test_a_text_that_never_could_end_is_refused() -> None:
 
 
 @pytest.mark.covers("A14")
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "pattern": r"^C:\\[a-z]+$"}, r'"C:\\win"'),
+        ({"type": "string", "pattern": '^"é"\n$'}, r'"\"é\"\n"'),
+        (
+            {"properties": {"pattern": {"type": "string", "pattern": "^[^a] €$"}}, "type": "object"},
+            '{"pattern": "b €"}',
+        ),
+        ({"type": "array", "items": {"anyOf": [{"type": "string", "pattern": '"'}]}}, r'["\""]'),
+        ({"type": "number", "minimum": 0.1, "maximum": 0.1}, "0.1"),
+        ({"const": [2**63 - 1, -(2**63)]}, "[9223372036854775807,-9223372036854775808]"),
+    ],
+)
+def test_a_text_that_fits_can_be_said(grammars: Grammars, schema: dict[str, Any], text: str) -> None:
+    assert jsonschema_rs.validator_for(schema).is_valid(json.loads(text))
+    taken = schema_grammar(schema, "schema", is_compact=True)
+    constraint = grammars.constraint(plan.Grammar(taken.kind, taken.text, taken.is_compact, (END_OF_TEXT,)))
+    for byte in text.encode():
+        allowed = constraint.allowed()
+        assert allowed is not None and allowed[byte], f"{chr(byte)!r} of {text}"
+        constraint.add(byte)
+    allowed = constraint.allowed()
+    assert allowed is not None and allowed[END_OF_TEXT]
+
+
+@pytest.mark.covers("A14")
 def test_a_choice_is_said_as_it_is(grammars: Grammars) -> None:
-    choices = ["yes", 'a"b\\n\n', "€ 😀", "[x]*", ""]
+    choices = ["yes", 'a"b\\n\n', "€ 😀", "[x]*", "", "\\u0041 | {é}+ # no\xa0\x7f"]
     asked = grammar_of(None, {"choice": choices}, (END_OF_TEXT,), ignores_end=False)
     assert asked is not None
     grammar = plan.Grammar(asked.kind, asked.text, asked.is_compact, asked.end_token_ids)
     grammars.check(grammar)
     rng = random.Random(3)
-    assert {said(grammars, grammar, rng) for _ in range(80)} == {*choices}
+    assert {said(grammars, grammar, rng) for _ in range(300)} == {*choices}

@@ -297,3 +297,19 @@ def test_a_bad_model_directory_is_one_line_that_names_the_place(tmp_path: Path, 
         ModelText(directory)
     assert str(directory) in str(failure.value)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.covers("A02")
+@pytest.mark.parametrize(
+    ("prompt", "offsets"),
+    [
+        ("<turn>hi</s>the", [0, 0, 6, 7, 8, 12, 14]),
+        ("é€x", [0, 0, 0, 1, 1, 1, 2]),
+        ("<s><s>", [0, 0, 3]),
+    ],
+)
+def test_tokens_of_a_prompt_begin_where_its_text_has_them_special_ones_that_it_spells_too(
+    text: ModelText, prompt: str, offsets: list[int]
+) -> None:
+    assert text.offsets_in(prompt) == offsets
+    assert len(text.encode_prompt(prompt)) == len(offsets)
