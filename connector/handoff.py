@@ -21,9 +21,9 @@ still touch, and the sender keeps its source blocks until nobody reads them:
                   +----------------------+-------------------+--> QUARANTINED --QUIET--> RELEASED
 
 Owner rule. Until SEND_COMMIT the sender alone reports to the router (REPORT). After it the attempt may belong to the receiver,
-so the sender neither renews nor releases the lease, and what it reports (REPORT_UNANSWERED) counts only as long as the
-router has seen nothing from the receiver. COMMITTED waits for QUIET too: when the sequence begins to run, no write into its
-blocks runs or can start, not even a repeated one.
+so the sender does not release the lease, and what it reports (REPORT_UNANSWERED) counts only as long as the router has seen
+nothing from the receiver. It renews it: the Commit may be behind more than the link carries in a lease life. COMMITTED waits
+for QUIET too: when the sequence begins to run, no write into its blocks runs or can start, not even a repeated one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SenderEvent(Enum):
     LEASE_GONE = auto()  # the receiver says so, or a lease life passed without renewal
     ACKED = auto()  # the receiver owns the attempt
     COMMIT_REFUSED = auto()
-    OVERDUE = auto()  # a lease life passed since Commit, or since we gave up
+    OVERDUE = auto()  # behind Commit, or since we gave up, a lease life passed in which the link carried nothing
     CANCEL = auto()  # router's Cancel, router lost, or the deadline
     LINK_LOST = auto()  # the link is gone and quiet
     QUIET = auto()  # every queued block of this attempt has been read
@@ -117,7 +117,7 @@ SENDER_IGNORED: Final[frozenset[tuple[SenderState, SenderEvent]]] = frozenset(
     {(s, _E.QUIET) for s in (_S.WRITING, _S.COMMITTING)}
     # Word about the lease that crosses our giving up, and a second reason to give up.
     | {(_S.DRAINING, e) for e in (_E.LEASE_GONE, _E.CANCEL)}
-    # The reply to a renewal that was sent before Commit.
+    # A renewal that crossed Commit, or came behind it: the lease has become a sequence, or the Commit will be refused.
     | {(_S.COMMITTING, _E.LEASE_GONE)}
     | {(_S.FAILED, e) for e in (_E.REFUSED, _E.UNANSWERED)}
 )

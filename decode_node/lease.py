@@ -26,6 +26,7 @@ class Lease:
     secret: bytes
     keys: tuple[AttemptKey, ...]  # of the branches that it was asked for; the first is what the handoff goes by
     router: RouterId
+    sender: tuple[str, int]  # name and incarnation of who writes
     blocks: LeasedBlocks
     num_tokens: int  # whose KV there is room for; of a sequence that moves, the most
     max_total_tokens: int  # that growth is promised for
@@ -94,6 +95,7 @@ def lease_of(
         secret=drawn[1],
         keys=keys,
         router=router_of(request),
+        sender=(request.sender.name, request.sender.incarnation),
         blocks=blocks,
         num_tokens=request.num_tokens,
         max_total_tokens=request.max_total_tokens,

@@ -8,7 +8,8 @@ no write can touch them and then free. A committed sequence's full blocks are pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -37,6 +38,8 @@ from node.token_batches import TokenBatches
 from proto import baton_pb2 as pb
 from proto.attempt_key import AttemptKey, attempt_key
 
+MAX_SENDERS: Final = 1024  # whose blocks are counted
+
 
 class Receiving:
     """Owned by the decode core, as are `fence` and `running`, which it shares; its `leases` are the core's and the door's too."""
@@ -60,6 +63,7 @@ class Receiving:
         self.leases = Leases()
         self._running = running
         self._timers: Timers[int] = Timers()  # a lease by its id
+        self._num_landed: dict[tuple[str, int], int] = {}  # blocks, by who wrote them; the oldest are forgotten
         self.out: list[ev.Action] = []  # the core takes them at the end of its turn
 
     def take(self, event: BlocksLanded | WriteRefused | NotifyArrived | RevokeDone, now: float) -> None:
@@ -93,7 +97,7 @@ class Receiving:
             over = lease.refusal
             return pb.RenewReply(life_ms=0, is_too_late=over == pb.DEADLINE, is_draining=over == pb.DRAINING)
         self._prolong(lease, now)
-        return pb.RenewReply(life_ms=int(lease.life_s * 1000))
+        return pb.RenewReply(life_ms=int(lease.life_s * 1000), num_landed=self._num_landed.get(lease.sender, 0))
 
     def _prolong(self, lease: Lease, now: float) -> None:
         lease.expires_at = now + lease.life_s
@@ -150,9 +154,14 @@ class Receiving:
 
     # ------------------------------------------------------------ writes and Commit
 
-    def _landed(self, lease_id: int, indices: Iterable[int], now: float) -> None:
+    def _landed(self, lease_id: int, indices: Sequence[int], now: float) -> None:
         lease = self.leases.get(lease_id)
-        if lease is None or lease.state is not ReceiverState.RESERVED:
+        if lease is None:
+            return
+        self._num_landed[lease.sender] = self._num_landed.get(lease.sender, 0) + len(indices)
+        if len(self._num_landed) > MAX_SENDERS:
+            del self._num_landed[next(iter(self._num_landed))]
+        if lease.state is not ReceiverState.RESERVED:
             return
         lease.missing.difference_update(indices)
         self._prolong(lease, now)

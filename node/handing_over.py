@@ -48,7 +48,9 @@ class Handover:
     state: SenderState = SenderState.IDLE
     lease: HeldLease | None = None  # from WRITING on
     renew_at: float = inf
-    overdue_at: float = inf  # lease end while WRITING, patience while COMMITTING and DRAINING
+    overdue_at: float = (
+        inf  # lease end while WRITING; patience while COMMITTING and DRAINING, with a link that carries nothing
+    )
     num_queued: int = 0  # leading blocks given to the link, or held by the receiver already
     num_unread: int = 0  # blocks that the link may still read
 
@@ -67,9 +69,9 @@ class Handover:
     def next_timer(self) -> float | None:
         """When it must be looked at again."""
         match self.state:
-            case SenderState.WRITING:
+            case SenderState.WRITING | SenderState.COMMITTING:
                 return min(self.renew_at, self.overdue_at)
-            case SenderState.COMMITTING | SenderState.DRAINING:
+            case SenderState.DRAINING:
                 return self.overdue_at
             case _:
                 return None
@@ -212,17 +214,23 @@ class Handovers:
                 gone = (pb.LEASE_EXPIRED, f"{receiver_name} has no such lease any more")
                 error = self.error(*((pb.DEADLINE, TOO_LATE) if reply.is_too_late else gone))
             return self.step(handover, SenderEvent.LEASE_GONE, now, error)
+        self._links.note_landed(handover.held_lease.link_id, reply.num_landed, now)
         if handover.state is SenderState.WRITING:
             handover.overdue_at = now + reply.life_ms / 1000
-            self._timers.set(key, handover.next_timer())
+        elif handover.state is SenderState.COMMITTING:  # the Commit is on its way, behind what the link carries
+            handover.overdue_at = max(handover.overdue_at, self._patient_until(handover))
+        self._timers.set(key, handover.next_timer())
         return []
 
     def _blocks_taken(self, link_id: str, lease_id: int, num_blocks: int, now: float) -> list[Due]:
+        self._links.note_read(link_id, now)
         key = self._links.attempt(link_id, lease_id)
         if key is None:
             return []
         handover = self._held[key]
         handover.num_unread -= num_blocks
+        if handover.state is SenderState.COMMITTING and not handover.num_unread:
+            handover.overdue_at = now + handover.held_lease.life_s  # the Commit is on its way
         return self.step(handover, SenderEvent.QUIET, now) if handover.num_unread == 0 else []
 
     def _answered(self, link_id: str, payload: bytes, now: float) -> list[Due]:
@@ -332,14 +340,22 @@ class Handovers:
             if handover.state is SenderState.WRITING:
                 error = self.error(pb.LEASE_EXPIRED, "a lease life passed without renewal")
                 return self.step(handover, SenderEvent.LEASE_GONE, now, error)
-            error = self.error(pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
-            return self.step(handover, SenderEvent.OVERDUE, now, error)
+            if not handover.num_unread or self._patient_until(handover) <= now:
+                error = self.error(pb.TRANSFER_FAILED, "Commit was not answered within a lease life")
+                return self.step(handover, SenderEvent.OVERDUE, now, error)
+            handover.overdue_at = self._patient_until(handover)
         offer, lease = handover.offer, handover.held_lease
-        handover.renew_at = now + lease.life_s / 3
-        request = messages.renew_request(offer, lease.ref)
-        self._out.append(ev.SendRenew(offer.key, offer.target.grpc_address, request, self._patience_s(offer, now)))
+        if now >= handover.renew_at and handover.state is not SenderState.DRAINING:
+            handover.renew_at = now + lease.life_s / 3
+            request = messages.renew_request(offer, lease.ref)
+            self._out.append(ev.SendRenew(offer.key, offer.target.grpc_address, request, self._patience_s(offer, now)))
         self._timers.set(offer.key, handover.next_timer())
         return []
+
+    def _patient_until(self, handover: Handover) -> float:
+        """A link that carries something all the while is slow, not stuck: what is queued there, and whoever shares it, has time."""
+        lease = handover.held_lease
+        return self._links.carried_at(lease.link_id) + lease.life_s
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called at the latest."""

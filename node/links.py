@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from proto.attempt_key import AttemptKey
 
@@ -11,6 +12,8 @@ from proto.attempt_key import AttemptKey
 class _Link:
     receiver: tuple[str, int]
     leases: dict[int, AttemptKey] = field(default_factory=dict)
+    carried_at: float = -inf  # when it is known to have carried something
+    num_landed: int = 0  # as the receiver told it last
 
 
 class Links:
@@ -53,6 +56,21 @@ class Links:
         """Whose lease it is on this link."""
         link = self._links.get(link_id)
         return link.leases.get(lease_id) if link else None
+
+    def note_read(self, link_id: str, now: float) -> None:
+        """It has read some of what it was given."""
+        if link_id in self._links:
+            self._links[link_id].carried_at = now
+
+    def note_landed(self, link_id: str, num_landed: int, now: float) -> None:
+        """So many blocks of this node the receiver has now."""
+        link = self._links.get(link_id)
+        if link and link.num_landed != num_landed:
+            link.num_landed, link.carried_at = num_landed, now
+
+    def carried_at(self, link_id: str) -> float:
+        """When it is known to have carried something last; -inf: never, or it is gone."""
+        return self._links[link_id].carried_at if link_id in self._links else -inf
 
     def retire(self, link_id: str) -> None:
         """Give it to no new attempt: it is being closed."""

@@ -1807,22 +1807,26 @@ class RenewReply(_message.Message):
     LIFE_MS_FIELD_NUMBER: _builtins.int
     IS_TOO_LATE_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_LANDED_FIELD_NUMBER: _builtins.int
     life_ms: _builtins.int
     """0: there is no such lease any more"""
     is_too_late: _builtins.bool
     """because the request's deadline has passed, by the receiver's clock"""
     is_draining: _builtins.bool
     """because the receiver is to end, and gave up what was left"""
+    num_landed: _builtins.int
+    """blocks that this sender has written here; only that it changes means anything: its link carries something"""
     def __init__(
         self,
         *,
         life_ms: _builtins.int = ...,
         is_too_late: _builtins.bool = ...,
         is_draining: _builtins.bool = ...,
+        num_landed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "is_too_late", b"is_too_late", "life_ms", b"life_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "is_too_late", b"is_too_late", "life_ms", b"life_ms", "num_landed", b"num_landed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

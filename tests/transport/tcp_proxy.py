@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
+import time
 from types import TracebackType
 from typing import Final, Self
 
@@ -12,11 +14,21 @@ _CHUNK: Final = 1 << 16
 
 
 class TcpProxy:
-    """Forwards 127.0.0.1:port to a target port of this host; two threads per connection."""
+    """Forwards host:port to a target port of 127.0.0.1; two threads per connection."""
 
-    def __init__(self, target_port: int, flip_at: int | None = None) -> None:
+    def __init__(
+        self,
+        target_port: int,
+        flip_at: int | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        bytes_per_s: float = math.inf,
+    ) -> None:
+        """`flip_at`: a bit of this byte of the first connection's forward stream. `bytes_per_s`: of each, forward."""
         self._target_port = target_port
-        self._flip_at = flip_at  # byte of the first connection's forward stream
+        self._flip_at = flip_at
+        self._bytes_per_s = bytes_per_s
         self._sockets: list[socket.socket] = []
         self._may_forward = threading.Event()
         self._may_return = threading.Event()
@@ -25,7 +37,11 @@ class TcpProxy:
         self._is_closing = False
         self.num_flipped = 0
         self.num_forwarded = 0  # bytes
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.socket()
+        if bytes_per_s < math.inf:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _CHUNK)  # what is under way is little
+        self._listener.bind((host, port))
+        self._listener.listen()
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, name="proxy")]
         self._threads[0].start()
@@ -76,6 +92,7 @@ class TcpProxy:
                         chunk[self._flip_at - position] ^= 0x10
                         self.num_flipped += 1
                     self.num_forwarded += len(chunk)
+                    time.sleep(len(chunk) / self._bytes_per_s)
                 position += len(chunk)
                 sink.sendall(chunk)
         for end in (source, sink):
