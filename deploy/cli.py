@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from deploy.heedless import CannotSay, outlive_readers
+
 # The words of a command -> what `python -m` runs.
 COMMANDS: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("up",): ("deploy.launcher",),
@@ -69,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; comes back only for `--help` and `--version`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(HELP)
-        return 0
+        return _say(HELP)
     if words in (["--version"], ["version"]):
         from importlib.metadata import version  # heavy: see below
 
-        sys.stdout.write(f"baton {version('baton')}\n")
-        return 0
+        return _say(f"baton {version('baton')}\n")
     for name, target in COMMANDS.items():
         if tuple(words[: len(name)]) == name:
             starter = () if words[0] in ROLES else ("deploy.quiet_stop",)
@@ -93,6 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(known)}"
     fatal(f"baton: {words[0]}: unknown command; {hint}")
+
+
+def _say(text: str) -> int:
+    """0, or 1 and a line where it cannot be written; nothing at all where nobody reads it."""
+    outlive_readers()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except CannotSay as error:
+        sys.stderr.write(f"baton: {error}\n")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

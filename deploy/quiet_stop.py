@@ -1,5 +1,5 @@
 """`python -m deploy.quiet_stop MODULE …`: as `python -m MODULE`, but who stops it while it still imports is shown no traceback, and
-who stops reading what it says does not end it, or only as it sees fit.
+who stops reading what it says does not end it, or only as it sees fit. A full disk behind its stdout is one line.
 
 Not here: what a command does with Ctrl-C once it runs.
 """
@@ -11,26 +11,38 @@ import sys
 from types import TracebackType
 from typing import Final
 
-from deploy.heedless import outlive_readers
+from deploy.heedless import CannotSay, outlive_readers
 
 _HEEDS_READERS: Final = ("deploy.chat",)  # for what nobody reads it has nothing generated
+_GOES_ON: Final = (
+    "deploy.drain",
+    "deploy.role",
+)  # as the node does that it waits for, whatever becomes of what it says
 
 
 def main() -> None:
     """Become the module that the first argument names."""
     sys.excepthook = _tell
-    if sys.argv[1] not in _HEEDS_READERS:
-        outlive_readers()
+    outlive_readers(of_all=sys.argv[1] in _GOES_ON, of_none=sys.argv[1] in _HEEDS_READERS)
     from runtime.config import set_grpc_environment  # behind the hook: who stops this, too, is shown no traceback
     from runtime.process import hold_standard_streams
 
     hold_standard_streams()
     set_grpc_environment()  # here, since gRPC reads it as it is imported, which a command does at its top
-    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    code: str | int | None = None
+    try:
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    if sys.stdout is not None:
+        sys.stdout.flush()  # here, where the hook tells of what is not written
+    sys.exit(code)
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
+    if issubclass(kind, CannotSay):
+        sys.stderr.write(f"baton: {error}\n")
+    elif not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
 

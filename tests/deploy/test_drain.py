@@ -17,6 +17,7 @@ from node.ending import Means
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
 from runtime.redis_store import RedisStore
+from tests.deploy.test_heedless import unwritten
 from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.registry.redis_server import started_redis
 from tests.registry.test_listing import entry
@@ -60,6 +61,7 @@ def run(
     arguments: Callable[[RunningRegistry, GrpcNode], list[str]],
     until_the_end: Callable[[GrpcNode], Coroutine[None, None, None]] = drained,
     incarnation: int = INCARNATION,
+    called: Callable[[list[str]], int] = exit_code,
 ) -> int:
     """The exit code with these arguments, where `decode-0` is listed; the node's port is closed at its end."""
 
@@ -69,7 +71,7 @@ def run(
                 listed = entry(incarnation=incarnation)
                 listed.grpc_address = node.address
                 await RegistryStub(channel).Register(listed)
-                command = asyncio.create_task(asyncio.to_thread(exit_code, arguments(registry, node)))
+                command = asyncio.create_task(asyncio.to_thread(called, arguments(registry, node)))
                 end = asyncio.create_task(until_the_end(node))
                 await asyncio.wait([command, end], return_when=asyncio.FIRST_COMPLETED)
             end.cancel()
@@ -103,6 +105,16 @@ def test_a_node_is_called_at_its_address_with_the_operators_patience(capsys: pyt
     assert run(lambda registry, node: ["--node", node.address, "--timeout-s", "7"]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.endswith("0 attempts and 0 leases left, 7 s") and last.endswith(" has drained")
+
+
+@pytest.mark.covers("D08")
+def test_a_full_disk_behind_stdout_ends_no_wait_for_a_node() -> None:
+    def on_a_full_disk(arguments: list[str]) -> int:
+        code, told = unwritten(["deploy.cli", "drain", *arguments])
+        assert told == ""
+        return code
+
+    assert run(lambda registry, node: ["decode-0", "--router", registry.address], called=on_a_full_disk) == 0
 
 
 @pytest.mark.covers("D08")

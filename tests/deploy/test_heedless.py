@@ -44,6 +44,15 @@ def ending(tmp_path: Path, nowhere: int, line: str = "") -> int:
         os.close(nowhere)
 
 
+def unwritten(command: list[str], **variables: str) -> tuple[int, str]:
+    """Exit code and stderr of `python -m` with these, whose stdout is on a full disk."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", **variables}
+    with Path("/dev/full").open("wb") as nowhere:
+        words = [sys.executable, "-m", *command]
+        ended = subprocess.run(words, env=environment, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
+    return ended.returncode, ended.stderr
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_is_said_while_a_command_runs_is_read_while_it_runs(tmp_path: Path, unbuffered: str, stream: str) -> None:
@@ -82,6 +91,22 @@ def test_what_a_full_disk_does_not_take_is_an_error_but_where_all_is_forgiven(tm
     assert ending(tmp_path, no_disk()) not in (0, 3)
     forgiving = "from deploy.heedless import outlive_readers\noutlive_readers(of_all=True)\n"
     assert ending(tmp_path, no_disk(), forgiving) == 3
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "--version", "status --help", "chat --help", "certs make DIR", "doctor"])
+def test_what_a_full_disk_does_not_take_is_one_line_whichever_command_says_it(
+    tmp_path: Path, words: str, unbuffered: str
+) -> None:
+    told = "baton: stdout: cannot be written: No space left on device\n"
+    command = ["deploy.cli", *words.replace("DIR", str(tmp_path / "certs")).split()]
+    assert unwritten(command, PYTHONUNBUFFERED=unbuffered) == (1, told)
+
+
+def test_a_full_disk_hides_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("print('x')\nraise ValueError('told')")
+    code, told = unwritten(["deploy.quiet_stop", "says"], PYTHONPATH=str(tmp_path))
+    assert code != 0 and "ValueError: told\n" in told
 
 
 def test_a_chats_lines_that_a_disk_does_not_take_in_the_end_are_a_line_and_no_traceback(

@@ -13,6 +13,7 @@ from deploy.role import find_lack, main
 from node.ending import Means
 from proto import baton_pb2 as pb
 from proto.baton_pb2_grpc import RegistryStub
+from tests.deploy.test_heedless import unwritten
 from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.node.scripted_core import ScriptedCore
 from tests.registry.test_listing import entry
@@ -61,6 +62,7 @@ def run(
     others: Sequence[pb.NodeEntry] = (other("m", pb.ROLE_MIXED, 7001),),
     until_the_end: Callable[[GrpcNode], Coroutine[None, None, None]] = changed,
     incarnation: int = INCARNATION,
+    called: Callable[[list[str]], int] = exit_code,
 ) -> int:
     """The exit code with these words behind the node's name and before its router, where `decode-0` is listed."""
 
@@ -73,7 +75,7 @@ def run(
         ):
             await _list(channel, node, others, incarnation)
             end = asyncio.create_task(until_the_end(node))
-            code = await asyncio.to_thread(exit_code, _arguments(words, registry, node))
+            code = await asyncio.to_thread(called, _arguments(words, registry, node))
             end.cancel()
             return code
 
@@ -102,6 +104,16 @@ def test_a_node_is_changed_and_serves_when_the_command_comes_back(capsys: pytest
     assert capsys.readouterr().out == "baton role: decode-0 is a decode node\n"
     assert run("ADDRESS", "mixed") == 0
     assert capsys.readouterr().out.endswith(" is a mixed node\n")
+
+
+@pytest.mark.covers("C11")
+def test_a_full_disk_behind_stdout_ends_no_wait_for_a_change() -> None:
+    def on_a_full_disk(arguments: list[str]) -> int:
+        code, told = unwritten(["deploy.cli", "role", *arguments])
+        assert told == ""
+        return code
+
+    assert run("prefill", called=on_a_full_disk) == 0
 
 
 @pytest.mark.covers("C11")
