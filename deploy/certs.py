@@ -3,19 +3,22 @@
     DIR/ca.key, DIR/ca.crt        the authority; ca.key signs new hosts and is needed nowhere else: keep it off them
     DIR/HOST/                     what goes to HOST, as its --tls-dir: ca.crt, tls.crt, tls.key
 
-Called again with other hosts it signs those with the authority that is there. Nothing is overwritten.
+Called again with other hosts it signs those with the authority that is there. Nothing is overwritten, and a call that fails or is
+killed leaves nothing half made: all is written beside its place, and moved.
 Not here: what a certificate is (runtime/certificates.py), what a process does with it (runtime/credentials.py).
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from runtime.command_words import as_flags
@@ -23,6 +26,7 @@ from runtime.config import knob, load
 from runtime.process import fatal
 
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")  # in each certificate: a host may always talk to itself
+_AUTHORITY: Final = ("ca.crt", "ca.key")  # files of it, which lie beside the hosts' directories
 _AUTHORITY_LASTS: Final = 10  # times as long as what it signs
 _NAME: Final = re.compile(
     r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*"
@@ -70,6 +74,8 @@ def names_of_host(host: str) -> tuple[str, ...]:
             raise ValueError(f"--hosts {host}: {name or 'nothing'} is no host name and no address")
     if names[0].startswith("*"):
         raise ValueError(f"--hosts {host}: the first name is its directory's, and cannot begin with *")
+    if names[0] in _AUTHORITY:
+        raise ValueError(f"--hosts {host}: the first name is its directory's, and {names[0]} is the authority's file")
     return tuple(dict.fromkeys([*names, *LOOPBACK]))
 
 
@@ -98,8 +104,8 @@ def _make(config: CertsConfig) -> list[str]:
     if config.out.exists() and not config.out.is_dir():
         raise ValueError(f"{config.out}: is no directory")
     config.out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    certificate_path, key_path = config.out / "ca.crt", config.out / "ca.key"
-    lines = []
+    certificate_path, key_path = (config.out / name for name in _AUTHORITY)
+    contents: dict[str, bytes] = {}
     if key_path.exists() != certificate_path.exists():
         raise ValueError(f"{config.out}: has one of ca.crt and ca.key without the other")
     if key_path.exists():
@@ -107,28 +113,35 @@ def _make(config: CertsConfig) -> list[str]:
         made = "as it was"
     else:
         authority = make_authority(config.days * _AUTHORITY_LASTS)
-        _write(key_path, authority.key)
-        _write(certificate_path, authority.certificate)
+        contents |= {"ca.key": authority.key, "ca.crt": authority.certificate}
         made = "new"
     ends = ends_at(authority.certificate, "ca.crt")
-    lines.append(f"{certificate_path} is the authority, {made}, until {ends:%Y-%m-%d}; keep {key_path} off the hosts")
+    lines = [f"{certificate_path} is the authority, {made}, until {ends:%Y-%m-%d}; keep {key_path} off the hosts"]
     for host, names in hosts.items():
         pair = sign_host(authority, names, config.days)
-        directory = config.out / host
-        directory.mkdir(mode=0o700)
-        _write(directory / "ca.crt", authority.certificate)
-        _write(directory / "tls.crt", pair.certificate)
-        _write(directory / "tls.key", pair.key)
+        contents |= {f"{host}/ca.crt": authority.certificate, f"{host}/tls.crt": pair.certificate}
+        contents |= {f"{host}/tls.key": pair.key}
         ends = min(ends_at(pair.certificate), ends_at(authority.certificate, "ca.crt"))
-        lines.append(f"--tls-dir {directory} for {', '.join(names)}, until {ends:%Y-%m-%d}")
+        lines.append(f"--tls-dir {config.out / host} for {', '.join(names)}, until {ends:%Y-%m-%d}")
+    _write(config.out, contents)
     return lines
 
 
-def _write(path: Path, content: bytes) -> None:
-    """A new file that its owner alone can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+def _write(out: Path, contents: Mapping[str, bytes]) -> None:
+    """New files there and in new directories, that their owner alone can read: all of them, or none. Raises OSError."""
+    try:
+        with TemporaryDirectory(prefix=".", dir=out) as unfinished:
+            for name, content in contents.items():
+                path = Path(unfinished, name)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                path.touch(mode=0o600)
+                path.write_bytes(content)
+            for name in dict.fromkeys(name.partition("/")[0] for name in contents):
+                if (out / name).exists():  # somebody else makes some, too
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                Path(unfinished, name).rename(out / name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
 
 
 def _is_address(name: str) -> bool:

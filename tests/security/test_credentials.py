@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -83,6 +84,31 @@ def test_certificates_are_not_made_where_a_file_is(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == f"baton certs make: {tmp_path / 'keys'}: is no directory\n"
 
 
+# A file that grows beyond so many bytes ends the process, or is an error as on a full disk: the authority's key is in it by then.
+ON_A_FULL_DISK = """
+import resource, signal, sys
+from deploy import certs
+signal.signal(signal.SIGXFSZ, getattr(signal, sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+certs.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.covers("X03")
+@pytest.mark.parametrize("room", [0, 300])
+@pytest.mark.parametrize("then", ["SIG_IGN", "SIG_DFL"])
+def test_a_call_that_a_full_disk_or_a_kill_has_ended_is_simply_made_again(tmp_path: Path, then: str, room: int) -> None:
+    folder = tmp_path / "certs"
+    command = [sys.executable, "-c", ON_A_FULL_DISK, then, str(room), str(folder), "--hosts", "a"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if then == "SIG_IGN":
+        assert (ended.returncode, ended.stderr) == (2, f"baton certs make: {folder}: File too large\n")
+        assert list(folder.iterdir()) == []
+    else:
+        assert (ended.returncode, ended.stderr) == (-signal.SIGXFSZ, "")
+    assert len((make_certificates(folder, "a") / "tls.key").read_bytes()) > 200
+
+
 @pytest.mark.covers("X03")
 @pytest.mark.parametrize(
     ("flags", "told"),
@@ -92,6 +118,10 @@ def test_certificates_are_not_made_where_a_file_is(tmp_path: Path, capsys: pytes
         (["--hosts", "a//b"], "nothing is no host name"),
         (["--hosts", "../etc"], ".. is no host name"),
         (["--hosts", "*.example.org"], "cannot begin with *"),
+        (
+            ["--hosts", "b,ca.key/a"],
+            "--hosts ca.key/a: the first name is its directory's, and ca.key is the authority's",
+        ),
         (["--hosts", "a,a/b"], "--hosts a: is there twice"),
         (["--days", "0"], "--days 0: must be a whole number between 1 and 3650"),
     ],
