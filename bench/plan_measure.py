@@ -20,6 +20,7 @@ from typing import Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from bench.cluster import ClusterProblem
 from bench.frame import Bench, check_files, check_model, whole_numbers
 from bench.http_exchange import Server
 from bench.load import Sender
@@ -27,10 +28,13 @@ from bench.plan_model import read_model_size
 from bench.plan_probe import Probe, Prober
 from bench.plan_rates import Measured, Rates, Shape, fit, pairs_of
 from bench.progress import StepProgress
+from bench.serve import ServerProblem, find_model
+from bench.serve_config import BenchConfig
 from engine.config_values import read_settings
 from engine.host_memory import free_memory_bytes
 from runtime.authority import believing
 from runtime.config import knob, load, set_thread_environment
+from runtime.process import run_async
 from runtime.unanswered import check_key, why_no_authority
 
 PROG: Final = "baton plan measure"
@@ -92,12 +96,20 @@ def measure(config: MeasureConfig, console: Console) -> Rates:
     if config.url is None:
         return _of_engine(config, lengths, rows, size.token_bytes, console)
     vocab_size = read_settings(config.model / "config.json").count("vocab_size")
-    name = config.model.absolute().name
-    probe = Probe(name, vocab_size, size.token_bytes, config.chunk, lengths, rows, config.rounds, config.seed)
     tls = _tls(config.url, config.ca)
+    name = served_name(config.url, config.api_key, config.ca)
+    probe = Probe(name, vocab_size, size.token_bytes, config.chunk, lengths, rows, config.rounds, config.seed)
     sender = Sender(Server.parse(config.url), is_stream=True, timeout_s=_TIMEOUT_S, tls=tls, api_key=config.api_key)
     with StepProgress(console, "measurements", probe.num_asked) as progress:
         return Prober(probe, sender, progress.advance).run()
+
+
+def served_name(url: str, api_key: str | None, authority: Path | None) -> str:
+    """What the cluster calls its model, which need not be the folder's name. ClusterProblem."""
+    try:
+        return run_async(find_model(BenchConfig(url=url, api_key=api_key, ca=authority, timeout_s=_TIMEOUT_S)))
+    except ServerProblem as problem:
+        raise ClusterProblem(str(problem)) from None
 
 
 def _tls(url: str, authority: Path | None) -> ssl.SSLContext | None:

@@ -18,8 +18,8 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -150,30 +150,40 @@ async def send(
     return await run_open_loop(sender, asked, [each.at_s for each in requests], halt)
 
 
+async def find_model(config: BenchConfig) -> str:
+    """The first model that the server names. Raises ServerProblem."""
+    async with _client(config) as client:
+        return await _first_model(client)
+
+
 async def find_asking(config: BenchConfig) -> Asking:
     """Ask the server for its model's name and try which form of prompt it takes. Raises ServerProblem."""
-    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-    options: dict[str, Any] = {"headers": headers, "timeout": config.timeout_s, "verify": _tls(config) or True}
-    async with httpx.AsyncClient(base_url=Server.parse(config.url).base_url, trust_env=False, **options) as client:
-        try:
-            model = config.model or await _first_model(client)
-            answer: httpx.Response | None = None
-            for asking in _ways_to_ask(config, model):
-                prompts = Prompts(
-                    str(config.seed), asking.prompt_form, alphabet(asking.prompt_form, config.vocab_size), 1
-                )
-                body = asking.body(prompts.json([Piece(Space.WARMUP, 0, 4)]), 1)
-                answer = await client.post(asking.path, content=body, headers={"Content-Type": "application/json"})
-                if answer.status_code == httpx.codes.OK:
-                    return asking
-                if not answer.is_client_error:
-                    break
-        except httpx.HTTPError as error:
-            raise _unreachable(config, error) from None
+    async with _client(config) as client:
+        model = config.model or await _first_model(client)
+        answer: httpx.Response | None = None
+        for asking in _ways_to_ask(config, model):
+            prompts = Prompts(str(config.seed), asking.prompt_form, alphabet(asking.prompt_form, config.vocab_size), 1)
+            body = asking.body(prompts.json([Piece(Space.WARMUP, 0, 4)]), 1)
+            answer = await client.post(asking.path, content=body, headers={"Content-Type": "application/json"})
+            if answer.status_code == httpx.codes.OK:
+                return asking
+            if not answer.is_client_error:
+                break
     assert answer is not None
     _refuse_redirect(answer)
     said = one_line(answer.text) or "without a word"
     raise ServerProblem(f"--url {config.url}: a first request is answered {answer.status_code}: {said}")
+
+
+@asynccontextmanager
+async def _client(config: BenchConfig) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+    options: dict[str, Any] = {"headers": headers, "timeout": config.timeout_s, "verify": _tls(config) or True}
+    async with httpx.AsyncClient(base_url=Server.parse(config.url).base_url, trust_env=False, **options) as client:
+        try:
+            yield client
+        except httpx.HTTPError as error:
+            raise _unreachable(config, error) from None
 
 
 def _ways_to_ask(config: BenchConfig, model: str) -> Iterator[Asking]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -148,6 +150,7 @@ def test_a_cluster_that_cannot_be_measured_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A wrong model, one killed in the middle, a server of another kind; nothing is written."""
+    monkeypatch.setattr(plan_measure, "served_name", lambda *_: "m")
     monkeypatch.setattr(plan_measure, "Sender", lambda *args, **named: _Cluster(spoil))
     output = tmp_path / "rates.json"
     with pytest.raises(SystemExit) as ended:
@@ -160,10 +163,43 @@ def test_a_cluster_that_cannot_be_measured_is_one_line_and_exit_code_2(
     assert not list(tmp_path.iterdir())
 
 
+class _Named(BaseHTTPRequestHandler):
+    """Of a server that names its model, and serves it under no other name."""
+
+    def do_GET(self) -> None:
+        self._say(200, {"data": [{"id": "baton-demo"}]})
+
+    def do_POST(self) -> None:
+        model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+        self._say(404, {"error": {"message": f"asked for {model}"}})
+
+    def _say(self, status: int, content: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_is_asked_for_by_the_name_that_the_cluster_gives_it(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`baton up` of the demo model serves it under a name that its folder has not."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Named) as server, pytest.raises(SystemExit):
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            flags = ["--model", str(tiny_model), "--output", str(tmp_path / "rates.json")]
+            plan_measure.main([*flags, "--url", f"http://127.0.0.1:{server.server_port}"])
+        finally:
+            server.shutdown()
+    assert capsys.readouterr().err.endswith("failed: 404 asked for baton-demo\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: nobody answers there: "),
+        (["--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: cannot be reached: "),
         (["--url", "ftp://x"], "ftp://x: must be http(s)://HOST[:PORT][/PREFIX]"),
         (["--lengths", "16,16,32,64"], "--lengths 16,16,32,64: at least 4 different numbers"),
         (["--rows", "2,2"], "--rows 2,2: at least 2 different numbers"),

@@ -114,17 +114,19 @@ def test_a_cluster_with_certificates_and_keys_can_be_measured(
     """`baton plan measure` gets as far as the server's own words; without the authority it says which flag names one."""
     assert certs.main([str(tmp_path / "certs")]) == 0
     authority = str(tmp_path / "certs" / "ca.crt")
-    refused = '{"error": {"message": "no such key"}}'
-    with answering({"/": refused}, tls=tmp_path / "certs" / "localhost", status_code=401) as url:
-        for words, why in (
-            (["--ca", authority, "--api-key", "k"], "failed: 401 no such key"),
-            ([], "; --ca FILE names the authority that signed it"),
-            (["--ca", str(DEMO_MODEL / "config.json")], "config.json: holds no certificate, as PEM"),
+    pages, names = {"/": "no stream"}, {"/v1/models": '{"data": [{"id": "m"}]}'}
+    tls_dir = tmp_path / "certs" / "localhost"
+    with answering(pages | names, tls_dir) as url, answering(pages, tls_dir, status_code=401) as locked:
+        for asked, words, why in (
+            (url, ["--ca", authority, "--api-key", "k"], "failed: stream_error the stream ended without [DONE]"),
+            (locked, ["--ca", authority, "--api-key", "k"], "BATON_API_KEY"),
+            (url, [], "; --ca FILE names the authority that signed it"),
+            (url, ["--ca", str(DEMO_MODEL / "config.json")], "config.json: holds no certificate, as PEM"),
         ):
             capsys.readouterr()
             with pytest.raises(SystemExit) as end:
                 plan_measure.main(
-                    ["--model", str(DEMO_MODEL), "--output", str(tmp_path / "r.json"), "--url", url, *words]
+                    ["--model", str(DEMO_MODEL), "--output", str(tmp_path / "r.json"), "--url", asked, *words]
                 )
             line = capsys.readouterr().err
             assert end.value.code == 2
