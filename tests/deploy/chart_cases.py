@@ -33,6 +33,7 @@ SWITCHES: Final[dict[str, Values]] = {
     "no prefill": {"prefill": {"replicas": 0}},
     "autoscaling": {"router": {"autoscaling": {"enabled": True}, "config": {"workers": 2}}},
     "ingress": {"router": {"ingress": {"enabled": True, "host": "llm.example.com", "tlsSecret": "llm-tls"}}},
+    "ingress of a zone": {"router": {"ingress": {"enabled": True, "host": "*.example.com", "tlsSecret": "zone-tls"}}},
     "monitor": {"podMonitor": {"enabled": True, "keySecret": {"name": "scrape-key"}, "labels": {"release": "prom"}}},
     "password": {"redis": {"passwordSecret": {"name": "redis-password"}}},
     "own redis": {"redis": {"url": "rediss://cache.example.com:6380/2"}},
@@ -41,6 +42,9 @@ SWITCHES: Final[dict[str, Values]] = {
     "no policies": {"networkPolicy": {"enabled": False}},
     "no egress": {"networkPolicy": {"egress": False}},
     "clients": {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "chat"}}}]}},
+    "clients alone": {
+        "networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "chat"}}}], "scrapers": None}
+    },
     "no scrapers": {"networkPolicy": {"scrapers": []}},
     "no budgets": {role: {"podDisruptionBudget": {"enabled": False}} for role in ("router", "prefill", "decode")},
     "no account": {"serviceAccount": {"create": False, "name": "mine"}},
@@ -67,6 +71,7 @@ SWITCHES: Final[dict[str, Values]] = {
         },
         "networkPolicy": {"extraEgress": [{"ports": [{"protocol": "TCP", "port": 6379}]}]},
     },
+    "a large seed": {"router": {"config": {"placement_seed": (1 << 53) - 1}}},
     "nixl": {
         "prefill": {"config": {"transport": "nixl"}, "resources": {"limits": {"rdma/hca_shared_devices_a": 1}}},
         "decode": {"config": {"transport": "nixl"}, "resources": {"limits": {"rdma/hca_shared_devices_a": 1}}},
@@ -86,6 +91,9 @@ SWITCHES: Final[dict[str, Values]] = {
         for role in ("router", "prefill", "decode")
     },
     "image": {"image": {"repository": "example.com/a/baton", "tag": "7.1_cuda", "pullSecrets": [{"name": "pull"}]}},
+    "digest": {"image": {"tag": f"1.0@sha256:{'a' * 64}"}},
+    "tag that is cut": {"image": {"tag": f"{'a' * 62}-b_"}},
+    "quotes": {"model": {"servedName": 'it\'s "mine" \\ $HOME'}},
     "names": {"nameOverride": "llm", "fullnameOverride": "a-name-that-is-longer-than-forty-characters-are"},
 }
 EXCLUDING: Final = (
@@ -104,6 +112,10 @@ WRONG: Final[dict[str, tuple[Values, str]]] = {
     "a router's knob on a node": (together(TINY, {"decode": {"config": {"max_queue": 5}}}), "max_queue"),
     "a knob of the chart's": (together(TINY, {"config": {"grpc_port": 7000}}), "grpc_port"),
     "knob out of bounds": (together(TINY, {"config": {"block_size": 0}}), "/config/block_size"),
+    "a seed that would be rounded": (
+        together(TINY, {"router": {"config": {"placement_seed": (1 << 53) + 1}}}),
+        "/router/config/placement_seed",
+    ),
     "knob of another type": (together(TINY, {"router": {"config": {"max_queue": "many"}}}), "/router/config/max_queue"),
     "no such choice": (together(TINY, {"config": {"transport": "carrier-pigeon"}}), "/config/transport"),
     "misspelt value": (together(TINY, {"decode": {"replica": 3}}), "replica"),

@@ -32,6 +32,9 @@ OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
 COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 10_000}
 SECONDS: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 86_400}
 PORT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 65_535}
+LARGEST: Final = (
+    1 << 53
+) - 1  # Helm's numbers are floating ones: of larger whole ones it hands on others than were written
 DURATION: Final[Schema] = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 QUANTITY: Final[Schema] = {"type": ["string", "integer"], "pattern": "^([0-9.]+([KMGTP]i?|k)?)?$"}
 
@@ -62,7 +65,8 @@ def _knob(hint: Any, told: Any) -> Schema:
     if choices:
         return {"enum": [*choices, None]}
     name = {int: "integer", float: "number"}.get(kind, "string")
-    bounds = {"minimum": told["low"], "maximum": told["high"]}
+    high = min(told["high"] or LARGEST, LARGEST) if kind is int else told["high"]
+    bounds = {"minimum": told["low"], "maximum": high}
     return {"type": [name, "null"]} | {key: bound for key, bound in bounds.items() if bound is not None}
 
 

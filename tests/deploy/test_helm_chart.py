@@ -9,6 +9,7 @@ import dataclasses
 import json
 import random
 import re
+import subprocess
 from typing import Final
 
 import pytest
@@ -226,6 +227,15 @@ def test_what_is_said_after_an_install_is_a_curl_line_that_fits(engine: Engine) 
         assert f"service/{service['metadata']['name']} 8000:" in outcome.notes
 
 
+def test_a_shell_reads_the_curl_line_whatever_the_model_is_called(engine: Engine) -> None:
+    for case in ("defaults", "keys", "tls", "quotes"):
+        outcome = engine.outcomes[case]
+        (line,) = re.findall(r"^  (curl .*\\\n.*)$", outcome.notes, re.MULTILINE)
+        script = f'curl() {{ for last; do :; done; printf %s "$last"; }}\n{line}'
+        told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+        assert json.loads(told)["model"] == outcome.values["model"].get("servedName", "baton")
+
+
 def test_the_port_that_is_forwarded_after_an_install_is_open(engine: Engine) -> None:
     """kubectl dials the pod's loopback, also where there is no TLS: at the pod's own address nobody would answer."""
     for outcome in engine.good():
@@ -243,6 +253,8 @@ def test_values_arrive_as_they_were_written(engine: Engine) -> None:
     router = {name: each.get("value") for name, each in install.pods_of("router").variables.items()}
     assert router["BATON_PREEMPT_RETRY_EXCLUDE_DECODE"] == "off" and router["BATON_REQUEST_TIMEOUT_S"] == "3600"
     assert "BATON_PLACEMENT_SEED" not in router, "null: not said"
+    seeded = engine.outcomes["a large seed"].install.pods_of("router").variables
+    assert seeded["BATON_PLACEMENT_SEED"]["value"] == "9007199254740991"
 
 
 def test_a_pod_has_longer_to_end_than_its_drain_takes(engine: Engine) -> None:

@@ -18,13 +18,19 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "baton.labels" -}}
 {{ include "baton.selector" . }}
-app.kubernetes.io/version: {{ include "baton.tag" . | trunc 63 | quote }}
+app.kubernetes.io/version: {{ include "baton.version" . | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
 {{- end -}}
 
 {{- define "baton.tag" -}}
 {{- default .Chart.AppVersion .Values.image.tag -}}
+{{- end -}}
+
+{{/* A tag as a label may be: with a digest, cut, or with an underline at its end it is none. */}}
+{{- define "baton.version" -}}
+{{- $spelled := regexReplaceAll "[^A-Za-z0-9._-]" (include "baton.tag" .) "_" | trunc 63 -}}
+{{- regexReplaceAll "^[^A-Za-z0-9]+|[^A-Za-z0-9]+$" $spelled "" -}}
 {{- end -}}
 
 {{- define "baton.serviceAccount" -}}
@@ -104,11 +110,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") 
 {{- end -}}
 {{- end -}}
 
-{{/* A knob's value as a variable spells it: YAML's off is a bool, and its numbers are floating ones. */}}
+{{/* A knob's value as a variable spells it: YAML's off is a bool, and its numbers are floating ones, whole up to 2^53. */}}
 {{- define "baton.knob" -}}
 {{- if kindIs "bool" . -}}
 {{- ternary "on" "off" . -}}
-{{- else if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) (lt . 9e15) -}}
+{{- else if and (kindIs "float64" .) (eq (toString .) (toString (floor .))) (lt . 9007199254740992.0) -}}
 {{- int64 . -}}
 {{- else -}}
 {{- . -}}
