@@ -31,13 +31,14 @@ from rich.table import Table
 
 from bench.cluster import ClusterProblem
 from bench.fleet import Fleet
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from bench.recovery import model_name
 from engine.demo.examine import EXAMS, draw_exam
 from engine.demo.talk import Turn
 from runtime.config import knob, load
-from runtime.process import fatal, run_async, write_atomically
+from runtime.process import fatal, run_async
 
 PROG: Final = "python -m bench.accuracy"
 SIDES: Final = ("one process", "cluster", "cluster, nodes dying")
@@ -82,8 +83,7 @@ class AccuracyConfig:
                 raise ValueError(f"--exams {name}: is none of {', '.join(_BY_NAME)}")
         if not (self.model / "config.json").is_file():
             raise ValueError(f"--model {self.model}: has no config.json")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 _BY_NAME: Final = MappingProxyType({name.replace(",", ""): name for name in EXAMS})
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "complaints": complaints}
-        write_atomically(config.output, facts | {"sides": [_figures(side, exams) for side in sides]})
+        write_result(PROG, config.output, facts | {"sides": [_figures(side, exams) for side in sides]})
         console.print(f"written: {config.output}")
     return 1 if complaints else 0
 

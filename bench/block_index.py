@@ -24,12 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.block_caches import PIECE, SHARED, Asked, Caches
-from bench.frame import check_files
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from router.cache_index import CacheIndex
 from runtime.config import knob, load
-from runtime.process import write_atomically
 
 PROG: Final = "python -m bench.block_index"
 SWEEP: Final = 2048  # buckets at once, as of router/cache_map.py
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine()}
-        write_atomically(config.output, {**facts, "cases": [asdict(each) for each in figures]})
+        write_result(PROG, config.output, {**facts, "cases": [asdict(each) for each in figures]})
         console.print(f"written: {config.output}")
     return 0
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import check_files
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal
 
 if TYPE_CHECKING:
     from bench.engine_steps import Steps, Work
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings, **facts}
-        write_atomically(config.output, {**result, "cases": [asdict(each) for each in figures]})
+        write_result(PROG, config.output, {**result, "cases": [asdict(each) for each in figures]})
         console.print(f"written: {config.output}")
     return 0
 

@@ -25,11 +25,12 @@ from rich.table import Table
 
 from bench.cluster import ClusterProblem
 from bench.fleet import Fleet
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from bench.recovery import WAYS, Played, Streams, fault_free, model_name, play
 from runtime.config import knob, load
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal
 
 PROG: Final = "python -m bench.exactness"
 DTYPES: Final = ("fp32", "bf16", "fp16")
@@ -72,8 +73,7 @@ class ExactnessConfig:
             raise ValueError(f"--fault-after {self.fault_after}: must be below --max-tokens {self.max_tokens}")
         if not (self.model / "config.json").is_file():
             raise ValueError(f"--model {self.model}: has no config.json; make one with: baton model make")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.output is not None:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine()}
-        write_atomically(config.output, facts | {"complaints": complaints, "cells": [asdict(cell) for cell in cells]})
+        write_result(PROG, config.output, facts | {"complaints": complaints, "cells": [asdict(cell) for cell in cells]})
         console.print(f"written: {config.output}")
     return 1 if complaints or any(cell.equal < cell.streams for cell in cells if cell.is_bit_exact) else 0
 

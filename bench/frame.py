@@ -12,7 +12,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,8 +113,7 @@ class Bench(Generic[C, R]):
             console.print(f"written: {plot_path}")
         output: Path | None = getattr(config, "output", None)
         if output is not None:
-            with writing(self.prog, "--output", output):
-                write_atomically(output, facts(self.prog, config, argv) | self.to_json(result))
+            write_result(self.prog, output, facts(self.prog, config, argv) | self.to_json(result))
             console.print(f"written: {output}")
         return 1 if complaints else 0
 
@@ -126,6 +125,12 @@ def writing(prog: str, flag: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fatal(f"{prog}: {flag} {path}: cannot be written: {error.strerror}")
+
+
+def write_result(prog: str, output: Path, content: Mapping[str, Any]) -> None:
+    """The whole file, or none, and one sentence that ends the command."""
+    with writing(prog, "--output", output):
+        write_atomically(output, content)
 
 
 def facts(prog: str, config: DataclassInstance, argv: Sequence[str] | None) -> dict[str, Any]:

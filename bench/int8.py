@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from bench.frame import check_files, write_result, writing
 from bench.machine import machine, utc_date
 from bench.page import write_page
 from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,8 +58,7 @@ class Int8Config:
     output: Path | None = knob(None, "JSON file for all figures; a page goes beside it", metavar="FILE")
 
     def __post_init__(self) -> None:
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 @dataclass(slots=True)
@@ -93,8 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, {**result, "losses": [asdict(each) for each in losses], "exams": exams})
-        console.print(f"written: {config.output}, {write_page(config.output)}")
+        content = {**result, "losses": [asdict(each) for each in losses], "exams": exams}
+        write_result(PROG, config.output, content)
+        with writing(PROG, "--output", config.output):
+            page = write_page(config.output)
+        console.print(f"written: {config.output}, {page}")
     return 0
 
 

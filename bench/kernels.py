@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, write_atomically
+from runtime.process import fatal
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,9 @@ class KernelsConfig:
     rounds: int = knob(20, "how often each case is measured", low=1, high=10_000)
     tune: Literal["on", "off"] = knob("off", "look for tile shapes and write kernels/triton_table.json")
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_files(self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         place = torch.cuda.get_device_name() if config.device == "cuda" else machine()["cpu_model"]
         facts = {"command": command, "date": utc_date(), "machine": machine(), "device": place, "kernels": name}
-        write_atomically(config.output, {**facts, "cases": [asdict(each) for each in figures]})
+        write_result(PROG, config.output, {**facts, "cases": [asdict(each) for each in figures]})
         console.print(f"written: {config.output}")
     return 0
 

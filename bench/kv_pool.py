@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import check_files
+from bench.frame import check_files, write_result
 from bench.kv_pool_ways import BASELINE, Blocks, Way, make_ways
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
@@ -31,7 +31,6 @@ from bench.redis_server import started_redis
 from bench.transport import sizes
 from bench.transport_report import Spread, size, spread_of
 from runtime.config import knob, load
-from runtime.process import write_atomically
 
 PROG: Final = "python -m bench.kv_pool"
 _OPERATIONS: Final = ("write", "read")
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         content = [asdict(figures) | {"samples": samples} for figures, samples in cases]
-        write_atomically(config.output, {**facts, "cases": content})
+        write_result(PROG, config.output, {**facts, "cases": content})
         console.print(f"written: {config.output}")
     return 0
 

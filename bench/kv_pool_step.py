@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.distribution import percentile
-from bench.frame import check_files, check_model
+from bench.frame import check_files, check_model, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
 from connector.kv_record import KvRecords
 from connector.kv_store import KvStoreLimits, RunRead
 from connector.memory_store import MemoryStore
 from runtime.config import knob, load, set_thread_environment
-from runtime.process import fatal, run_async, write_atomically
+from runtime.process import fatal, run_async
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         facts: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         content = {"ways": [asdict(each) for each in figures], "rounds": [asdict(each) for each in rounds]}
-        write_atomically(config.output, {**facts, **content})
+        write_result(PROG, config.output, {**facts, **content})
         console.print(f"written: {config.output}")
     return 0
 

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from bench.cluster import ClusterProblem
 from bench.completions import Asked, Asking, Record
+from bench.frame import check_files, write_result, writing
 from bench.http_exchange import Server
 from bench.load import Sender, run_closed_loop
 from bench.machine import machine, utc_date
@@ -44,7 +45,7 @@ from bench.peers_servers import (
 from bench.progress import StepProgress
 from bench.workload import Piece, Prompts, Space, alphabet, num_digits
 from runtime.config import knob, load
-from runtime.process import fatal, run_async, write_atomically
+from runtime.process import fatal, run_async
 
 PROG: Final = "python -m bench.peers"
 PEERS: Final = ("Baton", "vLLM", "llama.cpp", "transformers")
@@ -82,8 +83,7 @@ class PeersConfig:
         for name in self.peers:
             if name not in PEERS:
                 raise ValueError(f"--peers {name}: not one of {', '.join(PEERS)}")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
 
 class Case(NamedTuple):
@@ -122,8 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: dict[str, Any] = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
         result |= {} if is_whole else {"interrupted": True}
         output = config.output if is_whole else config.output.with_suffix(".part.json")  # a whole run's stays
-        write_atomically(output, {**result, "tokens_per_s": figures})
-        write_page(output)
+        write_result(PROG, output, {**result, "tokens_per_s": figures})
+        with writing(PROG, "--output", output):
+            write_page(output)
         console.print(f"written: {output}")
     if not is_whole:
         sys.stderr.write(f"{PROG}: interrupted; these are the cases and rounds in which all were measured\n")

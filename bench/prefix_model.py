@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.distribution import summarize
-from bench.frame import Bench
+from bench.frame import Bench, check_files, whole_numbers
 from bench.prefix_load import Ask, Chats, chat_asks, fresh_tokens, trace_asks
 from bench.progress import StepProgress
 from bench.trace import TRACE_BLOCK
@@ -69,6 +69,11 @@ class PrefixModelConfig:
     )
     seed: int = knob(0, "of the conversations", low=0, high=(1 << 63) - 1)
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_files(self.output)
+        for name in ("blocks", "uses", "samples"):
+            whole_numbers(f"--{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(config: PrefixModelConfig, console: Console) -> list[Figures]:
-    """Every way under every load. ValueError: the trace is none."""
+    """Every way under every load. ValueError: the trace is none, or no node has room for a prompt."""
     chats = Chats(config.talks, config.turns, 256, 256, 1, 1.0)
     loads = {"chat": chat_asks(chats, _VOCAB, config.seed)}
     if config.trace is not None:
@@ -211,6 +216,9 @@ def measure(config: PrefixModelConfig, console: Console) -> list[Figures]:
         for sample in (_numbers(config.samples) if policy == CACHE_AWARE else [0])
     ]
     uses, sizes = _numbers(config.uses), _numbers(config.blocks)
+    longest = max(-(-len(ask.prompt) // BLOCK) for drawn in loads.values() for ask in drawn)
+    if min(sizes) < longest:
+        raise ValueError(f"--blocks {min(sizes)}: the longest prompt takes {longest}")
     figures: list[Figures] = []
     with StepProgress(console, "runs", len(loads) * len(ways) * len(uses) * len(sizes)) as progress:
         for kind, drawn in loads.items():

@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 
 from rich.console import Console
 
+from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import RunProgress
 from bench.transport_node import TRANSPORTS, Setup
@@ -46,7 +47,6 @@ from bench.transport_report import (
 )
 from connector.nixl_agent import is_installed
 from runtime.config import knob, load
-from runtime.process import write_atomically
 
 PROG: Final = "python -m bench.transport"
 _MAX_BYTES: Final = 1 << 36
@@ -83,8 +83,7 @@ class TransportBenchConfig:
             raise ValueError("--block-kib: a transfer holds one block at least")
         if self.mooncake is not None and not os.access(self.mooncake, os.X_OK):
             raise ValueError(f"--mooncake {self.mooncake}: no program that can be run")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"--output {self.output}: its folder does not exist")
+        check_files(self.output)
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -147,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.output is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
         facts = {"command": command, "date": utc_date(), "machine": machine(), "settings": settings}
-        write_atomically(config.output, to_json(cases, samples, facts))
+        write_result(PROG, config.output, to_json(cases, samples, facts))
         console.print(f"written: {config.output}")
     return 0
 
