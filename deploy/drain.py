@@ -24,7 +24,7 @@ from runtime.config import knob, load
 from runtime.credentials import Credentials
 from runtime.process import fatal, run_async
 
-END_TIMEOUT_S: Final = 10.0  # from the node's last word until its port is closed
+END_TIMEOUT_S: Final = 10.0  # from the node's last word until its port is closed, beside what it may take for a KV pool
 END_POLL_S: Final = 0.02
 DESCRIPTION: Final = """\
 Drain a node: it takes no new work, moves what it runs to other nodes, KV and all, waits until what it lends has been
@@ -78,8 +78,8 @@ async def _drain(config: DrainConfig) -> None:
     if config.timeout_s is not None:
         request.timeout_ms = round(config.timeout_s * 1000)
     async with credentials.channel(address) as channel:
-        last = await watch("drain", config.node, address, NodeStub(channel).Drain(request))
-    await _until_gone(config.node, address)
+        last, seconds_left = await watch("drain", config.node, address, NodeStub(channel).Drain(request))
+    await _until_gone(config.node, address, END_TIMEOUT_S + seconds_left)
     ending = "has drained"
     if last.was_cut_short:
         ending = "has ended; its time was over, and what was left goes on elsewhere"
@@ -88,9 +88,12 @@ async def _drain(config: DrainConfig) -> None:
 
 async def watch(
     command: str, name: str, address: str, call: grpc.aio.UnaryStreamCall[Any, pb.DrainProgress]
-) -> pb.DrainProgress:
-    """Print how far the node is, until its last word. Raises ValueError if it does not begin, FailedError if it does not end."""
-    shown = ""
+) -> tuple[pb.DrainProgress, float]:
+    """Print how far the node is, until its last word: that, and the seconds that it had left then, at most.
+
+    Raises ValueError if it does not begin, FailedError if it does not end.
+    """
+    shown, seconds_left = "", 0.0
     try:
         while True:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -98,11 +101,12 @@ async def watch(
             if not isinstance(progress, pb.DrainProgress):
                 raise FailedError(f"{name} at {address} hung up before it had drained")
             if progress.has_ended or progress.has_changed:
-                return progress
+                return progress, seconds_left
+            seconds_left = progress.ms_left / 1000
             left = f"{progress.attempts} attempts and {progress.leases} leases left"
             if left != shown:
                 shown = left
-                sys.stdout.write(f"baton {command}: {name}: {left}, {progress.ms_left / 1000:.0f} s\n")
+                sys.stdout.write(f"baton {command}: {name}: {left}, {seconds_left:.0f} s\n")
                 sys.stdout.flush()
     except TimeoutError:
         raise FailedError(f"{name} at {address} has been silent for {CALL_TIMEOUT_S:g} s") from None
@@ -112,11 +116,14 @@ async def watch(
         raise ValueError(f"{name}: {reason_of(error)}") from None
 
 
-async def _until_gone(name: str, address: str) -> None:
-    """Wait until nobody listens at the address: its name and ports are free for the next process."""
+async def _until_gone(name: str, address: str, timeout_s: float) -> None:
+    """Wait until nobody listens at the address: its name and ports are free for the next process.
+
+    Behind its last word a node writes what it has staged for a KV pool, for as long as its drain may still take.
+    """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + END_TIMEOUT_S
+    give_up_at = loop.time() + timeout_s
     while loop.time() < give_up_at:
         try:
             async with asyncio.timeout_at(give_up_at):

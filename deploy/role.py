@@ -114,7 +114,7 @@ async def _change(config: RoleConfig) -> None:
     if config.timeout_s is not None:
         request.timeout_ms = round(config.timeout_s * 1000)
     async with credentials.channel(address) as channel:
-        last = await watch("role", config.node, address, NodeStub(channel).ChangeRole(request))
+        last, _ = await watch("role", config.node, address, NodeStub(channel).ChangeRole(request))
     if not last.has_changed:
         raise FailedError(f"{config.node} was told to end, and has not changed its role")
     cut = "; its time was over, and what was left goes on elsewhere" if last.was_cut_short else ""

@@ -36,6 +36,18 @@ async def drained(node: GrpcNode) -> None:
     await node.ending.run(Means(_announce, node.events.append, lambda: 0, lambda: ""))
 
 
+async def drained_and_writing(node: GrpcNode) -> None:
+    """There is a KV pool, which takes its time for what is staged."""
+    await drained(node)
+    await asyncio.sleep(1)
+
+
+async def drained_and_stuck(node: GrpcNode) -> None:
+    """It never ends."""
+    await drained(node)
+    await asyncio.Event().wait()
+
+
 async def hung_up(node: GrpcNode) -> None:
     """The process dies in the middle."""
     while not node.ending.is_draining:  # noqa: ASYNC110
@@ -138,6 +150,17 @@ def test_a_container_of_which_not_even_the_address_is_left_is_not_waited_for_wit
     monkeypatch.setattr("deploy.drain.asyncio.open_connection", unanswered)
     assert run(lambda registry, node: ["decode-0", "--router", registry.address]) == 0
     assert capsys.readouterr().out.endswith("baton drain: decode-0 has drained\n")
+
+
+@pytest.mark.covers("D08")
+def test_a_node_that_still_writes_to_its_kv_pool_is_waited_for_as_long_as_its_drain_may_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of docs/draining.md ended in the middle of a restart, over a node that had drained well."""
+    monkeypatch.setattr("deploy.drain.END_TIMEOUT_S", 0.1)
+    assert run(lambda registry, node: [node.address, "--timeout-s", "60"], drained_and_writing) == 0
+    assert run(lambda registry, node: [node.address, "--timeout-s", "0.5"], drained_and_stuck) == 1
+    assert " has drained, but still listens at 127.0.0.1:" in capsys.readouterr().err
 
 
 @contextmanager
