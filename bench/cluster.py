@@ -19,7 +19,8 @@ from typing import Any, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.config import ENVIRONMENT_PREFIX, child_environment
+from runtime.config import child_environment
+from runtime.knobs import ENVIRONMENT_PREFIX
 
 BATON: Final = str(Path(sys.executable).with_name("baton"))
 _LAST_LINE: Final = "baton up: Ctrl-C stops everything"

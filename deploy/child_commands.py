@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from deploy.up_config import UpConfig
-from runtime.config import ENVIRONMENT_PREFIX, child_environment, tables_in
+from runtime.config import child_environment, tables_in
+from runtime.knobs import ENVIRONMENT_PREFIX
 from runtime.redis_address import EMBEDDED
 
 HANDED_ON: Final = (

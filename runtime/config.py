@@ -14,8 +14,8 @@ is the flag `--block-size`, the variable `BATON_BLOCK_SIZE` and the TOML key `bl
 A TOML file may serve several rooms: top-level keys are for every room that reads it, the keys of a table `[router]`,
 `[prefill]`, `[decode]` or `[up]` for that room, which is the last word of `prog`; the table wins.
 
-This is the only file that reads the environment. Not here: any knob; what the values mean (a room checks itself in
-`__post_init__`, with a ValueError of one sentence).
+This is the only file that reads the environment. Not here: any knob; which values it takes (knobs.py); what they mean (a room
+checks itself in `__post_init__`, with a ValueError of one sentence).
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
 import tomllib
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from runtime.knobs import ENVIRONMENT_PREFIX, NO_KNOBS, REQUIRED, Knob, knobs_of
+from runtime.knobs import ConfigError as ConfigError
 from runtime.process import fatal
 
 if TYPE_CHECKING:
@@ -41,28 +40,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-REQUIRED: Final = dataclasses.MISSING
-ENVIRONMENT_PREFIX: Final = "BATON_"
 ROOM_TABLES: Final = ("router", "prefill", "decode", "mixed", "up")
 _NO_VALUE: Final = re.compile("argument (--.*): expected one argument")  # argparse's own words
-_NO_KNOBS: Final = ("config", "given")  # --config is every room's
 GRPC_POLLS_ITSELF: Final = "-event_engine_client,-event_engine_listener"  # known to the gRPC that constraints.txt names
 SPIN_COUNT: Final = (
     "2000"  # idle OpenMP threads sleep soon: passive waiting costs 25-45 %, endless spinning starves the neighbours
 )
-
-_KINDS: Final[Mapping[Any, tuple[str, str]]] = {  # type -> (metavar, what a value must be)
-    int: ("N", "a whole number"),
-    float: ("X", "a number"),
-    str: ("TEXT", "a text"),
-    bool: ("on|off", "on or off"),
-    Path: ("PATH", "a path"),
-    tuple: ("A,B,…", "a list of texts"),
-}
-
-
-class ConfigError(ValueError):
-    """The user's input cannot be used; the message is one line that names where it stood, the value and the bound."""
 
 
 def knob(
@@ -116,7 +99,7 @@ def parse(
             values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {value!r}")
         elif each.default is REQUIRED:
             raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
-    own = {each.name for each in dataclasses.fields(config_type)}.intersection(_NO_KNOBS)
+    own = {each.name for each in dataclasses.fields(config_type)}.intersection(NO_KNOBS)
     if "given" in own:
         values["given"] = frozenset(values)
     if config_path and "config" in own:
@@ -179,141 +162,6 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     return environment if threads is None else environment | thread_environment(threads)
 
 
-# ---------------------------------------------------------------- one knob
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A config field with what `knob` and its annotation say about it."""
-
-    name: str
-    kind: Any  # a key of _KINDS
-    is_optional: bool
-    default: Any
-    help: str
-    low: float | None
-    high: float | None
-    choices: tuple[Any, ...]
-    metavar: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return ENVIRONMENT_PREFIX + self.name.upper()
-
-    def from_text(self, text: str, where: str) -> Any:
-        """The value that a flag or a variable spells; `where` opens the error message."""
-        if self.is_optional and text == "none":
-            return None
-        if self.choices:
-            for choice in self.choices:
-                if text == str(choice):
-                    return choice
-            raise self._wrong(where)
-        try:
-            if self.kind is int:
-                return self._bounded(int(text), where)
-            if self.kind is float:
-                return self._bounded(float(text), where)
-        except ConfigError:
-            raise
-        except ValueError:
-            raise self._wrong(where) from None
-        if self.kind is bool:
-            if text not in ("on", "off"):
-                raise self._wrong(where)
-            return text == "on"
-        if self.kind is not Path and not _is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
-            raise ConfigError(f"{where}: must be text in UTF-8")
-        if self.kind is tuple:
-            return tuple(part.strip() for part in text.split(",") if part.strip())
-        if self.kind is Path and not text:  # it would be the current directory
-            raise self._wrong(where.rstrip())
-        return Path(text) if self.kind is Path else text
-
-    def from_toml(self, value: object, where: str) -> Any:
-        """The value that a TOML key holds: as text for texts, otherwise of its own type."""
-        if self.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        if isinstance(value, bool):
-            if self.kind is bool:
-                return value
-        elif self.choices and value in self.choices:
-            return value
-        elif isinstance(value, int) and self.kind is int and not self.choices:
-            return self._bounded(value, where)
-        elif isinstance(value, (int, float)) and self.kind is float and not self.choices:
-            return self._bounded(float(value), where)
-        elif isinstance(value, str) and (self.kind not in (int, float) or value == "none"):
-            return self.from_text(value, where)
-        raise self._wrong(where)
-
-    def shown_default(self) -> str:
-        """The default as a user would type it."""
-        if self.default is REQUIRED:
-            return "required"
-        if isinstance(self.default, bool):
-            return "default on" if self.default else "default off"
-        if isinstance(self.default, tuple):
-            return "default " + (",".join(map(str, self.default)) or "empty")
-        return "default " + ("none" if self.default is None else str(self.default) or "empty")
-
-    def _bounded(self, value: float, where: str) -> float:
-        if not math.isfinite(value) or (self.low is not None and value < self.low):
-            raise self._wrong(where)
-        if self.high is not None and value > self.high:
-            raise self._wrong(where)
-        return value
-
-    def _wrong(self, where: str) -> ConfigError:
-        if self.choices:
-            must = "one of " + ", ".join(str(choice) for choice in self.choices)
-        else:
-            must = _KINDS[self.kind][1]
-            if self.low is not None and self.high is not None:
-                must += f" between {self.low} and {self.high}"
-            elif self.low is not None:
-                must += f", at least {self.low}"
-            elif self.high is not None:
-                must += f", at most {self.high}"
-        return ConfigError(f"{where}: must be {must}" + (", or none" if self.is_optional else ""))
-
-
-def knobs_of(config_type: type[DataclassInstance]) -> list[Knob]:
-    """The knobs of a config in their order, without what `load` fills in by itself. TypeError: one that no flag can spell."""
-    hints = get_type_hints(config_type)
-    return [_knob_of(each, hints[each.name]) for each in dataclasses.fields(config_type) if each.name not in _NO_KNOBS]
-
-
-def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> Knob:
-    choices = tuple(each.metadata["choices"] or ())
-    members = [annotation]
-    if get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in get_args(annotation) if member is not type(None)]
-    kind = members[0]
-    if get_origin(kind) is Literal:
-        choices = choices or get_args(kind)
-        kind = type(choices[0])
-    elif get_origin(kind) is tuple:
-        kind = tuple
-    if len(members) > 1 or kind not in _KINDS:
-        raise TypeError(f"knob {each.name} has the type {annotation}, which no flag can spell")
-    return Knob(
-        name=each.name,
-        kind=kind,
-        is_optional=type(None) in get_args(annotation),
-        default=each.default,
-        help=each.metadata["help"],
-        low=each.metadata["low"],
-        high=each.metadata["high"],
-        choices=choices,
-        metavar=each.metadata["metavar"] or ("|".join(map(str, choices)) if choices else _KINDS[kind][0]),
-    )
-
-
 # ---------------------------------------------------------------- sources
 
 
@@ -352,15 +200,6 @@ def _parse_flags(knobs: Sequence[Knob], prog: str, description: str, argv: Seque
             raise ConfigError(f"{name}: unexpected argument; every setting is a flag, see {prog} --help")
         raise ConfigError(f"{name}: unknown flag{_suggest(name, ['--config', *(each.flag for each in knobs)])}")
     return vars(found)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be told to others; what is not UTF-8 comes as halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _toml_form(each: Knob) -> str:

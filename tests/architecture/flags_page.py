@@ -19,7 +19,7 @@ from deploy.status import StatusConfig
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
 from router.config import RouterConfig
-from runtime.config import Knob, knobs_of
+from runtime.knobs import Knob, knobs_of
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
 _HEAD: Final = """\

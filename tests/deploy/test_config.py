@@ -15,7 +15,8 @@ from deploy.child_commands import HANDED_ON, TAKES_NONE, TO_ROUTERS, environment
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
 from router.config import RouterConfig
-from runtime.config import ConfigError, child_environment, knob, knobs_of, load, parse, tables_in, thread_environment
+from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
+from runtime.knobs import knobs_of
 
 
 @dataclass(frozen=True, slots=True)
