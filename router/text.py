@@ -35,8 +35,12 @@ class ModelText:
 
     def __init__(self, directory: Path) -> None:
         """Read the directory; raises ModelDirectoryError."""
-        if not directory.is_dir():
-            raise ModelDirectoryError(f"{directory}: not a directory")
+        try:
+            is_directory = directory.is_dir()
+        except OSError as error:  # nobody may look, or the name is too long for one
+            raise ModelDirectoryError(f"--model {directory}: {error.strerror}") from error
+        if not is_directory:
+            raise ModelDirectoryError(f"--model {directory}: is not a directory")
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json", is_required=False)
         settings = _read_json(directory / "tokenizer_config.json", is_required=False)

@@ -110,6 +110,8 @@ def parse(
         raise
     except ValueError as error:  # the room's own check of values that must fit together
         raise ConfigError(str(error)) from error
+    except OSError as error:  # the same, which looks at paths: Path.is_file is False only where nothing is there
+        raise ConfigError(f"{_closed_path(error, knobs, values)}: {error.strerror}") from error
 
 
 def to_json(config: DataclassInstance) -> str:
@@ -230,6 +232,16 @@ def _read_file(path: Path, room: str, knobs: Sequence[Knob]) -> dict[str, Any]:
         if name not in known:
             raise ConfigError(f"{path}: {name}: unknown key of {room}{_suggest(name, known)}")
     return values
+
+
+def _closed_path(error: OSError, knobs: Sequence[Knob], values: Mapping[str, Any]) -> str:
+    """The path that nobody may look at, or that is too long for one, with the flag that leads there."""
+    closed = Path(str(error.filename))
+    for each in knobs:
+        path = values.get(each.name, each.default)
+        if isinstance(path, Path) and (path in (closed, *closed.parents) or closed in path.absolute().parents):
+            return f"{each.flag} {path}"
+    return str(closed)
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:

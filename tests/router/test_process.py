@@ -175,11 +175,12 @@ def test_a_host_to_listen_on_that_is_not_here_is_said_of_host_and_not_of_the_por
     assert why_not_listening(caught.value, "--port", host, 0) == f"--host {host}: {why}"
 
 
-def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    flags = ("--model", str(tmp_path / "none"), "--port", "0")
+@pytest.mark.parametrize(("name", "why"), [("none", "is not a directory"), ("x" * 300, "File name too long")])
+def test_a_bad_model_directory_is_one_line_and_exit_code_2(tmp_path: Path, name: str, why: str) -> None:
+    flags = ("--model", str(tmp_path / name), "--port", "0")
     ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=240)
     assert ended.returncode == 2
-    assert ended.stderr == f"baton router: {tmp_path / 'none'}: not a directory\n"
+    assert ended.stderr == f"baton router: --model {tmp_path / name}: {why}\n"
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
