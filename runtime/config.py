@@ -84,7 +84,10 @@ def parse(
     """As `load`, but raise ConfigError instead of ending the process (`--help` still does)."""
     knobs = knobs_of(config_type)
     flags = _parse_flags(knobs, prog, description, argv)
-    config_path = flags.pop("config", None) or environment.get(ENVIRONMENT_PREFIX + "CONFIG") or None
+    config_path = flags.pop("config", None)
+    if config_path == "":
+        raise ConfigError("--config: must be a path")
+    config_path = config_path or environment.get(ENVIRONMENT_PREFIX + "CONFIG") or None
     file_values = _read_file(Path(config_path), prog.split()[-1], knobs) if config_path else {}
 
     values: dict[str, Any] = {}
@@ -96,7 +99,7 @@ def parse(
             values[each.name] = each.from_text(text, f"{each.variable}={text}")
         elif each.name in file_values:
             value = file_values[each.name]
-            values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {value!r}")
+            values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {_spelled(value)}")
         elif each.default is REQUIRED:
             raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
     own = {each.name for each in dataclasses.fields(config_type)}.intersection(NO_KNOBS)
@@ -217,6 +220,17 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is not TOML: it is no UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: is not TOML: {error}") from error
+    except ValueError as error:  # of Python's int
+        raise ConfigError(f"--config {path}: cannot be read: a number in it has too many digits") from error
+    except RecursionError as error:
+        raise ConfigError(f"--config {path}: cannot be read: it is nested too deeply") from error
+
+
+def _spelled(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # more digits, or deeper, than Python writes
+        return "…"
 
 
 def _read_file(path: Path, room: str, knobs: Sequence[Knob]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 REQUIRED: Final = dataclasses.MISSING
 ENVIRONMENT_PREFIX: Final = "BATON_"
+LARGEST: Final[Mapping[Any, float]] = {
+    int: (1 << 63) - 1,
+    float: sys.float_info.max,
+}  # seeds and counts have 64 bits at most
 NO_KNOBS: Final = ("config", "given")  # --config is every room's
 
 _KINDS: Final[Mapping[Any, tuple[str, str]]] = {  # type -> (metavar, what a value must be)
@@ -78,8 +83,7 @@ class Knob:
             if text not in ("on", "off"):
                 raise self._wrong(where)
             return text == "on"
-        if self.kind is not Path and not _is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
-            raise ConfigError(f"{where}: must be text in UTF-8")
+        self._check_characters(text, where)
         if self.kind is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if self.kind is Path and not text:  # it would be the current directory
@@ -89,6 +93,8 @@ class Knob:
     def from_toml(self, value: object, where: str) -> Any:
         """The value that a TOML key holds: as text for texts, otherwise of its own type."""
         if self.kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            for item in value:
+                self._check_characters(item, where)
             return tuple(value)
         if isinstance(value, bool):
             if self.kind is bool:
@@ -98,7 +104,7 @@ class Knob:
         elif isinstance(value, int) and self.kind is int and not self.choices:
             return self._bounded(value, where)
         elif isinstance(value, (int, float)) and self.kind is float and not self.choices:
-            return self._bounded(float(value), where)
+            return float(self._bounded(value, where))
         elif isinstance(value, str) and (self.kind not in (int, float) or value == "none"):
             return self.from_text(value, where)
         raise self._wrong(where)
@@ -114,11 +120,19 @@ class Knob:
         return "default " + ("none" if self.default is None else str(self.default) or "empty")
 
     def _bounded(self, value: float, where: str) -> float:
-        if not math.isfinite(value) or (self.low is not None and value < self.low):
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
             raise self._wrong(where)
-        if self.high is not None and value > self.high:
+        if isinstance(value, int) and abs(value) > LARGEST[self.kind]:
+            raise ConfigError(f"{where}: is too large a number")
+        if not math.isfinite(value):
             raise self._wrong(where)
         return value
+
+    def _check_characters(self, text: str, where: str) -> None:
+        if "\0" in text:  # which TOML can spell: no path, no name of a host, no argument of a process has any
+            raise ConfigError(f"{where}: must be without NUL")
+        if self.kind is not Path and not _is_unicode(text):  # an argument may be any bytes, and go out as JSON, say
+            raise ConfigError(f"{where}: must be text in UTF-8")
 
     def _wrong(self, where: str) -> ConfigError:
         if self.choices:

@@ -18,6 +18,8 @@ from router.config import RouterConfig
 from runtime.config import ConfigError, child_environment, knob, load, parse, tables_in, thread_environment
 from runtime.knobs import knobs_of
 
+HUGE = "9" * 400  # more than a float holds
+
 
 @dataclass(frozen=True, slots=True)
 class SampleConfig:
@@ -112,6 +114,17 @@ def test_a_rooms_table_wins_over_the_top_level_and_other_rooms_tables_are_not_re
         (["--model", "m", "--block-size", "13", "--dtype", "fp32"], {}, "", "--block-size 13 goes with bf16 only"),
         (["--name", "caf\udce9"], {}, "", "--name caf\udce9: must be text in UTF-8"),
         ([], {"BATON_ROUTERS": "a,\udce9"}, "", "BATON_ROUTERS=a,\udce9: must be text in UTF-8"),
+        (["--threads", HUGE], {}, "", f"--threads {HUGE}: is too large a number"),
+        (["--block-size", HUGE], {}, "", f"--block-size {HUGE}: must be a whole number between 1 and 1024"),
+        ([], {}, f"threads = {HUGE}", f"{{toml}}: threads = {HUGE}: is too large a number"),
+        ([], {}, f"lease_s = {HUGE}", f"{{toml}}: lease_s = {HUGE}: is too large a number"),
+        ([], {}, f"threads = 0x{'f' * 5000}", "{toml}: threads = …: is too large a number"),
+        ([], {}, f"threads = {'9' * 5000}", "--config {toml}: cannot be read: a number in it has too many digits"),
+        ([], {}, f"routers = {'[' * 2000}", "--config {toml}: cannot be read: it is nested too deeply"),
+        ([], {}, f"[prefill]\nrouters{'.a' * 5000} = 1", "{toml}: routers = …: must be a list of texts"),
+        ([], {}, 'name = "a\\u0000b"', "{toml}: name = 'a\\x00b': must be without NUL"),
+        ([], {}, 'model = "a\\u0000b"', "{toml}: model = 'a\\x00b': must be without NUL"),
+        ([], {}, 'routers = ["a:1", "\\u0000"]', "{toml}: routers = ['a:1', '\\x00']: must be without NUL"),
         ([], {"BATON_BLOCK_SIZE": "big"}, "", "BATON_BLOCK_SIZE=big: must be a whole number between 1 and 1024"),
         ([], {}, "block_size = true", "{toml}: block_size = True: must be a whole number between 1 and 1024"),
         ([], {}, 'block_size = "8"', "{toml}: block_size = '8': must be a whole number between 1 and 1024"),
@@ -119,6 +132,7 @@ def test_a_rooms_table_wins_over_the_top_level_and_other_rooms_tables_are_not_re
         ([], {}, "blocksize = 8", "{toml}: blocksize: unknown key of prefill; did you mean block_size?"),
         ([], {}, "[prefil]\nblock_size = 8", "{toml}: [prefil]: unknown table; did you mean prefill?"),
         ([], {}, "block_size", "--config {toml}: is not TOML: "),
+        (["--config", ""], {}, "", "--config: must be a path"),
         (["--config", "/nowhere"], {}, "", "--config /nowhere: cannot be read: No such file or directory"),
     ],
 )
