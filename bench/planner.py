@@ -48,18 +48,33 @@ class PlanConfig:
     )
     attainment: float = knob(0.95, "share of requests that are to keep both", low=0.001, high=1)
     rates: Path | None = knob(
-        None, "how long steps and transfers take: JSON, as `baton plan measure` writes it", metavar="FILE"
+        None,
+        "how long steps and transfers take: JSON, as `baton plan measure` writes it",
+        metavar="FILE",
+        variable="BATON_PLAN_RATES",
     )
-    model: Path | None = knob(None, "model directory, for rates that are limits of hardware", metavar="DIR")
-    dtype: str = knob("auto", "of the model's weights and KV, likewise: auto, fp32, bf16 or fp16")
+    model: Path | None = knob(
+        None, "model directory, for rates that are limits of hardware", metavar="DIR", variable="BATON_PLAN_MODEL"
+    )
+    dtype: str = knob(
+        "auto", "of the model's weights and KV, likewise: auto, fp32, bf16 or fp16", variable="BATON_PLAN_DTYPE"
+    )
     bytes_per_s: float | None = knob(None, "what a node's memory reads, likewise", metavar="N", low=1)
     operations_per_s: float | None = knob(None, "what a node multiplies, likewise", metavar="N", low=1)
-    link_bytes_per_s: float = knob(10e9, "what a prefill node sends, likewise", metavar="N", low=1)
+    link_bytes_per_s: float = knob(
+        10e9, "what a prefill node sends, likewise", metavar="N", low=1, variable="BATON_PLAN_LINK_BYTES_PER_S"
+    )
 
     requests: int | None = knob(
-        None, "requests; none: those of the trace; more: it is repeated, with new prompts", low=1, high=100_000_000
+        None,
+        "requests; none: those of the trace; more: it is repeated, with new prompts",
+        low=1,
+        high=100_000_000,
+        variable="BATON_PLAN_REQUESTS",
     )
-    length_scale: float = knob(1.0, "lengths are divided by it", low=0.001, high=512)
+    length_scale: float = knob(
+        1.0, "lengths are divided by it", low=0.001, high=512, variable="BATON_PLAN_LENGTH_SCALE"
+    )
     speed: float = knob(1.0, "times are divided by it: 2 is twice the load", low=1e-6, high=1e6)
     max_model_len: int = knob(1 << 20, "tokens of prompt and answer; longer prompts are cut", low=2, high=1 << 24)
 
@@ -77,9 +92,11 @@ class PlanConfig:
         1024, "requests that wait in the router; more are refused, and count as missed", low=1, high=1 << 30
     )
 
-    prefill: int | None = knob(None, "instead of a search: so many prefill nodes", low=0, high=100_000)
-    decode: int | None = knob(None, "with so many decode nodes", low=0, high=100_000)
-    mixed: int | None = knob(None, "or so many mixed nodes", low=1, high=100_000)
+    prefill: int | None = knob(
+        None, "instead of a search: so many prefill nodes", low=0, high=100_000, variable="BATON_PLAN_PREFILL"
+    )
+    decode: int | None = knob(None, "with so many decode nodes", low=0, high=100_000, variable="BATON_PLAN_DECODE")
+    mixed: int | None = knob(None, "or so many mixed nodes", low=1, high=100_000, variable="BATON_PLAN_MIXED")
     max_nodes: int = knob(256, "largest cluster of the search", low=1, high=100_000)
     exact: bool = knob(
         False, "have the product's scheduler plan each step, for small loads: the same answer, more slowly"

@@ -41,7 +41,9 @@ class BenchConfig:
     """One call."""
 
     url: str = knob("http://127.0.0.1:8000", "the server, with or without /v1; also without the flag", metavar="URL")
-    model: str | None = knob(None, "name to ask for; none: the first one of /v1/models", metavar="NAME")
+    model: str | None = knob(
+        None, "name to ask for; none: the first one of /v1/models", metavar="NAME", variable="BATON_BENCH_MODEL"
+    )
     api: Api = knob("completions", "completions: /v1/completions; chat: /v1/chat/completions, which takes words only")
     api_key: str | None = knob(
         None, "key to show, where the server asks; better in the variable, where ps does not show it", metavar="KEY"
@@ -57,7 +59,7 @@ class BenchConfig:
         "given; of a sweep, where it begins (1)",
         metavar="R",
     )
-    rates: str | None = knob(None, "several, one run after the other", metavar="R,R,…")
+    rates: str | None = knob(None, "several, one run after the other", metavar="R,R,…", variable="BATON_BENCH_RATES")
     sweep: bool = knob(False, "search the highest rate at which --slo-share of the requests meet the limits")
     sweep_step: float = knob(
         0.1, "a sweep ends when the rate that failed is at most so much above the one that passed", low=0.005, high=1
@@ -92,10 +94,20 @@ class BenchConfig:
         None, "replay this instead of random requests: JSON lines in the format of Mooncake's traces", metavar="FILE"
     )
     length_scale: float = knob(
-        1.0, f"a trace's lengths are multiplied by it, to whole tokens per block of {TRACE_BLOCK}", low=1 / 128, high=4
+        1.0,
+        f"a trace's lengths are multiplied by it, to whole tokens per block of {TRACE_BLOCK}",
+        low=1 / 128,
+        high=4,
+        variable="BATON_BENCH_LENGTH_SCALE",
     )
     speed: float = knob(1.0, "a trace's times are divided by it", low=0.001, high=1e6)
-    max_prompt_tokens: int | None = knob(None, "longer prompts of a trace are cut at their ends", low=1, high=1 << 24)
+    max_prompt_tokens: int | None = knob(
+        None,
+        "longer prompts of a trace are cut at their ends",
+        low=1,
+        high=1 << 24,
+        variable="BATON_BENCH_MAX_PROMPT_TOKENS",
+    )
     max_output_tokens: int | None = knob(None, "longer answers of a trace are cut", low=1, high=1 << 24)
     slo_ttft_ms: float | None = knob(None, "limit on the time to the first token, for goodput", low=0.001)
     slo_tpot_ms: float | None = knob(None, "limit on the time per token behind the first, for goodput", low=0.001)

@@ -51,7 +51,9 @@ class ChatConfig:
 
     url: str = knob("http://127.0.0.1:8000", "the server, with or without /v1; also without the flag", metavar="URL")
     question: str | None = knob(None, "ask this, print the answer, end; also without the flag", metavar="TEXT")
-    model: str | None = knob(None, "name to ask for; none: the first one of /v1/models", metavar="NAME")
+    model: str | None = knob(
+        None, "name to ask for; none: the first one of /v1/models", metavar="NAME", variable="BATON_CHAT_MODEL"
+    )
     system: str | None = knob(None, "system prompt", metavar="TEXT")
     api_key: str | None = knob(
         None, "key to show, where the server asks; better in the variable, where ps does not show it", metavar="KEY"

@@ -8,8 +8,8 @@ A room writes
         port: int = knob(8000, "HTTP port; 0 takes a free one", low=0, high=65535)
 
 and `load(RouterConfig, "baton router", "…")` gives it, or ends the process with one line and exit code 2. Field `block_size`
-is the flag `--block-size`, the variable `BATON_BLOCK_SIZE` and the TOML key `block_size`. Field types: int, float, str, bool
-(`on` or `off`), Path, Literal, tuple[str, ...] (comma separated), and `X | None` (`none`).
+is the flag `--block-size`, the variable `BATON_BLOCK_SIZE`, unless the knob names another, and the TOML key `block_size`. Field
+types: int, float, str, bool (`on` or `off`), Path, Literal, tuple[str, ...] (comma separated), and `X | None` (`none`).
 
 A TOML file may serve several rooms: top-level keys are for every room that reads it, the keys of a table `[router]`,
 `[prefill]`, `[decode]` or `[up]` for that room, which is the last word of `prog`; the table wins.
@@ -56,13 +56,17 @@ def knob(
     high: float | None = None,
     choices: Sequence[Any] | None = None,
     metavar: str | None = None,
+    variable: str | None = None,
 ) -> Any:
     """Declare a field of a room's config; without a default it must be given.
 
-    `help` says what it is, its unit and why this default. `low` and `high` are inclusive. The field is keyword-only, so that
-    required knobs may stand anywhere.
+    `help` says what it is, its unit and why this default. `low` and `high` are inclusive. `variable`: BATON_COMMAND_FIELD,
+    where BATON_FIELD is what other commands read, and means something else there. The field is keyword-only, so that required
+    knobs may stand anywhere.
     """
-    details = {"help": help, "low": low, "high": high, "choices": choices, "metavar": metavar}
+    details = {
+        "help": help, "low": low, "high": high, "choices": choices, "metavar": metavar, "variable": variable,
+    }  # fmt: skip
     return dataclasses.field(default=default, kw_only=True, metadata=details)
 
 

@@ -52,14 +52,15 @@ class Knob:
     high: float | None
     choices: tuple[Any, ...]
     metavar: str
+    variable: str
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def variable(self) -> str:
-        return ENVIRONMENT_PREFIX + self.name.upper()
+    def has_own_variable(self) -> bool:
+        return self.variable != ENVIRONMENT_PREFIX + self.name.upper()
 
     def from_text(self, text: str, where: str) -> Any:
         """The value that a flag or a variable spells; `where` opens the error message."""
@@ -177,6 +178,7 @@ def _knob_of(each: dataclasses.Field[Any], annotation: Any) -> Knob:
         high=each.metadata["high"],
         choices=choices,
         metavar=each.metadata["metavar"] or ("|".join(map(str, choices)) if choices else _KINDS[kind][0]),
+        variable=each.metadata["variable"] or ENVIRONMENT_PREFIX + each.name.upper(),
     )
 
 

@@ -27,12 +27,13 @@ _HEAD: Final = """\
 
 Written by `make docs` from the code, which `baton COMMAND --help` shows, too; a test fails where this page is stale.
 
-Each flag is also an environment variable and a key of a TOML file: `--block-size`, `BATON_BLOCK_SIZE`, `block_size`. A flag
+Each flag is also an environment variable and a key of a TOML file: `--block-size`, `BATON_BLOCK_SIZE`, `block_size`. Where the
+table names a variable, `BATON_` and the flag would be what a process or another command reads, and means something else. A flag
 wins over the variable, the variable over the file, the file over the default. A file (`--config FILE`) has keys at its top for
 every process that reads it, and tables `[router]`, `[prefill]`, `[decode]`, `[mixed]`, `[up]` for one kind. A wrong value is one
 line that names it and its bound, and exit code 2. `none` is a value where the table says so.
 """
-_COMMANDS: Final = (
+COMMANDS: Final = (
     ("baton up", UpConfig),
     ("baton router", RouterConfig),
     ("baton prefill, baton decode, baton mixed", NodeConfig),
@@ -50,14 +51,15 @@ _COMMANDS: Final = (
 
 def page() -> str:
     """The whole page."""
-    return _HEAD + "".join(f"\n## {command}\n\n{''.join(_table(config))}" for command, config in _COMMANDS)
+    return _HEAD + "".join(f"\n## {command}\n\n{''.join(_table(config))}" for command, config in COMMANDS)
 
 
 def _table(config: type) -> Iterator[str]:
     yield "| flag | values | default | what it says |\n|---|---|---|---|\n"
     for knob in knobs_of(config):
         default = knob.shown_default().removeprefix("default ")
-        yield f"| `{knob.flag}` | {_cell(_values(knob))} | {_cell(default)} | {_cell(knob.help)} |\n"
+        told = knob.help + (f" (its variable: `{knob.variable}`)" if knob.has_own_variable else "")
+        yield f"| `{knob.flag}` | {_cell(_values(knob))} | {_cell(default)} | {_cell(told)} |\n"
 
 
 def _values(knob: Knob) -> str:
