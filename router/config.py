@@ -194,6 +194,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if problem := registry_problem(self.registry, self.registry_namespace):
             raise ValueError(problem)
+        if not self.host:
+            raise ValueError("--host: must be an address of this machine, or 0.0.0.0 or :: for all of them")
         if self.registry != EMBEDDED and self.registry_port:
             raise ValueError(
                 f"--registry-port {self.registry_port}: nodes announce themselves in Redis, since --registry says so"

@@ -207,9 +207,11 @@ def test_it_is_imported_soon_and_without_what_is_not_its_business() -> None:
     assert any(cpu_s() < 4.0 for _ in range(3))
 
 
-def test_an_empty_name_for_the_model_is_refused() -> None:
+def test_an_empty_name_for_the_model_and_an_empty_host_are_refused() -> None:
     with pytest.raises(ValueError, match="--served-model-name: must not be empty"):
         RouterConfig(model=Path("m"), served_model_name="")
+    with pytest.raises(ValueError, match="--host: must be an address of this machine, or"):
+        RouterConfig(model=Path("m"), host="")
 
 
 @pytest.mark.covers("X04")
