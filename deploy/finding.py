@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -79,12 +79,13 @@ class FindingConfig:
 
 async def list_nodes(config: FindingConfig, credentials: Credentials) -> list[pb.NodeEntry]:
     """Everybody who is registered, with any router that answers. Raises ValueError where none does, or a Redis does not."""
-    routers, registry, namespace, lack = [*config.router], config.registry, config.registry_namespace, ""
+    routers = {each: f"--router {each}" for each in config.router}
+    registry, namespace, lack = config.registry, config.registry_namespace, ""
     if config.run_dir is not None:
         told, its_namespace = _told_in(config.run_dir)
         namespace = namespace or its_namespace
         if "://" not in told[0]:
-            routers += told
+            routers = {each: f"--run-dir {config.run_dir}: its router {each}" for each in told} | routers
         elif registry == EMBEDDED:
             registry, lack = told[0], "; cluster.json has it without password and options: with them, give --registry"
     entries = await _listed_at_any(routers, credentials)
@@ -98,8 +99,10 @@ def _told_in(run_dir: Path) -> tuple[list[str], str | None]:
     try:
         content = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
         return [str(router["registry"]) for router in content["routers"]], content["registry_namespace"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         raise ValueError(f"--run-dir {run_dir}: no cluster of `baton up` runs there") from None
+    except OSError as error:
+        raise ValueError(f"--run-dir {run_dir}: cluster.json cannot be read: {error.strerror}") from None
 
 
 def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
@@ -111,23 +114,27 @@ def find_node(name: str, entries: Sequence[pb.NodeEntry]) -> pb.NodeEntry:
     raise ValueError(f"{name}: no such node; there are: {', '.join(known) or 'none'}")
 
 
-async def _listed_at_any(routers: Sequence[str], credentials: Credentials) -> list[pb.NodeEntry]:
-    """By all that answer: nodes register with each of them, and one may be down. Raises ValueError if none does."""
-    found = await asyncio.gather(*(_listed_at(each, credentials) for each in routers), return_exceptions=True)
+async def _listed_at_any(routers: Mapping[str, str], credentials: Credentials) -> list[pb.NodeEntry]:
+    """By all that answer: nodes register with each of them, and one may be down. Raises ValueError if none does.
+
+    `routers`: each with where the operator has it from.
+    """
+    lists = (_listed_at(each, said, credentials) for each, said in routers.items())
+    found = await asyncio.gather(*lists, return_exceptions=True)
     faults = [each for each in found if isinstance(each, BaseException)]
     if faults and (len(faults) == len(found) or not all(isinstance(each, ValueError) for each in faults)):
         raise faults[0]
     return [entry for each in found if not isinstance(each, BaseException) for entry in each]
 
 
-async def _listed_at(router: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:
+async def _listed_at(router: str, said: str, credentials: Credentials) -> Sequence[pb.NodeEntry]:
     async with credentials.channel(router) as channel:
         try:
             return parsed(await RegistryStub(channel).List(pb.ListRequest(), timeout=CALL_TIMEOUT_S)).nodes
         except grpc.aio.AioRpcError as error:
-            raise ValueError(f"--router {router}: {reason_of(error)}") from None
+            raise ValueError(f"{said}: {reason_of(error)}") from None
         except DecodeError as error:
-            raise ValueError(f"--router {router}: {error}") from None
+            raise ValueError(f"{said}: {error}") from None
 
 
 async def _listed_in_redis(url: str, namespace: str | None, lack: str) -> Sequence[pb.NodeEntry]:

@@ -357,7 +357,11 @@ def _example(model_id: str, is_demo: bool) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory (a lock that ends with this process, and leaves no file) and clear the last run's cluster.json."""
+    """Hold the run directory (a lock that ends with this process, and leaves no file).
+
+    cluster.json is there from when the cluster can serve to its end: the ports that it names may be another's then. What a killed
+    launcher has left is cleared here.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
@@ -380,6 +384,8 @@ def _run_dir_of_our_own(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(OSError):  # there is none, or the directory itself has gone
+            (run_dir / "cluster.json").unlink()
         os.close(directory)
 
 

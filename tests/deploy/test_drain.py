@@ -22,6 +22,7 @@ from tests.node.grpc_node import INCARNATION, GrpcNode, serve_node
 from tests.registry.redis_server import started_redis
 from tests.registry.test_listing import entry
 from tests.registry.test_registry import RunningRegistry, running_registry
+from tests.without_root import without_root
 
 LISTED_S = 0.3  # between two repetitions
 
@@ -265,7 +266,15 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     assert replaced.startswith("decode-0: ") and "another process" in replaced
     assert fails_with_2(capsys, exit_code(["127.0.0.1:1"])) == "127.0.0.1:1: nobody answers there"
     assert fails_with_2(capsys, exit_code(["d", "--router", "127.0.0.1:1"])).endswith("nobody answers there")
-    assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(["d", "--run-dir", str(tmp_path)]))
+    in_run_dir = ["d", "--run-dir", str(tmp_path)]
+    assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(in_run_dir))
+    (tmp_path / "cluster.json").write_text(told_by_up("127.0.0.1:1"))
+    gone = fails_with_2(capsys, exit_code(in_run_dir))
+    assert gone == f"--run-dir {tmp_path}: its router 127.0.0.1:1: nobody answers there"
+    (tmp_path / "cluster.json").chmod(0)
+    with without_root(tmp_path):
+        closed = fails_with_2(capsys, exit_code(["d", "--run-dir", "."]))
+    assert closed == "--run-dir .: cluster.json cannot be read: Permission denied"
     assert "--router HOST:PORT, --registry URL or --run-dir DIR is missing" in fails_with_2(
         capsys, exit_code(["decode-0"])
     )
