@@ -55,8 +55,9 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
                baton plan --trace FILE --rates rates.json --slo-ttft-ms 2000 --slo-tpot-ms 50
   plan measure rates of a model on this machine, or of a running cluster: baton plan measure --model DIR --output rates.json
 
-Every flag is also a variable (--block-size: BATON_BLOCK_SIZE) and a key of a TOML file (block_size, with --config FILE);
-a flag wins over the variable, the variable over the file. A wrong value is one line and exit code 2.
+Every flag but those of model make is also a variable (--block-size: BATON_BLOCK_SIZE; --help names it) and a key of a TOML
+file (block_size, with --config FILE); a flag wins over the variable, the variable over the file. A wrong value is one line
+and exit code 2.
 
 Several machines, or by hand:
   baton router  --model DIR --port 8000 --registry-port 8001

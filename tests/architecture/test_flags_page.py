@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.planner import PlanConfig
 from bench.serve_config import BenchConfig
+from deploy import cli
 from deploy.chat import ChatConfig
 from runtime.config import parse
 from runtime.knobs import knobs_of
@@ -15,6 +16,12 @@ LOAD = "--trace t --rates r --slo-ttft-ms 1 --slo-tpot-ms 1".split()
 def test_the_page_of_flags_is_what_the_commands_take() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "stale: make docs"
     assert "| `--block-size` |" in page()
+
+
+def test_help_says_of_which_commands_the_flags_are_no_variables() -> None:
+    with_variables = {name for commands, _ in COMMANDS for name in commands.replace("baton ", "").split(", ")}
+    others = {" ".join(name) for name in cli.COMMANDS} - with_variables
+    assert f"Every flag but those of {', '.join(others)} is also a variable" in cli.HELP
 
 
 def test_a_variable_that_several_commands_read_is_of_one_kind_to_all_of_them() -> None:
