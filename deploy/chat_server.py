@@ -64,7 +64,7 @@ class ChatServer:
             self._check(answer)
             try:
                 return str(answer.json()["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 raise ChatProblem(f"{self.url}/v1/models: names no model; give --model") from None
 
     def events(
@@ -91,7 +91,7 @@ class ChatServer:
             event: dict[str, Any] = json.loads(data)
             if "error" in event:
                 raise ChatProblem(f"{self.url}: {_sentence(data)}")
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ChatProblem(f"{self.url}: sends what is no event of a chat: {data[:80]}") from None
         return event
 
@@ -125,5 +125,5 @@ def _sentence(body: str) -> str:
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return " ".join(body.split())[:120] or "without a word"

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = list(look_at_this_machine(None if config.url is not None else config.port))
     if config.url is not None:
         try:
-            with Pages(config.url, config.api_key, config.tls_dir) as pages:
+            with Pages(config.url, config.api_key, config.tls_dir) as pages, pages.as_we_know_them():
                 findings += look_at_cluster(pages)
         except NoAnswer as error:
             findings.append(Finding(WRONG, "router", str(error)))
@@ -188,7 +188,7 @@ def _send_canaries(pages: Pages) -> Iterator[Finding]:
     try:
         content = answer.json()
         pairs, num_left_out = content["pairs"], content.get("pairs_left_out", 0)
-    except (ValueError, KeyError, TypeError):  # of whoever stands before the router
+    except (ValueError, KeyError, TypeError, RecursionError):  # of whoever stands before the router
         raise NoAnswer(f"{pages.url}/ready?deep=1: is answered {answer.status_code}, not as a router does") from None
     for pair in pairs:
         way = f"{pair['prefill']} to {pair['decode']}"

@@ -99,7 +99,7 @@ def _told_in(run_dir: Path) -> tuple[list[str], str | None]:
     try:
         content = json.loads((run_dir / "cluster.json").read_text(encoding="utf-8"))
         return [str(router["registry"]) for router in content["routers"]], content["registry_namespace"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"--run-dir {run_dir}: no cluster of `baton up` runs there") from None
     except OSError as error:
         raise ValueError(f"--run-dir {run_dir}: cluster.json cannot be read: {error.strerror}") from None

@@ -6,7 +6,8 @@ Not here: what the pages say (router/sight.py), what is made of it (status.py, d
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -69,6 +70,15 @@ class Pages:
     ) -> None:
         self._client.close()
 
+    @contextmanager
+    def as_we_know_them(self) -> Iterator[None]:
+        """Of what a page says otherwise than routers of this release do comes NoAnswer."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise NoAnswer(f"{self.url}: its pages are no router's, or another release's ({told})") from error
+
     def get(self, path: str, timeout_s: float = ASK_TIMEOUT_S) -> httpx.Response:
         """A page of the router, whatever its status. Raises NoAnswer."""
         return self._get(self.url + path, timeout_s, self._headers, "; `make up` starts a cluster")
@@ -122,5 +132,5 @@ def _content(answer: httpx.Response, url: str) -> Any:
         raise NoAnswer(f"{url}: is answered {answer.status_code}")
     try:
         return answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):  # nested more deeply than Python reads
         raise NoAnswer(f"{url}: is no JSON, so nothing of ours listens there") from None

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     config = load(StatusConfig, "baton status", DESCRIPTION, with_url(words))
     try:
-        with Pages(config.url, config.api_key, config.tls_dir) as pages:
+        with Pages(config.url, config.api_key, config.tls_dir) as pages, pages.as_we_know_them():
             _show(config, pages)
     except NoAnswer as error:
         sys.stderr.write(f"baton status: {error}\n")
@@ -101,7 +101,8 @@ def _show(config: StatusConfig, pages: Pages) -> None:
         while True:
             time.sleep(config.interval_s)
             try:
-                live.update(rendered(pages.url, *_look(config, pages), console.width), refresh=True)
+                with pages.as_we_know_them():
+                    live.update(rendered(pages.url, *_look(config, pages), console.width), refresh=True)
             except NoAnswer as error:  # it may come back
                 live.update(Text(f"baton status: {error}", style="red"), refresh=True)
 

@@ -142,6 +142,7 @@ def test_a_busy_server_that_says_when_to_come_back_is_asked_again(
         (stream_head() + b"data: {\n\n", "sends what is no event of a chat"),
         (stream_head() + b"data: {}\n\n", "sends what is no event of a chat"),
         (stream_head() + b"data: 5\n\n", "sends what is no event of a chat"),
+        (stream_head() + b"data: " + b"[" * 100_000 + b"\n\n", "sends what is no event of a chat"),
         (b"SSH-2.0-OpenSSH\r\n", "http://127.0.0.1:"),
         (
             stream_head() + said("x") + event(choices=[{"delta": {}, "finish_reason": "pd_reschedule"}]) + END,

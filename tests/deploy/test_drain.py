@@ -268,6 +268,8 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     assert fails_with_2(capsys, exit_code(["d", "--router", "127.0.0.1:1"])).endswith("nobody answers there")
     in_run_dir = ["d", "--run-dir", str(tmp_path)]
     assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(in_run_dir))
+    (tmp_path / "cluster.json").write_text("[" * 100_000)
+    assert "no cluster of `baton up`" in fails_with_2(capsys, exit_code(in_run_dir))
     (tmp_path / "cluster.json").write_text(told_by_up("127.0.0.1:1"))
     gone = fails_with_2(capsys, exit_code(in_run_dir))
     assert gone == f"--run-dir {tmp_path}: its router 127.0.0.1:1: nobody answers there"

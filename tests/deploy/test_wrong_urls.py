@@ -24,6 +24,7 @@ NODE = {"node_id": "decode-0", "bit_exact": True, "transport": {}, "versions": {
 ROUTER: dict[str, object] = {"missing": [], "degraded": [], "nodes": [], "versions": {}}
 BATON = str(Path(sys.executable).with_name("baton"))
 PAGE = "<html>502 Bad Gateway</html>"
+DEEP = "[" * 100_000  # deeper than Python reads JSON
 
 
 @contextmanager
@@ -79,10 +80,28 @@ def test_a_state_that_is_no_routers_is_said_to_be_none_in_one_sentence(
 
 
 @pytest.mark.covers("O06")
-@pytest.mark.parametrize("page", [PAGE, "[]", "{}"])
+@pytest.mark.parametrize("page", [PAGE, "[]", "{}", DEEP], ids=["html", "list", "object", "deep"])
 def test_a_deep_look_that_a_proxy_answers_is_one_sentence(capsys: pytest.CaptureFixture[str], page: str) -> None:
     with answering({"/ready?deep=1": page, "/state": json.dumps(ROUTER)}) as url:
         assert troubles(capsys, url) == [f"{url}/ready?deep=1: is answered 200, not as a router does"]
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize(
+    ("nodes", "requests", "lack"),
+    [([], {}, "'data'"), ([], {"data": []}, "'ready'"), ([{"role": "decode"}], {"data": []}, "'name'")],
+)
+def test_pages_that_are_almost_a_routers_are_said_to_be_anothers(
+    capsys: pytest.CaptureFixture[str], nodes: object, requests: object, lack: str
+) -> None:
+    state = ROUTER | {"nodes": nodes} | ({"ready": True, "live_requests": 0, "queued": 0} if nodes else {})
+    pages: dict[str, object] = {"/state": state, "/ready?deep=1": {"pairs": []}, "/v1/requests?limit=10": requests}
+    with answering({path: json.dumps(page) for path, page in pages.items()}) as url:
+        sentence = f"{url}: its pages are no router's, or another release's (KeyError: {lack})"
+        assert status.main([url, "--once"]) == 1
+        assert capsys.readouterr().err == f"baton status: {sentence}\n"
+        if nodes:
+            assert troubles(capsys, url) == [sentence]
 
 
 @pytest.mark.covers("O06")
@@ -218,6 +237,16 @@ def test_a_server_with_tls_that_is_asked_without_hangs_up_and_the_sentence_asks_
     """As uvicorn does."""
     with saying(b"") as url:
         assert told(capsys, ASKING[command][0], url).endswith(": hangs up without an answer; is it https://?")
+
+
+@pytest.mark.covers("O06")
+@pytest.mark.parametrize("status_code", [200, 500])
+@pytest.mark.parametrize("command", ASKING)
+def test_an_answer_that_is_nested_without_end_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], command: str, status_code: int
+) -> None:
+    with answering({"/": DEEP}, status_code=status_code) as url:
+        assert told(capsys, ASKING[command][0], url).startswith(f"baton {command}: {url}")
 
 
 @pytest.mark.covers("O06")
