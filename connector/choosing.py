@@ -3,7 +3,8 @@
     receiver's lease names its endpoints, best first        [shm, nixl, zmq]
     sender opens a link with the first that it has and reaches    same host: shm, else nixl where both have it, else zmq; forced by
                                                                   giving a node one only
-    a way that failed before it carried anything                  comes last for a while: the peer may never let us in that way
+    a way that failed, or was closed for being stuck, before      comes last for a while: the peer may never let us in that way,
+    it carried anything                                           or nothing gets through there
 
 Which way a write comes in, it lands in the same leases of the same memory: the transports share one landing, so a block is written
 once, and a lease becomes quiet once, over all of them. A link that fails does not turn to another way by itself: the handoff
@@ -78,7 +79,7 @@ class _Way:
 
     transport: str
     address: str
-    is_proven: bool = False  # something came back over it, or this node itself closed it
+    is_proven: bool = False  # something came back over it
 
 
 class HostMemory(NamedTuple):
@@ -145,9 +146,6 @@ class ChoosingTransport:
 
     def close(self, link_id: str) -> None:
         """As Sender.close."""
-        with self._lock:
-            if (way := self._ways.get(link_id)) is not None:
-                way.is_proven = True
         if (wire := self._find_wire(link_id)) is not None:
             wire.close(link_id)
 

@@ -232,7 +232,7 @@ def test_a_way_that_led_nowhere_is_taken_last_and_again_after_a_while(choosing: 
 
 
 @pytest.mark.covers("H12")
-def test_a_way_is_not_avoided_for_ever_nor_because_its_link_was_closed_or_has_served(choosing: ChoosingNet) -> None:
+def test_a_way_is_not_avoided_for_ever_nor_because_a_link_was_closed_that_has_served(choosing: ChoosingNet) -> None:
     sender, receiver = choosing.node("auto", "sender"), choosing.node("auto", "receiver")
     sender.transport.avoid_s = 0.0
     endpoints = receiver.transport.endpoints()
@@ -242,12 +242,23 @@ def test_a_way_is_not_avoided_for_ever_nor_because_its_link_was_closed_or_has_se
     assert sender.shows("links") == {"receiver@1/2": "shm"}
     other = choosing.node("auto", "other")
     other.transport.open("receiver@1/1", endpoints)
+    other.transport.write("receiver@1/1", LEASE, [(0, 5)])
+    choosing.until(lambda: other.said.taken(1) == [0])
     other.transport.close("receiver@1/1")
     choosing.until(lambda: bool(other.said.of(LinkClosed)))
     other.transport.open("receiver@1/2", endpoints)
-    other.transport.write("receiver@1/2", LEASE, [(0, 5)])
-    choosing.until(lambda: other.said.taken(1) == [0])
     assert other.shows("links") == {"receiver@1/2": "shm"}
+
+
+@pytest.mark.covers("H12")
+def test_a_way_that_is_closed_for_being_stuck_before_it_carried_anything_is_taken_last(choosing: ChoosingNet) -> None:
+    sender, receiver = choosing.node("auto", "sender"), choosing.node("auto", "receiver")
+    endpoints = receiver.transport.endpoints()
+    sender.transport.open("receiver@1/1", endpoints)
+    sender.transport.close("receiver@1/1")
+    choosing.until(lambda: bool(sender.said.of(LinkClosed)))
+    sender.transport.open("receiver@1/2", endpoints)
+    assert sender.shows("links") == {"receiver@1/2": "zmq"}
 
 
 @pytest.mark.covers("H12")
