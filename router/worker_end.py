@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
@@ -52,6 +53,8 @@ class WorkerEnd:
         self._hear: Callable[[Taken], None] = _nobody
         self._questions: dict[int, asyncio.Future[dict[int, str]]] = {}
         self._num_questions = 0
+        self._waiting: dict[str, asyncio.Task[dict[int, str]]] = {}  # by page: who has not asked yet
+        self._asking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by page
 
     async def open(
         self,
@@ -83,7 +86,21 @@ class WorkerEnd:
         self._hear = hear
 
     async def page_of_all(self, page: str) -> dict[int, str]:
-        """Every worker's part of it, by worker; of those only that answer in time."""
+        """Every worker's part of it, by worker; of those only that answer in time.
+
+        One question at a time: whoever asks meanwhile shares the next one's answer, however many they are.
+        """
+        waiting = self._waiting.get(page)
+        if waiting is None:
+            waiting = self._waiting[page] = asyncio.create_task(self._ask_next(page), name=f"page {page}")
+        return await asyncio.shield(waiting)
+
+    async def _ask_next(self, page: str) -> dict[int, str]:
+        async with self._asking[page]:
+            del self._waiting[page]  # whoever comes from now on wants to know what is true then
+            return await self._ask(page)
+
+    async def _ask(self, page: str) -> dict[int, str]:
         self._num_questions += 1
         question, text = self._num_questions, self._own_page(page)
         answer: asyncio.Future[dict[int, str]] = asyncio.get_running_loop().create_future()

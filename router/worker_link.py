@@ -17,6 +17,7 @@ _LENGTH_BYTES: Final = 4
 _LIMIT: Final = 1 << 20  # of what is read ahead
 # Both together say that the other one hangs: who starts reads nothing for seconds, and a page of many workers is megabytes.
 _MOST_UNREAD_BYTES: Final = 8 << 20  # all nodes that may be listed, at their usual 300 bytes, six times
+_MOST_SLOW_BYTES: Final = 64 << 20  # of one that reads something all the while: it is slow, and memory is not for all
 _HUNG_S: Final = 5.0  # with more than that: by then its sessions with nodes are lost, and its work with them
 
 In = TypeVar("In", bound=pb.ToWorker | pb.FromWorker)
@@ -37,7 +38,10 @@ class WorkerLink(Generic[In, Out]):
         self._reader = reader
         self._writer = writer
         self._on_hung = on_hung
-        self._full_since: float | None = None  # more than _MOST_UNREAD_BYTES at each `send` since then
+        self._full_since: float | None = (
+            None  # more than _MOST_UNREAD_BYTES at each `send` since then, and nothing was read
+        )
+        self._num_written = self._num_read = 0  # bytes; the second as of the last `send`
 
     @classmethod
     async def opened(
@@ -52,15 +56,19 @@ class WorkerLink(Generic[In, Out]):
         if self._writer.is_closing():
             return
         unread = self._writer.transport.get_write_buffer_size()
+        num_read, before = self._num_written - unread, self._num_read
+        self._num_read = num_read
         if unread <= _MOST_UNREAD_BYTES or self._on_hung is None:
             self._full_since = None
-        elif self._full_since is None:
+        elif self._full_since is None or (num_read > before and unread <= _MOST_SLOW_BYTES):
             self._full_since = _now()
         elif _now() - self._full_since > _HUNG_S:
             self._writer.transport.abort()
             self._on_hung(unread)
             return
-        self._writer.write(framed(message))
+        content = framed(message)
+        self._num_written += len(content)
+        self._writer.write(content)
 
     async def read(self) -> In | None:
         """The next message; None once the other end is closed."""

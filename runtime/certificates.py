@@ -16,11 +16,19 @@ from typing import Final
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, CertificatePublicKeyTypes
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, PublicKeyAlgorithmOID
 
 _SKEW: Final = datetime.timedelta(minutes=5)  # hosts' clocks differ
+# What cryptography raises of certificates that it can read only in part, beside ValueError.
+_NOT_SUPPORTED: Final = (
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+_RSA_PSS: Final = PublicKeyAlgorithmOID.RSASSA_PSS
 _MIN_RSA_BITS: Final = 2048  # fewer OpenSSL refuses
 _SHOWN_CURVES: Final = (
     ec.SECP256R1,
@@ -89,6 +97,13 @@ def check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> N
 
     The clock is the host's own, as it will be for every peer that checks.
     """
+    try:
+        _check_pair(ca, certificate, key, host)
+    except _NOT_SUPPORTED as error:
+        raise CertificateError(f"ca.crt, tls.crt or tls.key has what is not supported here: {error}") from None
+
+
+def _check_pair(ca: bytes, certificate: bytes, key: bytes, host: str | None) -> None:
     for what, pem in (("ca.crt", ca), ("tls.crt", certificate), ("tls.key", key)):
         if _GLUED.search(pem) is not None:
             raise CertificateError(
@@ -126,7 +141,11 @@ def _check_keys(found: x509.Certificate, signers: Sequence[x509.Certificate]) ->
         raise CertificateError(
             f"tls.crt has a key of the kind {_kind(key)}, which gRPC does not take: RSA, P-256, P-384 it does"
         )
-    for what, each in (("tls.crt", key), *(("ca.crt", signer.public_key()) for signer in signers)):
+    for what, certificate in (("tls.crt", found), *(("ca.crt", signer) for signer in signers)):
+        each = certificate.public_key()
+        if isinstance(each, ed448.Ed448PublicKey) or certificate.public_key_algorithm_oid == _RSA_PSS:
+            kind = "Ed448" if isinstance(each, ed448.Ed448PublicKey) else "RSA-PSS"
+            raise CertificateError(f"{what} has a key of the kind {kind}, which gRPC does not take")
         if isinstance(each, rsa.RSAPublicKey) and each.key_size < _MIN_RSA_BITS:
             raise CertificateError(
                 f"{what} has a key of {each.key_size} bits, too few for RSA: {_MIN_RSA_BITS} at least"

@@ -98,12 +98,12 @@ def parse(
     for each in knobs:
         if each.name in flags:
             text = flags[each.name]
-            values[each.name] = each.from_text(text, f"{each.flag} {text}")
+            values[each.name] = each.from_text(text, each.place(each.flag, " ", text))
         elif text := environment.get(each.variable, ""):  # empty is unset
-            values[each.name] = each.from_text(text, f"{each.variable}={text}")
+            values[each.name] = each.from_text(text, each.place(each.variable, "=", text))
         elif each.name in file_values:
             value = file_values[each.name]
-            values[each.name] = each.from_toml(value, f"{config_path}: {each.name} = {_spelled(value)}")
+            values[each.name] = each.from_toml(value, each.place(f"{config_path}: {each.name}", " = ", _spelled(value)))
         elif each.default is REQUIRED:
             raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
     own = {each.name for each in dataclasses.fields(config_type)}.intersection(NO_KNOBS)

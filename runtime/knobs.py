@@ -62,6 +62,10 @@ class Knob:
     def has_own_variable(self) -> bool:
         return self.variable != ENVIRONMENT_PREFIX + self.name.upper()
 
+    def place(self, name: str, between: str, value: str) -> str:
+        """Where a value stands, and which it is; not which text, that may be a secret."""
+        return name if self.kind is str and not self.choices else f"{name}{between}{value}"
+
     def from_text(self, text: str, where: str) -> Any:
         """The value that a flag or a variable spells; `where` opens the error message."""
         if self.is_optional and text == "none":

@@ -19,7 +19,9 @@ from proto import baton_pb2 as pb
 from runtime.listing import Change, Listing
 from runtime.session import Peer
 
-GAP_S: Final = 0.6  # between two readings: longer, and nodes may have been unable to write for too long
+# Between two readings: longer, and nodes may have been unable to write for too long. A period (0.25 s), a call that takes as long
+# as it may (0.5 s), and room: time that stood still at each slow reading would never pass, and who is dead would never be missed.
+GAP_S: Final = 0.9
 REJOIN_S: Final = 1.5  # nodes are back within 1 s (registry_client.py), and read within a period more
 FRESH_S: Final = (
     0.75  # an entry that is new to us and older than its period may be of a dead node: its repetition will tell

@@ -28,6 +28,15 @@ from runtime.registry_record import decode_gone, decode_record, encode_record, i
 from runtime.session import Peer
 
 CALL_TIMEOUT_S: Final = 0.5
+# What redis-py makes of answers that are not Redis's.
+_OF_WHO_SPEAKS_SOMETHING_ELSE: Final = (
+    TypeError,
+    LookupError,
+    ValueError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 BACKOFF_MAX_S: Final = 0.4  # with a call's timeout less than a second: then everybody is back
 _KEYS: Final = ("entries", "seen", "addresses", "gone", "read")
 _NUM_HOLDERS: Final = 4  # the keys that say who holds what; the fifth is a reader's own
@@ -128,8 +137,7 @@ class RedisStore:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer: object = await self._client.register_script(script)(keys, (self._ttl_ms, *arguments))
-        except (RedisError, OSError, ValueError, LookupError, RecursionError) as error:
-            # The last three: of a server that does not speak its protocol.
+        except (RedisError, OSError, *_OF_WHO_SPEAKS_SOMETHING_ELSE) as error:
             await self.hang_up()
             raise RegistryUnreachable(_word_for(error)) from None
         return answer

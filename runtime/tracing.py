@@ -30,9 +30,8 @@ CLOSE_TIMEOUT_S: Final = 2.0  # for what is not told yet when the process ends
 
 
 _LOG: Final = logging.getLogger(__name__)
-_EXPORTERS_LOG: Final = (
-    "opentelemetry.exporter.otlp"  # and below: what says two lines of each batch that finds no collector
-)
+# What says two lines of each batch that finds no collector, and of what finds no room: those are events of ours.
+_EXPORTERS_LOGS: Final = ("opentelemetry.exporter.otlp", "opentelemetry.sdk._shared_internal")
 
 
 class NoTracing(ValueError):
@@ -75,9 +74,10 @@ class QuietExporter:
         self._exporter = exporter
         self._is_gone = False
         self._said = _FirstSaid()
-        log = logging.getLogger(_EXPORTERS_LOG)
-        log.propagate = False
-        log.handlers = [self._said]
+        for name in _EXPORTERS_LOGS:
+            log = logging.getLogger(name)
+            log.propagate = False
+            log.handlers = [self._said]
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """As SpanExporter; on the library's thread."""

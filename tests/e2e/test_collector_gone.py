@@ -24,13 +24,17 @@ class _Takes(BaseHTTPRequestHandler):
         pass
 
 
+FULL_QUEUE = "opentelemetry.sdk._shared_internal"
+
+
 @pytest.fixture
 def library_log() -> Iterator[None]:
-    """The library's own log as it was."""
-    log = logging.getLogger("opentelemetry.exporter.otlp")
-    before = (log.propagate, log.handlers)
+    """The library's own logs as they were."""
+    logs = [logging.getLogger(name) for name in ("opentelemetry.exporter.otlp", FULL_QUEUE)]
+    before = [(log.propagate, log.handlers) for log in logs]
     yield
-    log.propagate, log.handlers = before
+    for log, (propagates, handlers) in zip(logs, before, strict=True):
+        log.propagate, log.handlers = propagates, handlers
 
 
 @pytest.mark.covers("O04")
@@ -42,6 +46,7 @@ def test_a_collector_that_is_gone_costs_a_line_and_one_when_it_is_back(caplog: p
     exporter = QuietExporter(OTLPSpanExporter(endpoint=f"http://127.0.0.1:{server.server_port}/v1/traces", timeout=0.2))
     try:
         assert [exporter.export(()) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
+        logging.getLogger(FULL_QUEUE).warning("Queue full, dropping Span.")  # what its batches say of a busy process
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("spans_lost reason=") and "Failed to export" in line
         server.server_activate()

@@ -18,6 +18,7 @@ from tests.mutants import (
     of_int8,
     of_kernels,
     of_kv_pool,
+    of_links,
     of_mixed,
     of_models,
     of_moves,
@@ -43,6 +44,7 @@ from tests.mutants.mutant import Mutant
 ALL: Final[tuple[Mutant, ...]] = (
     *of_handoff.MUTANTS,
     *of_heirs.MUTANTS,
+    *of_links.MUTANTS,
     *of_nodes.MUTANTS,
     *of_mixed.MUTANTS,
     *of_engine.MUTANTS,

@@ -9,7 +9,6 @@ from tests.mutants.mutant import Mutant
 _DECODE: Final = ("tests/cores/test_decode_core.py", "tests/cores/test_branches.py")
 _LEASES: Final = ("tests/cores/test_leases_model.py",)
 _PREFILL: Final = ("tests/cores/test_prefill_core.py",)
-_SLOW: Final = ("tests/cores/test_slow_links.py",)
 _LOOP: Final = ("tests/node/test_loop.py",)
 _DRAIN: Final = ("tests/node/test_drain.py",)
 _CALLS: Final = ("tests/node/test_handoff_client.py",)
@@ -223,30 +222,6 @@ MUTANTS: Final = (
         "            handover.overdue_at = now + reply.life_ms / 1000\n",
         "            pass\n",
         _PREFILL,
-    ),
-    Mutant(
-        "slow-link-taken-for-stuck",
-        "Who has more queued on a link than it carries in a lease life is given up, again and again.",
-        "node/handing_over.py",
-        "if not handover.num_unread or self._patient_until(handover) <= now:",
-        "if handover:",
-        _SLOW,
-    ),
-    Mutant(
-        "slow-delivery-taken-for-stuck",
-        "A Commit behind what the kernel has yet to deliver is given up after a lease life.",
-        "node/handing_over.py",
-        "max(handover.overdue_at, self._patient_until(handover))",
-        "handover.overdue_at",
-        _SLOW,
-    ),
-    Mutant(
-        "nodes-without-checksums",
-        "KV crosses between nodes unchecked, whatever the flag says.",
-        "connector/choosing.py",
-        "LinkRules(is_encrypted=is_encrypted)",
-        "LinkRules(has_checksums=False, is_encrypted=is_encrypted)",
-        ("tests/node/test_between_nodes.py",),
     ),
     Mutant(
         "half-block-written",

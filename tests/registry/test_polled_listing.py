@@ -12,6 +12,7 @@ from proto import baton_pb2 as pb
 from runtime.listing import Listed, Unlisted
 from runtime.polled_listing import FRESH_S, GAP_S, REJOIN_S, PolledListing, Row
 from runtime.redis_reader import PERIOD_S as POLL_S
+from runtime.redis_store import CALL_TIMEOUT_S
 from runtime.registry_client import BACKOFF_MIN_S, PERIOD_S
 from runtime.session import Peer
 from tests.registry.test_listing import entry
@@ -47,6 +48,20 @@ def test_a_node_is_listed_while_its_stamp_changes_and_gone_within_2_s_of_its_las
     (gone_at,) = reading_until(listing, now + POLL_S, now + 5.0, [row(entry(), repeated_at, now)])
     assert TTL_S <= gone_at - repeated_at < 2.0
     assert listing.entries() == ()
+
+
+@pytest.mark.covers("R13")
+@pytest.mark.parametrize("call_s", [0.0, 0.3, 0.45, CALL_TIMEOUT_S])
+def test_a_registry_that_is_slow_to_answer_hides_no_death(call_s: float) -> None:
+    """Each reading comes a period behind the end of the last call."""
+    listing = PolledListing(TTL_S)
+    listing.read([row(entry(), 0.0, 0.0)], (), 0.0)
+    now, gone_at = 0.0, None
+    while gone_at is None and now < 60.0:
+        now += POLL_S + call_s
+        if listing.read([row(entry(), 0.0, now)], (), now).changes:
+            gone_at = now
+    assert gone_at is not None and gone_at < TTL_S + 2 * (POLL_S + call_s)
 
 
 @pytest.mark.covers("R13", "C08")

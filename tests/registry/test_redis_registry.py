@@ -362,6 +362,7 @@ def test_a_server_that_does_not_speak_redis_is_a_registry_that_is_down(fresh_see
         b"$99999999999\r\n",
         b"",
         b"*1\r\n" * 2000,
+        b"%1\r\n*1\r\n+a\r\n+b\r\n",  # a key of a map that no dictionary takes
     )
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

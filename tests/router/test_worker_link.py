@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
 from proto import baton_pb2 as pb
 from router import worker_link
+from router.config import RouterConfig
+from router.worker_end import WorkerEnd
 from router.worker_link import WorkerLink
+from runtime.config import to_json
+from runtime.session import Peer
+
+
+class Nobody:
+    """Hears of no nodes."""
+
+    def on_listed(self, entry: pb.NodeEntry) -> None: ...
+
+    def on_missed(self, node: Peer) -> None: ...
+
+    def on_unlisted(self, node: Peer) -> None: ...
+
 
 Link = WorkerLink[pb.FromWorker, pb.ToWorker]
 BIG = pb.ToWorker(pages=pb.WorkerPages(texts={0: "x" * (1 << 20)}))
@@ -63,6 +80,55 @@ def test_who_has_caught_up_meanwhile_has_its_whole_time_again(monkeypatch: pytes
                     await received(theirs, len(worker_link.framed(BIG)))
             assert not hung
             link.close()
+
+    asyncio.run(run())
+
+
+def test_who_is_slow_and_reads_all_the_while_is_not_given_up_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        clock, hung = Clock(monkeypatch), list[int]()
+        link, theirs = await opened(hung)
+        with theirs:
+            for _ in range(20):
+                link.send(BIG)
+            for clock.now in (4.0, 8.0, 12.0, 16.0):  # it reads a page, and two more come
+                await received(theirs, len(worker_link.framed(BIG)))
+                link.send(BIG)
+                link.send(BIG)
+            assert not hung
+            for _ in range(50):
+                link.send(BIG)
+            for clock.now in (18.0, 20.0):
+                await received(theirs, len(worker_link.framed(BIG)))
+                link.send(BIG)
+            assert not hung
+            clock.now = 21.5
+            link.send(BIG)
+            assert hung, "memory is not for all"
+
+    asyncio.run(run())
+
+
+def test_however_many_ask_for_a_page_the_parent_is_asked_once_and_once_more_for_who_came_meanwhile() -> None:
+    async def run() -> None:
+        parents, workers = socket.socketpair()
+        settings = pb.WorkerSettings(index=1, config=to_json(RouterConfig(model=Path("m"))))
+        parents.sendall(worker_link.framed(pb.ToWorker(settings=settings)))
+        async with AsyncExitStack() as started:
+            end = WorkerEnd(started.enter_context(socket.socket()), workers)
+            await end.open(Nobody(), lambda number: None, lambda page: f"own {page}", started)
+            parent = await WorkerLink[pb.FromWorker, pb.ToWorker].opened(pb.FromWorker.FromString, parents)
+            started.callback(parent.close)
+            first = [asyncio.create_task(end.page_of_all("metrics")) for _ in range(50)]
+            asked = await parent.read()
+            later = [asyncio.create_task(end.page_of_all("metrics")) for _ in range(50)]
+            for number in (1, 2):
+                assert asked is not None and asked.want_page.question == number
+                parent.send(pb.ToWorker(pages=pb.WorkerPages(question=number, texts={0: f"page {number}"})))
+                if number == 1:
+                    asked = await parent.read()
+            assert {tuple(each.items()) for each in await asyncio.gather(*first)} == {((0, "page 1"),)}
+            assert {tuple(each.items()) for each in await asyncio.gather(*later)} == {((0, "page 2"),)}
 
     asyncio.run(run())
 

@@ -158,6 +158,15 @@ def test_what_is_wrong_with_a_directory_is_one_sentence(ours: Path, others: Path
     assert spoiled(replace_by_others("ca.crt")) == "tls.crt is not signed by ca.crt"
     assert spoiled(replace_by_others("tls.key")) == "tls.key is not the key of tls.crt"
     assert spoiled(lambda directory: expire(directory, ours.parent)).startswith("tls.crt has ended at 20")
+    assert spoiled(unknown_curve).startswith("ca.crt, tls.crt or tls.key has what is not supported here: Curve")
+
+
+def unknown_curve(directory: Path) -> None:
+    """One bit of the object identifier of P-256 in the authority's certificate."""
+    der = ssl.PEM_cert_to_DER_cert((directory / "ca.crt").read_text())
+    oid = bytes.fromhex("2a8648ce3d030107")
+    changed = oid[:4] + bytes([oid[4] ^ 1]) + oid[5:]
+    (directory / "ca.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(oid, changed, 1)))
 
 
 @pytest.mark.covers("X03")
