@@ -30,6 +30,7 @@ def model_size(config: ModelConfig, itemsize: int) -> ModelSize:
     return ModelSize(
         weight_bytes=itemsize * weights,
         token_bytes=itemsize * config.num_layers * 2 * kv_width,
-        weight_operations=2 * weights,
+        layer_operations=2 * config.num_layers * layer,
+        head_operations=2 * head,
         pair_operations=4 * config.num_layers * heads_width,
     )

@@ -226,7 +226,8 @@ class ModelSize(NamedTuple):
 
     weight_bytes: int  # read once in each step
     token_bytes: int  # of KV, all layers
-    weight_operations: int  # of one position through all linears
+    layer_operations: int  # of one position through the linears of all layers
+    head_operations: int  # of one that a token is drawn from, besides
     pair_operations: int  # of one (query, key) pair, all layers
 
 
@@ -239,8 +240,9 @@ def of_hardware(size: ModelSize, bytes_per_s: float, operations_per_s: float, li
         base_s=size.weight_bytes / bytes_per_s,
         position_s=size.token_bytes / bytes_per_s,
     )
-    token_s, pair_s = size.weight_operations / operations_per_s, size.pair_operations / operations_per_s
-    multiplies = Terms(base_s=0.0, row_s=token_s, position_s=pair_s, token_s=token_s, pair_s=pair_s)
+    token_s, pair_s = size.layer_operations / operations_per_s, size.pair_operations / operations_per_s
+    row_s = token_s + size.head_operations / operations_per_s
+    multiplies = Terms(base_s=0.0, row_s=row_s, position_s=pair_s, token_s=token_s, pair_s=pair_s)
     return Rates(
         decode=(reads, multiplies),
         chunk=(reads, multiplies),

@@ -7,13 +7,16 @@ rate while it computes prompts. Which of both is sooner: proto/prefill_speed.py,
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from proto import prefill_speed
 from proto.prefill_speed import FetchSpeed, PrefillSpeed
 
 FORGETS: Final = 0.3  # of what was known, at each fetch and look
-_STEP_FORGETS: Final = 0.1  # the same at each step with prompts
+# Computed prompt positions, after which a step counts 1/e: of steps, a few short prompts would make the node look slow, which it is
+# for nobody else's long ones.
+_TOKENS_REMEMBERED: Final = 20_000
 COLD_WAIT_S: Final = 0.25  # that a request waits at most where either speed is unknown
 
 
@@ -36,8 +39,9 @@ class FetchCost:
         num_tokens, self._num_prompt_tokens = num_prompt_tokens - self._num_prompt_tokens, num_prompt_tokens
         began_at, self._busy_since = self._busy_since, now
         if num_tokens and began_at is not None:
-            self._step_tokens = (1 - _STEP_FORGETS) * self._step_tokens + num_tokens
-            self._step_s = (1 - _STEP_FORGETS) * self._step_s + now - began_at
+            kept = math.exp(-num_tokens / _TOKENS_REMEMBERED)
+            self._step_tokens = kept * self._step_tokens + num_tokens
+            self._step_s = kept * self._step_s + now - began_at
 
     def turned(self, is_busy: bool, now: float) -> None:
         """The core's turn is over; whether any step is under way."""

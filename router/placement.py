@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import log
 from typing import Final, Protocol
 
@@ -240,11 +241,15 @@ class Placement:
     ) -> Pair | None:
         """Pair two nodes with equal fingerprints, or None if no pair exists.
 
-        `kept` is the prefill node to stay with if it can be used (its prefix cache holds the prompt); `avoided` decode nodes are
-        used only if no other can be.
+        `kept` is the prefill node to stay with if it can be used (its prefix cache holds the prompt); `avoided` nodes are used
+        only if no other can be, decode nodes sooner than prefill nodes.
         """
-        pair = self._pair(prefills, decodes.but(avoided), prompt, kept)
-        return self._pair(prefills, decodes, prompt, kept) if pair is None and avoided else pair
+        if not avoided:
+            return self._pair(prefills, decodes, prompt, kept)
+        for some_prefills, some_decodes in product((prefills.but(avoided), prefills), (decodes.but(avoided), decodes)):
+            if (pair := self._pair(some_prefills, some_decodes, prompt, kept)) is not None:
+                return pair
+        return None
 
     def choose_target(self, decodes: Among, avoided: Collection[NodeRef]) -> NodeRef | None:
         """Where a branch moves to, of nodes that can take it over; `avoided` ones only if no other can be."""

@@ -41,6 +41,9 @@ KINDS: Final = ("handoff", "mixed", "local_short", "local_absent")
 
 
 _LOOK_AHEAD: Final = 16  # claims that are looked behind: a bound on the cost of a turn
+_LOOK_PAST: Final = (
+    128  # the same of those who cannot be placed, since somebody before has a claim to all that they could use
+)
 
 
 class Placed(NamedTuple):
@@ -80,6 +83,7 @@ class WaitingBranches:
         self._branches: dict[BranchKey, LiveBranch] = {}
         self._by_arrival = KeyedHeap[BranchKey]()
         self._aside: dict[BranchKey, None] = {}
+        self._is_all_claimed = False  # nobody found room, and no decode node was free for anybody else
         self._pace = QueuePace()
         self.orphans: list[LiveBranch] = []  # who has been put aside for a grace, and has a timer to be set
 
@@ -116,6 +120,7 @@ class WaitingBranches:
     def take(self, now: float) -> Placed | None:
         """Take out the first that finds room and who goes with it, and say where; None if there is none."""
         claimants: list[LiveBranch] = []
+        passed: list[LiveBranch] = []
         claimed: dict[bytes, int] = {}
         placed: Placed | None = None
         while placed is None and (first := self._by_arrival.first()) is not None:
@@ -124,6 +129,8 @@ class WaitingBranches:
             able = self._able(branch, now)
             if branch.rests_until > now or able is None:
                 self._aside[branch.key] = None
+            elif able and len(passed) < _LOOK_PAST and _is_claimed(branch, able, claimed):
+                passed.append(branch)  # somebody before it waits for all that are large enough
             elif (found := self._find_pair(branch, able, claimed, now)) is not None:
                 placed = self._placed(branch, *found)
             else:
@@ -132,8 +139,10 @@ class WaitingBranches:
                     claimed[each] = min(claimed.get(each, branch.total_tokens), branch.total_tokens)
                 if len(claimants) > _LOOK_AHEAD or not self._nodes.has_unclaimed(claimed):
                     break
-        for branch in claimants:
+        for branch in (*claimants, *passed):
             self._by_arrival.put(branch.key, branch.arrival)
+        if placed is None:
+            self._is_all_claimed = bool(claimants) and not self._nodes.has_unclaimed(claimed)
         if claimants:
             self._pace.waits(now)
         elif placed is None:
@@ -150,8 +159,11 @@ class WaitingBranches:
         return Placed(group, pair, kind, num_cached, num_pooled)
 
     def wait_s(self, now: float) -> float:
-        """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known."""
-        return self._pace.wait_s(len(self._by_arrival), now)
+        """How long a newcomer would wait for its dispatch, by how fast the queue has moved; 0 where nothing is known.
+
+        Nor where those who wait do so for certain nodes, and others are free for it.
+        """
+        return self._pace.wait_s(len(self._by_arrival), now) if self._is_all_claimed else 0.0
 
     def _mates(self, head: LiveBranch) -> list[LiveBranch]:
         if not head.can_share:
@@ -191,7 +203,7 @@ class WaitingBranches:
             return None if pair is None else (pair, "handoff", 0, 0)
         num_tokens, most = branch.num_tokens * (1 + len(self._mates(branch))), self._config.local_prefill_max_tokens
         spare = self._nodes.spare_candidates(total_tokens, without, claimed, num_tokens, most)
-        if pair := self._placement.choose_alone(spare.of(able), avoided):
+        if pair := self._placement.choose_alone(spare.of(able).but(avoided)):  # a shortcut, and no last resort
             return pair, "local_short", 0, 0
         prompt = Prompt(branch.num_tokens, {}) if self._caches is None else self._caches.prompt(branch)
         prefills = self._nodes.prefill_candidates(total_tokens, without, claimed).of(able)
@@ -234,6 +246,11 @@ class WaitingBranches:
             if is_served_without([name, *alone]):
                 alone.append(name)
         return self._nodes.named(alone)
+
+
+def _is_claimed(branch: LiveBranch, able: Set[bytes], claimed: Claims) -> bool:
+    """Whether all nodes that are large enough for it are claimed."""
+    return all(each in claimed and claimed[each] <= branch.total_tokens for each in able)
 
 
 def _num_pooled(candidates: Among, chosen: NodeRef, prompt: Prompt) -> int:

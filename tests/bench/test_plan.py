@@ -77,9 +77,10 @@ def test_a_probe_finds_the_rates_of_what_it_is_shown() -> None:
 
 def test_limits_of_hardware_are_the_longer_of_reading_and_multiplying() -> None:
     """A few rows wait for the memory, a long chunk for the arithmetic."""
-    rates = of_hardware(ModelSize(1000, 10, 2000, 1), bytes_per_s=100, operations_per_s=1000, link_bytes_per_s=5)
+    rates = of_hardware(ModelSize(1000, 10, 2000, 500, 1), bytes_per_s=100, operations_per_s=1000, link_bytes_per_s=5)
     assert rates.step_s(Shape(1, 10)) == pytest.approx(11.0)
-    assert rates.step_s(Shape(0, 0, 100, 500)) == pytest.approx(200.5)
+    assert rates.step_s(Shape(0, 0, 100, 500)) == pytest.approx(200.5), "a prompt's positions have no head"
+    assert rates.step_s(Shape(100, 500)) == pytest.approx(250.5)
     assert rates.transfer_s(3) == pytest.approx(6.0)
 
 

@@ -143,3 +143,16 @@ def test_patience_is_the_time_that_computing_takes_and_short_while_a_speed_is_un
     assert cost.patience_s(100, 900) == pytest.approx(2.5)
     unknown = FetchCost(BLOCK_SIZE)
     assert unknown.patience_s(1, 0) == COLD_WAIT_S and unknown.num_worth(7, 0) == 7 and unknown.is_worth_a_look(7, 0)
+
+
+def test_a_few_short_prompts_make_no_node_look_slow_for_long_ones() -> None:
+    """10 ms a step and 15 us a token: what was computed last weighs by its tokens, not by its steps."""
+    cost, num_tokens, now = FetchCost(16), 0, 0.0
+    for length in [3000] * 5 + [30] * 30:
+        cost.turned(True, now)
+        now += 0.01 + 15e-6 * length
+        num_tokens += length
+        cost.read(num_tokens, now)
+        cost.turned(False, now)
+    speed = cost.speed()
+    assert speed is not None and speed.token_s < 3 * (15e-6 + 0.01 / 3000)

@@ -233,7 +233,7 @@ def test_what_is_slower_than_computing_is_not_fetched_until_a_probe_finds_it_fas
 @pytest.mark.covers("W07")
 def test_who_waits_in_the_queue_anyway_fetches_what_alone_it_would_compute_faster() -> None:
     node = Reading()
-    node.warm_up(fetch_s=0.06)  # a block: 60 ms against 50 ms
+    node.warm_up(fetch_s=0.055)  # a block: 55 ms against 50 ms
     node.dispatch(A, prompt_of(2))
     assert node.counts == ["kv_pool_not_worth"]
     node.run()

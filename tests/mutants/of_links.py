@@ -1,4 +1,4 @@
-"""Planted bugs of links between nodes, of workers and of the registry: what is slow and not stuck, and what crosses unchecked."""
+"""Planted bugs of what is slow and not stuck, free and not used: links, workers, the registry, nodes that failed a request."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from tests.mutants.mutant import Mutant
 _SLOW: Final = ("tests/cores/test_slow_links.py",)
 
 MUTANTS: Final = (
+    Mutant(
+        "failed-prefill-node-first",
+        "A prefill node that failed a request gets all its retries, since it has the prompt cached.",
+        "router/placement.py",
+        "product((prefills.but(avoided), prefills), (decodes.but(avoided), decodes))",
+        "product((prefills,), (decodes.but(avoided), decodes))",
+        ("tests/router/test_core_avoided.py",),
+    ),
+    Mutant(
+        "too-late-for-free-nodes",
+        "Requests are refused because others wait for another node.",
+        "router/waiting.py",
+        "if self._is_all_claimed else 0.0",
+        "if self._aside is not None else 0.0",
+        ("tests/router/test_core_queue.py",),
+    ),
     Mutant(
         "slow-link-taken-for-stuck",
         "Who has more queued on a link than it carries in a lease life is given up, again and again.",

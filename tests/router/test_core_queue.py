@@ -251,3 +251,40 @@ def test_prompts_that_could_come_at_once_a_moment_ago_still_may() -> None:
     world.pass_time(601.0)
     world.submit("a")
     assert world.core.most_prompts(1) == 108
+
+
+def with_one_large_node(max_num_seqs: int, *small: str) -> CoreWorld:
+    world = CoreWorld.with_nodes("p1")
+    world.join(node_entry("d1", pb.ROLE_DECODE, max_model_len=256, max_num_seqs=max_num_seqs))
+    for name in small:
+        world.join(node_entry(name, pb.ROLE_DECODE, max_model_len=64, max_num_seqs=8))
+    return world
+
+
+@pytest.mark.covers("P07")
+@pytest.mark.parametrize("num_waiting", [16, 17, 100])
+def test_however_many_wait_for_one_large_node_who_fits_elsewhere_does_not_wait(num_waiting: int) -> None:
+    world = with_one_large_node(2, "d2", "d3")
+    for index in range(2 + num_waiting):
+        world.submit(f"long{index}", max_tokens=200)
+    for index in range(2):  # they decode, and the prefill node is idle
+        world.tokens_from("p1", f"long{index}", 0, [1])
+        world.tokens_from("d1", f"long{index}", 0, [1])
+    world.submit("short", max_tokens=4)
+    ((_, dispatch),) = world.dispatches("short")
+    assert dispatch.target.node.name in ("d2", "d3")
+    assert not world.dispatches("long2")
+
+
+@pytest.mark.covers("A12", "P07")
+def test_nobody_is_too_late_for_nodes_that_are_free_because_others_wait_long_for_another() -> None:
+    world = with_one_large_node(1, "d2")
+    for name in ("long0", "long1"):
+        world.submit(name, max_tokens=200, timeout_s=3600)
+    world.tokens_from("p1", "long0", 0, [1])
+    world.tokens_from("d1", "long0", 0, [1])  # it decodes for minutes
+    for index in range(12):
+        world.pass_time(0.5 if index < 10 else 300.0)
+        world.submit(f"s{index}", max_tokens=4, timeout_s=30)
+        assert world.dispatches(f"s{index}"), world.ends
+        world.tokens_from("p1", f"s{index}", 0, [99], pb.FINISH_STOP)

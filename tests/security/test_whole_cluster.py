@@ -192,7 +192,8 @@ def test_an_operator_with_a_certificate_drains_a_node_and_one_without_is_told(cl
     without = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert without.returncode == 2
     assert re.fullmatch(
-        r"baton drain: --router \S+: .*; where processes have certificates --tls-dir DIR is needed\n", without.stderr
+        r"baton drain: --run-dir \S+: its router \S+: .*; where processes have certificates --tls-dir DIR is needed\n",
+        without.stderr,
     )
     done = subprocess.run([*command, "--tls-dir", str(ours)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
