@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ NUM_CLIENTS: Final = 4
 NUM_BODIES: Final = 6
 SHORT_TOKENS: Final = 120  # with slow steps a second
 DRAIN_BOUND_S: Final = 60.0  # longer than nodes take before they give up what is left
+_MISSED: Final = re.compile(r"session_lost node=(\S+) .*nothing came for")
 
 
 def prefilled(town: Broken, *nodes: str) -> float:
@@ -47,9 +49,35 @@ def wait_until_it_works(town: Broken, node: str) -> None:
     wait_until(f"{node} has work", has_work)
 
 
-def was_starved(town: Broken, since: int) -> bool:
-    """Whether the router missed a node that nobody had touched, since its log was that long: this host had no time for it."""
-    return "nothing came for" in town.fleet.log_text("router")[since:]
+class Losses:
+    """What the routers lost with one node, from when it is touched until the next one is."""
+
+    def __init__(self, town: Broken) -> None:
+        self._fleet = town.fleet
+        self.begin("")
+
+    def begin(self, touched: str) -> None:
+        """From now on it is this node."""
+        self._touched = touched
+        self._num_retries_before = self._num_retries()
+        self._sizes = {router: len(self._fleet.log_text(router)) for router in self._fleet.routers}
+
+    def was_starved(self) -> bool:
+        """Whether a router missed another node, which nobody has touched: this host had no time for it."""
+        return bool(self._missed() - {self._touched})
+
+    def assert_none(self) -> None:
+        """No router missed the node that was touched (what runs on one that drains would cost no retry), and none had to retry."""
+        if not self.was_starved():
+            assert not self._missed(), "it was silent"
+            assert self._num_retries() == self._num_retries_before, f"something was lost with {self._touched}"
+
+    def _missed(self) -> set[str]:
+        new = [self._fleet.log_text(router)[size:] for router, size in self._sizes.items()]
+        return {name for text in new for name in _MISSED.findall(text)}
+
+    def _num_retries(self) -> float:
+        return sum(self._fleet.metric("retries_total", router=router) for router in self._fleet.routers)
 
 
 @pytest.mark.covers("D08", "C03", "R19")
@@ -57,28 +85,30 @@ def test_what_a_draining_decode_node_runs_moves_without_a_prefill_and_the_last_o
     town: Broken, fresh_seed: int
 ) -> None:
     fleet = town.fleet
-    bodies, since = long_requests(fresh_seed), len(fleet.log_text("router"))
-    moved, retries = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
+    bodies, moved, losses = long_requests(fresh_seed), fleet.metric("moves_total", "done"), Losses(town)
     with fleet.slow_steps(0.02):
         asked = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-0"), "there is nothing to move"
         computed = prefilled(town, "prefill-0", "prefill-1", "decode-1")
+        losses.begin("decode-0")
         fleet.terminate("decode-0")
         wait_until("something moves", lambda: fleet.metric("moves_total", "done") > moved)
     assert fleet.wait_for_end("decode-0", DRAIN_BOUND_S) == 0
     town.told(asked)
     is_computed_once = prefilled(town, "prefill-0", "prefill-1", "decode-1") == computed
-    assert is_computed_once or was_starved(town, since), "something was computed again"
+    assert is_computed_once or losses.was_starved(), "something was computed again"
+    losses.assert_none()
 
     with fleet.slow_steps(0.02):
         more = town.send(bodies)
         wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
         assert town.running("decode-1"), "there is nothing to wait for"
+        losses.begin("decode-1")
         fleet.terminate("decode-1")
     assert fleet.wait_for_end("decode-1", DRAIN_BOUND_S) == 0
     town.told(more)
-    assert fleet.metric("retries_total") == retries or was_starved(town, since)
+    losses.assert_none()
     town.assert_equal([*asked, *more], bodies * 2)
 
 
@@ -87,7 +117,7 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
     tiny_model: Path, tmp_path: Path, fresh_seed: int
 ) -> None:
     with started_town(tiny_model, tmp_path, ("router", "mixed-0", "mixed-1")) as town:
-        fleet = town.fleet
+        fleet, losses = town.fleet, Losses(town)
         bodies, begun = long_requests(fresh_seed, 4), long_requests(fresh_seed + 1, 2, prompt_tokens=1000)
         for body in bodies:  # seconds of work, and room for all of it on either node
             body |= {"max_tokens" if "max_tokens" in body else "max_completion_tokens": 400, "n": 1}
@@ -98,20 +128,23 @@ def test_what_a_draining_mixed_node_runs_moves_what_it_began_is_computed_and_the
             computed = prefilled(town, "mixed-0")
             asked += town.send(begun)
             wait_until("it computes a prompt", lambda: prefilled(town, "mixed-0") > computed)
+            losses.begin("mixed-0")
             fleet.terminate("mixed-0")
             wait_until("something moves", lambda: fleet.metric("moves_total", "done") >= 1)
         assert fleet.wait_for_end("mixed-0", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-0")
         town.told(asked)
+        losses.assert_none()
         with fleet.slow_steps(0.02):
             more = town.send(bodies)
             wait_until("nothing is prefilled", lambda: is_all_prefilled(town))
             assert town.running("mixed-1"), "there is nothing to wait for"
+            losses.begin("mixed-1")
             fleet.terminate("mixed-1")
         assert fleet.wait_for_end("mixed-1", DRAIN_BOUND_S) == 0
         assert "was_cut_short=False" in fleet.log_text("mixed-1")
         town.told(more)
-        assert not fleet.metric("retries_total") or was_starved(town, 0)
+        losses.assert_none()
         town.assert_equal([*asked, *more], [*bodies, *begun, *bodies])
 
 
@@ -168,11 +201,12 @@ def drain_by_command(town: Broken, node: str) -> None:
 @pytest.mark.covers("C07", "D08", "H15", "C03", "P08", "R19")
 def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, fresh_seed: int) -> None:
     fleet = town.fleet
-    moved, lost = fleet.metric("moves_total", "done"), fleet.metric("retries_total")
-    since = len(fleet.log_text("router"))
+    moved, losses = fleet.metric("moves_total", "done"), Losses(town)
     with fleet.slow_steps(0.005), steady_clients(town, fresh_seed, max_tokens=SHORT_TOKENS) as clients:
         for node in fleet.nodes:
             wait_until_it_works(town, node)
+            losses.assert_none()
+            losses.begin(node)
             if node == "prefill-1":
                 drain_by_command(town, node)
             else:
@@ -184,7 +218,7 @@ def test_every_node_restarted_in_turn_under_load_fails_no_request(town: Broken, 
             fleet.start(node)
             fleet.wait_until_ready()
     assert fleet.metric("moves_total", "done") >= moved + 2, "nothing moved"
-    assert fleet.metric("retries_total") == lost or was_starved(town, since), "something was lost with a node"
+    losses.assert_none()
     town.mend()
     bodies, told = [body for body, _ in clients.told], [each for _, each in clients.told]
     verdicts = town.verdicts(told, bodies)

@@ -12,7 +12,7 @@ import pytest
 from bench.cluster import BATON
 from bench.fleet import wait_until
 from tests.chaos.conftest import SIZES, Broken, started_town
-from tests.chaos.test_draining import DRAIN_BOUND_S, steady_clients, was_starved
+from tests.chaos.test_draining import DRAIN_BOUND_S, Losses, steady_clients
 
 NAMES: Final = ("router", "router-1", "prefill-0", "prefill-1", "mixed-0")
 # All six changes. Meanwhile the two others can serve; a new decode node finds a prefill node beside it, which must hand over.
@@ -53,10 +53,13 @@ def test_every_change_of_role_under_load_fails_no_request_and_loads_nothing_agai
         fleet = town.fleet
         for weights in model.glob("*.safetensors*"):
             weights.unlink()  # nobody can load them again
+        losses = Losses(town)
         pids = {node: fleet.pid(node) for node in fleet.nodes}
         with steady_clients(town, fresh_seed, *fleet.routers, max_tokens=MAX_TOKENS) as clients:
             for node, role in CHANGES:
                 wait_until(f"{node} has work", lambda node=node: has_worked(fleet.state(node)))  # type: ignore[misc]
+                losses.assert_none()
+                losses.begin(node)
                 before, num_told = fleet.state(node), len(clients.told)
                 done = change(town, node, role)
                 assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -70,8 +73,7 @@ def test_every_change_of_role_under_load_fails_no_request_and_loads_nothing_agai
         assert len(seen) == len(CHANGES), seen
         assert sum(fleet.node_metric(node, "role_changes_total") for node in fleet.nodes) == len(CHANGES)
         assert not any("was_cut_short=True" in fleet.log_text(node) for node in fleet.nodes)
-        retries = sum(fleet.metric("retries_total", router=router) for router in fleet.routers)
-        assert not retries or was_starved(town, 0), "something was lost with a role"
+        losses.assert_none()
         town.mend()
         bodies, told = [body for body, _ in clients.told], [each for _, each in clients.told]
         verdicts = town.verdicts(told, bodies)
