@@ -130,20 +130,11 @@ def build_engine(
     fields = _fingerprint(config, dtype, model.kernels.name, state)
     key_seed = seed_key(fields.to_bytes())
     pool = BlockPool(sizes.num_blocks, config.block_size)
-    scheduler_config = _scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
+    scheduling = scheduler_config(config, sizes, resumes_preempted, max_prompt_tokens_beside_decodes)
     parts = CoreParts(
         identity=identity,
-        limits=NodeLimits(
-            max_model_len=sizes.max_model_len,
-            vocab_size=model_config.vocab_size,
-            lease_life_s=config.lease_life_s,
-            reserve_wait_s=config.reserve_wait_s,
-            max_waiting_reserves=config.max_waiting_reserves,
-            reserves_for_running=config.decode_reserve == "on",
-            preempt_move_s=config.preempt_move_ms / 1000,
-            reads_kv_pool=config.kv_pool is not None,
-        ),
-        scheduler=Scheduler(scheduler_config, pool, key_seed),
+        limits=node_limits(config, sizes, model_config.vocab_size),
+        scheduler=Scheduler(scheduling, pool, key_seed),
         pool=pool,
         fingerprint=pb.Fingerprint(**asdict(fields)),
         key_seed=key_seed,
@@ -235,14 +226,18 @@ def _several_ranks(config: NodeConfig, sizes: EngineSizes, dtype: str, device: t
     return _Machine(joined, memory, kv, inexactness, PipedFollowers(processes.pipes, ranks), processes)
 
 
-def _scheduler_config(
-    config: NodeConfig, sizes: EngineSizes, resumes_preempted: bool, max_beside_decodes: int | None
+def scheduler_config(
+    config: NodeConfig,
+    sizes: EngineSizes,
+    resumes_preempted: bool,
+    max_prompt_tokens_beside_decodes: int | None,
 ) -> SchedulerConfig:
+    """What the scheduler goes by; see build_engine."""
     return SchedulerConfig(
         num_slots=config.max_num_seqs,
         max_batched_tokens=config.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
-        max_prompt_tokens_beside_decodes=max_beside_decodes,
+        max_prompt_tokens_beside_decodes=max_prompt_tokens_beside_decodes,
         reserve=ReserveConfig(
             policy=config.reserve_policy,
             init_ratio=config.new_token_ratio_init,
@@ -254,4 +249,18 @@ def _scheduler_config(
         saves=SaveRules(config.saves_preempted, config.saves_finished, takes_out_broken=config.kv_pool is not None),
         resumes_preempted=resumes_preempted,
         keeps_preempted=config.preempt_move_ms > 0,
+    )
+
+
+def node_limits(config: NodeConfig, sizes: EngineSizes, vocab_size: int) -> NodeLimits:
+    """The bounds that a core of any role keeps."""
+    return NodeLimits(
+        max_model_len=sizes.max_model_len,
+        vocab_size=vocab_size,
+        lease_life_s=config.lease_life_s,
+        reserve_wait_s=config.reserve_wait_s,
+        max_waiting_reserves=config.max_waiting_reserves,
+        reserves_for_running=config.decode_reserve == "on",
+        preempt_move_s=config.preempt_move_ms / 1000,
+        reads_kv_pool=config.kv_pool is not None,
     )

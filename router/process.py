@@ -29,7 +29,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from proto import baton_pb2_grpc as pb_grpc
-from router.api import Api, ApiSettings
+from router.api import Api, ApiSettings, PartsOfPage
 from router.api_keys import KeyFileError
 from router.chat_template import ModelDirectoryError
 from router.config import RouterConfig
@@ -117,20 +117,11 @@ async def _serve(
         started.enter_context(listener)
         if tracing is not None:
             started.push_async_callback(tracing.close)
-        shell = _make_shell(config, text, credentials, None if tracing is None else RequestSpans(tracing))
+        shell = make_shell(config, text, credentials, None if tracing is None else RequestSpans(tracing))
         started.push_async_callback(shell.close)
         registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
-        settings = ApiSettings(
-            name,
-            config.request_timeout_s,
-            config.max_body_mib << 20,
-            config.max_prompt_tokens,
-            config.max_n,
-            None if worker is None else (worker.index, worker.page_of_all),
-            config.tool_parser,
-            None if config.launcher is None else LauncherLink(config.launcher),
-        )
+        settings = api_settings(config, name, None if worker is None else (worker.index, worker.page_of_all))
         app = _behind_keys(config, Api(shell, text, settings).app(), shell, worker, started)
         http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
@@ -243,12 +234,16 @@ def _behind_keys(
 def _http_server(
     config: RouterConfig, app: ASGIApp, listener: socket.socket, shell: RouterShell, credentials: Credentials
 ) -> HttpServer:
-    stuck_timeout_s = config.request_timeout_s + LAST_WRITE_S  # a stream may be paused so long
-    max_connections = _allowed_connections(config.max_connections)
-    bounds = HttpBounds(max_connections, config.max_header_kib << 10, config.header_timeout_s, stuck_timeout_s)
+    bounds = http_bounds(config, _allowed_connections(config.max_connections))
     count = shell.metrics.turned_away
     tls = credentials.http_context(lambda: count("tls"))
     return HttpServer(app, listener, bounds=bounds, tls=tls, on_refused=count)
+
+
+def http_bounds(config: RouterConfig, max_connections: int) -> HttpBounds:
+    """What is taken from strangers; `max_connections`: of those wanted, what there may be."""
+    stuck_timeout_s = config.request_timeout_s + LAST_WRITE_S  # a stream may be paused so long
+    return HttpBounds(max_connections, config.max_header_kib << 10, config.header_timeout_s, stuck_timeout_s)
 
 
 def _allowed_connections(wanted: int) -> int:
@@ -272,15 +267,26 @@ def warn_of_what_is_missing(config: RouterConfig) -> None:
     warn_if_exposed(config.host, "router", missing)
 
 
-def _make_shell(
+def make_shell(
     config: RouterConfig, text: ModelText, credentials: Credentials, spans: RequestSpans | None
 ) -> RouterShell:
+    """The core with what it places by, and the shell around it. On the loop."""
     seed = secrets.randbits(63) if config.placement_seed is None else config.placement_seed
-    core_config = RouterCoreConfig(
+    placement = Placement(config.placement_prefill, config.placement_decode, seed, imbalance(config))
+    caches = _make_cache_map(config) if config.placement_prefill == CACHE_AWARE else None
+    core = RouterCore(core_config(config, text.tokenizer_digest, seed), placement, caches)
+    incarnation = secrets.randbelow(2**64 - 1) + 1
+    me = Peer(f"router-{incarnation:016x}", incarnation)
+    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials, config.timelines, spans)
+
+
+def core_config(config: RouterConfig, tokenizer: str, seed: int) -> RouterCoreConfig:
+    """What the core goes by; `tokenizer`: digest of the router's."""
+    return RouterCoreConfig(
         max_queue=config.max_queue,
         refuses_late=config.refuse_late == "on",
         max_inflight_prefills=config.max_inflight_prefills,
-        tokenizer=text.tokenizer_digest,
+        tokenizer=tokenizer,
         preempt_retry_count=config.preempt_retry_count,
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         preempt_retry_exclude_decode=config.preempt_retry_exclude_decode,
@@ -290,13 +296,25 @@ def _make_shell(
         breaker_failures=config.breaker_failures,
         seed=seed,
     )
-    imbalance = Imbalance(config.cache_imbalance_tokens, config.cache_imbalance_ratio)
-    placement = Placement(config.placement_prefill, config.placement_decode, seed, imbalance)
-    caches = _make_cache_map(config) if config.placement_prefill == CACHE_AWARE else None
-    core = RouterCore(core_config, placement, caches)
-    incarnation = secrets.randbelow(2**64 - 1) + 1
-    me = Peer(f"router-{incarnation:016x}", incarnation)
-    return RouterShell(core, me, SessionTiming(grace_s=config.session_grace_s), credentials, config.timelines, spans)
+
+
+def imbalance(config: RouterConfig) -> Imbalance:
+    """When a node's queue is too long for what its cache holds to count."""
+    return Imbalance(config.cache_imbalance_tokens, config.cache_imbalance_ratio)
+
+
+def api_settings(config: RouterConfig, name: str, all_workers: tuple[int, PartsOfPage] | None) -> ApiSettings:
+    """Of the HTTP side; `name`: the model's."""
+    return ApiSettings(
+        name,
+        config.request_timeout_s,
+        config.max_body_mib << 20,
+        config.max_prompt_tokens,
+        config.max_n,
+        all_workers,
+        config.tool_parser,
+        None if config.launcher is None else LauncherLink(config.launcher),
+    )
 
 
 def _make_cache_map(config: RouterConfig) -> CacheMap:
