@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 from bench.fleet import Fleet
 
-# Python runs it in every process of a cluster before anything else; only a node has the thread that computes.
+# Python runs it in every process of a cluster before anything else; only a node has the thread that computes, or what
+# `baton up` forks its nodes from.
 _IN_EACH_PROCESS: Final = """
 import os, sys, time
 
-if "-m" in sys.orig_argv and {"prefill", "decode", "mixed"} & set(sys.orig_argv):
+if "-m" in sys.orig_argv and {"prefill", "decode", "mixed", "deploy.node_forker"} & set(sys.orig_argv):
     try:
         from node.runner_thread import RunnerThread
 
@@ -37,6 +38,7 @@ if "-m" in sys.orig_argv and {"prefill", "decode", "mixed"} & set(sys.orig_argv)
         return plan
 
     RunnerThread._next_plan = next_plan_later
+    open(os.environ["SLOW_STEPS"] + "_is_heard", "w").close()
 """
 
 
@@ -60,6 +62,7 @@ class SlowSteps:
         part.rename(self._wanted)
         try:
             yield
+            assert self._wanted.with_name(f"{self._wanted.name}_is_heard").exists(), "no node looks there"
         finally:
             self._wanted.unlink()
 

@@ -13,12 +13,14 @@ from engine.plan import SamplingParams
 from engine.sequence import SequenceSpec
 from tests.e2e.cluster import Cluster, started_cluster
 from tests.e2e.engine_alone import engine_alone
+from tests.e2e.slow_steps import SlowSteps
 from tests.e2e.test_serving import wait_until_nothing_is_held
 
 NUM_REQUESTS = 200
 NUM_SLOTS = 16
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 256
+STEP_S = 0.005  # more: a decode node that is as fast as requests come to it is never full
 # 16 sequences of 160 tokens at their ends are 160 blocks.
 NUM_BLOCKS = 80
 
@@ -103,8 +105,11 @@ def test_half_the_pool_changes_no_token_starves_nobody_and_leaks_nothing(
         "--max-num-batched-tokens": 64,
         "--reserve-policy": policy,
     }
-    with started_cluster(tiny_model, tmp_path, *(str(each) for pair in flags.items() for each in pair)) as cluster:
-        assert through(cluster, cases) == expected
+    steps = SlowSteps(tmp_path)
+    given = (str(each) for pair in flags.items() for each in pair)
+    with started_cluster(tiny_model, tmp_path, *given, environment=steps.environment) as cluster:
+        with steps.wanted(STEP_S):
+            assert through(cluster, cases) == expected
         wait_until_nothing_is_held(cluster)
         (decode,) = cluster.nodes_of("decode")
         numbers = cluster.metrics(decode)
