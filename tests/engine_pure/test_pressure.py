@@ -93,6 +93,24 @@ def test_a_step_in_which_every_slot_gives_way_still_answers() -> None:
     assert node.finished == {"a": "length"} and node.is_idle()
 
 
+@pytest.mark.covers("Q04")
+def test_a_step_in_which_several_are_marked_and_nobody_has_a_row_answers_for_each() -> None:
+    node = node_with((8, 8))
+    while any(phase_of(node, name) is not Phase.RUNNING_DECODE for name in "ab"):
+        node.plan()
+        node.complete()
+    assert node.pause("a") and node.pause("b")
+    plan = node.plan()
+    assert plan is not None and not plan.num_tokens
+    assert [owner_of(node, mark.slot) for mark in plan.marks] == ["a", "b"]
+    node.complete()
+    assert node.paused == {"a": "paused", "b": "paused"}
+    for name in "ab":
+        node.resume(name)
+    node.run_to_the_end()
+    assert node.finished == {"a": "length", "b": "length"} and node.is_idle()
+
+
 @pytest.mark.covers("S17")
 def test_the_same_need_never_preempts_twice() -> None:
     node = node_with((16, 16, 16))

@@ -178,6 +178,25 @@ def test_a_step_in_which_every_slot_is_marked_still_answers(make_runner: Make) -
     assert len(rig.told["a"]) == 60
 
 
+@pytest.mark.covers("Q04", "Q09")
+def test_a_step_of_nothing_but_marks_answers_each_of_them(make_runner: Make) -> None:
+    rig = Rig(make_runner(64), 64)
+    for name in NAMES[:2]:
+        rig.submit(name, prompt_of(name, 20), 60)
+    for _ in range(3):
+        rig.plan()
+        rig.read()
+    assert all(rig.scheduler.pause(name) for name in NAMES[:2])
+    plan = rig.plan()
+    assert plan is not None and not plan.num_tokens
+    result = rig.read()
+    assert [answer.token_id for answer in result] == [PREEMPTED_TOKEN_ID] * 2
+    for name in NAMES[:2]:
+        rig.scheduler.resume(name)
+    rig.run(2)
+    assert all(len(rig.told[name]) == 60 for name in NAMES[:2])
+
+
 @pytest.mark.covers("Q05", "Q09")
 def test_a_slots_next_owner_sees_neither_the_last_ones_token_nor_its_mark(make_runner: Make) -> None:
     alone, after = Rig(make_runner(64), 64), Rig(make_runner(16), 16)
