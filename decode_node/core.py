@@ -202,6 +202,8 @@ class DecodeCore:
 
     def _release(self, request: pb.ReleaseRequest, now: float) -> None:
         keys = attempt_keys(request)
+        if not any(map(self._fence.admits, keys)):  # each has ended here, or a newer one has been here since
+            self._out.append(ev.Count("stale_refused"))
         for key in keys:
             self._fence.end(key, now + request.ms_left / 1000, now)
             lease = self._leases.of_any((key,))
