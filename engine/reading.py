@@ -43,6 +43,7 @@ class Reader:
         self.resumes_preempted = resumes_preempted
         self._keeps_preempted = keeps_preempted
         self._last_read_step_id = NEVER
+        self.num_late = 0  # tokens so far of who had ended before they were read
 
     def check(self, plan: Plan, result: StepResult) -> None:
         """ValueError, before anything has changed: these are not the answers to the step's rows and marks."""
@@ -135,8 +136,10 @@ class Reader:
         elif answer.generation == sequence.generation:
             if not self.is_finished(sequence):
                 progress = [self._advance(sequence, row, answer)]
-            elif isinstance(row, PrefillChunk) and not sequence.is_broken:
-                self._keep_computed(sequence, row, answer)
+            else:
+                self.num_late += answer.token_id >= 0
+                if isinstance(row, PrefillChunk) and not sequence.is_broken:
+                    self._keep_computed(sequence, row, answer)
         if self.is_finished(sequence) and not self.has_unread_rows(sequence):
             if sequence.is_complete:
                 self._saves.finished(sequence)

@@ -356,6 +356,7 @@ class Scheduler:
         return {
             **self._all.snapshot(),
             "num_preempted": self.num_preempted,
+            "num_late": self._reader.num_late,
             "reserve": self._room.reserve.value,
             "steps_in_flight": len(self._unread),
             "num_saves": len(self._saves),

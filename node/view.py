@@ -227,6 +227,11 @@ def _scheduler_families(scheduler: Mapping[str, object]) -> Iterator[Metric]:
         "Sequences that gave way because blocks were short",
         value=_number(scheduler, "num_preempted"),
     )
+    yield CounterMetricFamily(
+        "baton_node_late_tokens",
+        "Tokens that nobody was told, because their sequences had ended before they were read",
+        value=_number(scheduler, "num_late"),
+    )
     yield GaugeMetricFamily(
         "baton_node_reserve",
         "The reserve policy's number: the share of what may still be said (ratio), or blocks per sequence (fixed)",

@@ -239,7 +239,7 @@ def test_a_newer_attempts_reserve_ends_the_older_lease_first() -> None:
 
 
 @pytest.mark.covers("D04")
-def test_tokens_for_a_branch_that_was_cancelled_are_ignored() -> None:
+def test_tokens_for_a_branch_that_was_cancelled_are_ignored_and_counted() -> None:
     decode = Decode()
     lease = decode.reserve(KEY, PROMPT, 4).lease
     decode.core.receive(BlocksLanded(lease.lease_id, (0, 1), 128, "prefill-0"), 1.0)
@@ -253,6 +253,7 @@ def test_tokens_for_a_branch_that_was_cancelled_are_ignored() -> None:
         result = ev.StepDone(_result(run.plan.step_id, row.slot, row.generation, 3))
         assert not [a for a in decode.core.receive(result, 1.0) if isinstance(a, ev.ToRouter)]
     assert decode.pool.counts().used == 0
+    assert decode.scheduler.snapshot()["num_late"] == len(plans) > 0
 
 
 @pytest.mark.covers("R17")
