@@ -22,6 +22,7 @@ from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from router.metrics import HISTOGRAMS, MOST_GONE_CLIENTS, RouterMetrics
 from router.node_gauges import node_families, node_text
+from tests.router.core_world import CoreWorld
 from tests.router.live_router import LiveRouter, until
 from tests.router.metrics_table import HEADING, PAGE, table, used_metrics
 from tests.router.scripted_nodes import ScriptedAttempt, replying
@@ -332,3 +333,14 @@ def test_a_page_names_each_of_a_thousand_nodes_once() -> None:
     samples = families["baton_router_node_branches"].samples
     assert len({sample.labels["node"] for sample in samples}) == len(samples) == 1000
     assert {sample.value for sample in samples} == {3.0}
+
+
+@pytest.mark.covers("O01", "R18")
+def test_the_circuit_of_a_node_that_fails_is_shown_open_and_nobody_elses() -> None:
+    world = CoreWorld.with_nodes("p1", "d1", breaker_failures=1, preempt_retry_count=9)
+    world.submit("a")
+    world.error_from("d1", "a", pb.INTERNAL)
+    text = RouterMetrics(lambda: {**world.core.figures(), "ready": True}).render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    shown = {sample.labels["node"]: sample.value for sample in families["baton_router_node_circuit_open"].samples}
+    assert shown == {"p1": 0, "d1": 1}
