@@ -14,6 +14,7 @@ from router.config import RouterConfig
 from router.events import NodeRef
 from router.placement import CACHE_AWARE, POLICIES, Draw, Imbalance, Pair, Placement, Prompt, estimate
 from router.ranking import Candidate
+from runtime.config import parse
 from tests.router.plain_placement import among
 
 nodes = st.builds(NodeRef, st.sampled_from("abcde"), st.integers(1, 2))
@@ -29,6 +30,12 @@ policies = st.sampled_from([*sorted(POLICIES), CACHE_AWARE])
 
 def candidate(name: str, load: float = 0.0) -> Candidate:
     return Candidate(NodeRef(name, 1), b"x", (load, 0.0))
+
+
+@pytest.mark.covers("R01", "R02")
+def test_a_router_that_is_told_nothing_goes_by_caches_for_prompts_and_by_load_for_the_rest() -> None:
+    config = parse(RouterConfig, "baton router", "", ["--model", "m"], {})
+    assert (config.placement_prefill, config.placement_decode) == (CACHE_AWARE, "least_loaded")
 
 
 @pytest.mark.covers("R01")

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proto import baton_pb2 as pb
+from router.config import RouterConfig
 from router.entrance import RouterCoreConfig
 from router.events import NodeRef
 from router.placement import Draw
+from router.process import core_config
 from router.retry import COST, PREEMPTIONS_PER_RETRY, Again, Cost, Over, Tries, culprit
+from runtime.config import parse
 
 CODES = [code for code in pb.ErrorCode.values() if code != pb.ERROR_UNSPECIFIED]
 FINAL = {pb.INCOMPATIBLE, pb.DEADLINE, pb.INVALID}
@@ -20,6 +23,15 @@ FINAL = {pb.INCOMPATIBLE, pb.DEADLINE, pb.INVALID}
 
 def test_every_code_has_its_cost_or_is_final() -> None:
     assert set(CODES) - COST.keys() == FINAL
+
+
+@pytest.mark.covers("R03")
+def test_a_router_that_is_told_nothing_follows_three_failures_with_another_attempt_each() -> None:
+    config = parse(RouterConfig, "baton router", "", ["--model", "m"], {})
+    tries, draw = Tries(core_config(config, "", 0)), Draw(0)
+    error = pb.PDError(code=pb.TRANSFER_FAILED, retryable=True)
+    verdicts = [tries.after(error, True, draw) for _ in range(4)]
+    assert [verdict is Over.SPENT for verdict in verdicts] == [False, False, False, True]
 
 
 @pytest.mark.covers("R03", "R07", "R19")
