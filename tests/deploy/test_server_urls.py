@@ -22,7 +22,6 @@ Main = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, Main] = {"status": status.main, "doctor": doctor.main, "chat": chat.main, "bench": serve.main}
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     "url",
@@ -50,7 +49,6 @@ def test_what_is_no_url_is_one_sentence_and_exit_code_2(
     assert capsys.readouterr().err == f"baton {command}: --url {url}: must be http(s)://HOST[:PORT][/PREFIX]\n"
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_password_in_a_url_is_refused_and_not_told_again(capsys: pytest.CaptureFixture[str], command: str) -> None:
     """What measures left it out without a word, others showed it instead of the key and printed it."""
@@ -62,7 +60,6 @@ def test_a_password_in_a_url_is_refused_and_not_told_again(capsys: pytest.Captur
     assert "secret" not in line
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize(
     ("url", "means"),
     [
@@ -98,7 +95,6 @@ def test_no_key_is_in_a_result(words: list[str]) -> None:
     assert told["command"].startswith("baton bench")
 
 
-@pytest.mark.covers("O06")
 def test_a_server_that_says_nothing_is_said_to_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -107,7 +103,6 @@ def test_a_server_that_says_nothing_is_said_to_be_silent(capsys: pytest.CaptureF
     assert capsys.readouterr().err == f"baton bench: --url {url}: no answer within 0.2 s\n"
 
 
-@pytest.mark.covers("O06")
 def test_a_cluster_with_certificates_and_keys_can_be_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

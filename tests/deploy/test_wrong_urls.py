@@ -64,7 +64,6 @@ def troubles(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return [each["sentence"] for each in findings if each["level"] == "wrong" and each["what"] != "port"]
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize(
     ("answer", "whose"),
     [(NODE, "that of node decode-0; a router's URL is wanted"), ({}, "somebody else's"), ([], "somebody else's")],
@@ -86,7 +85,6 @@ def test_a_deep_look_that_a_proxy_answers_is_one_sentence(capsys: pytest.Capture
         assert troubles(capsys, url) == [f"{url}/ready?deep=1: is answered 200, not as a router does"]
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize(
     ("nodes", "requests", "lack"),
     [([], {}, "'data'"), ([], {"data": []}, "'ready'"), ([{"role": "decode"}], {"data": []}, "'name'")],
@@ -104,7 +102,6 @@ def test_pages_that_are_almost_a_routers_are_said_to_be_anothers(
             assert troubles(capsys, url) == [sentence]
 
 
-@pytest.mark.covers("O06")
 def test_a_nodes_address_where_somebody_else_answers_is_that_nodes_trouble(capsys: pytest.CaptureFixture[str]) -> None:
     with answering({"/state": "{}"}) as elsewhere:
         node = {"name": "decode-0", "session": "up", "circuit": "closed", "draining": False, "fingerprint": {}}
@@ -122,7 +119,6 @@ def test_pairs_that_were_too_many_to_be_tried_are_a_warning(capsys: pytest.Captu
     assert re.search(r"warning\s+canary: 7 more pairs of nodes were not tried", capsys.readouterr().out)
 
 
-@pytest.mark.covers("O06")
 def test_of_a_node_that_is_gone_nobody_is_told_to_start_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     node = {"name": "decode-0", "session": "up", "circuit": "closed", "draining": False, "fingerprint": {}}
     router = ROUTER | {"nodes": [node | {"http": "127.0.0.1:1"}]}
@@ -136,7 +132,6 @@ def test_of_a_node_that_is_gone_nobody_is_told_to_start_a_cluster(capsys: pytest
     assert "`make up` starts a cluster" in capsys.readouterr().out
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", [doctor.main, status.main], ids=["doctor", "status"])
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -187,7 +182,6 @@ def told(capsys: pytest.CaptureFixture[str], ask: Ask, url: str) -> str:
     return line
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", ASKING)
 def test_with_tls_where_there_is_none_and_without_where_there_is_the_sentence_says_which(
     capsys: pytest.CaptureFixture[str], authority: Path, command: str
@@ -201,7 +195,6 @@ def test_with_tls_where_there_is_none_and_without_where_there_is_the_sentence_sa
         assert unknown.endswith(f"; {flag} names the authority that signed it")
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", ASKING)
 def test_an_authority_that_this_host_trusts_needs_no_flag(
     capsys: pytest.CaptureFixture[str], authority: Path, command: str, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +206,6 @@ def test_an_authority_that_this_host_trusts_needs_no_flag(
         assert "certificate" not in told(capsys, ask, url)
 
 
-@pytest.mark.covers("O06")
 def test_an_authority_need_not_be_a_root(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """ca.crt has the authority that has signed, which another one may have signed: members take that, and so do commands."""
     between = Signed(name="between", signer=Signed())
@@ -229,7 +221,6 @@ def test_an_authority_need_not_be_a_root(capsys: pytest.CaptureFixture[str], tmp
             assert "certificate" not in told(capsys, ask, url)
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", ASKING)
 def test_a_server_with_tls_that_is_asked_without_hangs_up_and_the_sentence_asks_for_https(
     capsys: pytest.CaptureFixture[str], command: str
@@ -239,7 +230,6 @@ def test_a_server_with_tls_that_is_asked_without_hangs_up_and_the_sentence_asks_
         assert told(capsys, ASKING[command][0], url).endswith(": hangs up without an answer; is it https://?")
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("status_code", [200, 500])
 @pytest.mark.parametrize("command", ASKING)
 def test_an_answer_that_is_nested_without_end_is_one_sentence(
@@ -249,7 +239,6 @@ def test_an_answer_that_is_nested_without_end_is_one_sentence(
         assert told(capsys, ASKING[command][0], url).startswith(f"baton {command}: {url}")
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", ASKING)
 def test_a_port_where_something_else_than_http_is_spoken_is_said_to_be_one(
     capsys: pytest.CaptureFixture[str], command: str
@@ -259,7 +248,6 @@ def test_a_port_where_something_else_than_http_is_spoken_is_said_to_be_one(
         assert ": speaks no HTTP there; a router's --port does, " in told(capsys, ASKING[command][0], url)
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("command", ASKING)
 def test_who_has_shown_a_key_that_is_unknown_is_not_told_to_show_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
@@ -287,7 +275,6 @@ def saying(words: bytes) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.covers("O06")
 @pytest.mark.parametrize("ask", [chat.main, serve.main], ids=["chat", "bench"])
 def test_an_authority_that_holds_no_certificate_is_one_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, ask: Callable[[Sequence[str]], int]

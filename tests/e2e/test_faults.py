@@ -110,7 +110,7 @@ def test_a_killed_decode_nodes_requests_go_on_at_another_and_no_token_differs(
         assert whole == (streams[i].token_ids if i in streams else tokens_of(answers[i]))
 
 
-@pytest.mark.covers("A06", "R13")
+@pytest.mark.covers("A04", "A06", "R13")
 def test_a_killed_prefill_nodes_half_written_leases_are_released_and_its_clients_told(
     cluster: RoleByRole, threads: ThreadPoolExecutor, fresh_seed: int
 ) -> None:

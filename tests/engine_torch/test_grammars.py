@@ -154,7 +154,7 @@ def test_what_is_said_fits_the_schema_and_is_the_same_from_any_token_on(
         assert whole[:cut] + rest == whole
 
 
-@pytest.mark.covers("A14", "S08")
+@pytest.mark.covers("A14")
 def test_a_preempted_completion_goes_on_as_if_nothing_had_happened(model: Model, grammars: Grammars) -> None:
     schema = {
         "type": "array",

@@ -111,7 +111,7 @@ def test_a_limit_that_shrinks_counts_at_once() -> None:
     assert limits.admit(Client("a", 1), 0.0) is not None
 
 
-@pytest.mark.covers("X02", "R16")
+@pytest.mark.covers("X02")
 @given(
     LIMITS,
     st.lists(st.tuples(st.floats(0, 40), st.integers(0, 2), st.integers(0, 700), st.integers(0, 300)), max_size=60),
@@ -130,7 +130,7 @@ def test_processes_that_tell_each_other_at_once_are_one_bucket(
             other.hear(Taken("a", "tokens", generated + (prompt if over is None else 0), limit), now)
 
 
-@pytest.mark.covers("X02", "R16")
+@pytest.mark.covers("X02")
 @given(LIMITS, st.integers(2, 8), st.integers(1, 2000))
 def test_what_was_let_in_before_the_others_heard_of_it_is_waited_for_by_all(
     limit: int, number: int, asked: int

@@ -39,7 +39,7 @@ class Gauge:
         return size
 
 
-@pytest.mark.covers("A13", "P07")
+@pytest.mark.covers("A13")
 def test_no_more_bytes_are_worked_on_at_once_than_may_be_whoever_gives_up(fresh_seed: int) -> None:
     draw, gauge, turns = random.Random(fresh_seed), Gauge(), TextTurns()
 
@@ -167,7 +167,7 @@ def test_nothing_is_said_of_a_tokenizer_that_may_lose_characters(tokenizer: Toke
     assert characters_of_longest_token(tokenizer) is None
 
 
-@pytest.mark.covers("A11", "P07")
+@pytest.mark.covers("A11")
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     path: str, field: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
