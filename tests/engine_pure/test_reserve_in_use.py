@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from engine.block_pool import BlockPool
 from engine.reserve import FIXED_BLOCKS, FIXED_DECAY, MARGIN_BLOCKS, ReserveConfig, ReservePolicy
-from tests.engine_pure.checked_node import CheckedNode, Sizes, make_spec
+from engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine_pure.checked_node import KEY_SEED, CheckedNode, Sizes, make_spec
 
 SIZES = Sizes(num_blocks=256, num_slots=4, max_batched_tokens=64, max_model_len=512)
 LIMITS = {"a": 400, "b": 300, "c": 200}  # large beside the margin: the ratio is not capped
@@ -63,6 +65,23 @@ def test_the_ratio_is_taken_from_what_runs_when_somebody_gives_way_and_falls_wit
     for number in range(2, 4):  # no more than the blocks that came back are good for
         assert not step(node)
         assert reserve_of(node) == pytest.approx(taken - number * DECAY, abs=1e-9)
+
+
+@pytest.mark.covers("S05")
+def test_who_gave_no_max_tokens_is_left_no_more_than_the_clip_and_others_find_room() -> None:
+    """The router gives them all that their prompts leave (tests/router/test_api.py), which is all the pool has."""
+    sizes = replace(SIZES, num_blocks=1024, max_model_len=4096, policy="ratio")
+    admitted = {}
+    for clip in (CONFIG.clip_max_new_tokens, 16):
+        pool = BlockPool(sizes.num_blocks, sizes.block_size)
+        reserve = replace(CONFIG, clip_max_new_tokens=clip)
+        scheduler = Scheduler(SchedulerConfig(4, 64, sizes.max_model_len, reserve=reserve), pool, KEY_SEED)
+        for number in range(4):
+            prompt = [number + 1] * 8
+            scheduler.submit(make_spec(number, prompt, sizes.max_model_len - len(prompt), sizes))
+        scheduler.plan()
+        admitted[clip] = scheduler.num_running
+    assert admitted == {CONFIG.clip_max_new_tokens: 1, 16: 4}, "alone it needs no reserve"
 
 
 @pytest.mark.covers("S06")

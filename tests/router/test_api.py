@@ -78,7 +78,7 @@ def test_what_the_client_asks_reaches_the_prefill_node(model: Path) -> None:
     play(model, scenario)
 
 
-@pytest.mark.covers("A01")
+@pytest.mark.covers("A01", "S05")
 def test_max_tokens_is_16_for_completions_and_what_remains_for_chat(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:
         await router.post()
