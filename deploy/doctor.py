@@ -1,7 +1,8 @@
 """`baton doctor [URL]`: what is wrong with this machine's set-up, and with a running cluster, in sentences.
 
 Without a URL it looks at this machine. With one also at the cluster: the router, each node, whether they are the same release and
-the same model, how far their clocks are apart (which nothing depends on), which transports they have; and it has a canary's KV sent
+the same model, how far their clocks are apart (of two processes under one name the one that began later is the successor), which
+transports they have; and it has a canary's KV sent
 from every prefill node to every decode node. Exit code 1 if anything is wrong; a warning is not.
 """
 
@@ -134,7 +135,7 @@ def _look_at_node(pages: Pages, node: Mapping[str, Any], told: dict[str, dict[st
 
 
 def _compare_clocks(name: str, answer: httpx.Response) -> Iterator[Finding]:
-    """Reported only: durations are all that counts, and no message carries a clock."""
+    """Reported only: durations are all that counts, but for which of two processes under one name began later."""
     date = answer.headers.get("date")
     if date is not None:
         # Told in whole seconds, at some time from the request's beginning to now.

@@ -147,7 +147,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> Table:
         numbers = [node[name] for name in ("tp", "running", "waiting", "prefilling")]
         numbers += [*node["blocks"].values(), node["num_blocks"]]
         session = Text(", ".join(told), "green" if is_well and not node["draining"] else "yellow")
-        table.add_row(Text(node["name"]), node["role"], session, *map(str, numbers))
+        table.add_row(Text(node["name"]), Text(node["role"]), session, *map(str, numbers))
     return table
 
 
@@ -160,8 +160,8 @@ def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
         numbers = (each["prompt_tokens"], each["completion_tokens"], each["num_attempts"])
         table.add_row(
             Text(each["id"]),
-            each["outcome"] or "…",
-            " ".join(each["nodes"]),
+            Text(each["outcome"] or "…"),
+            Text(" ".join(each["nodes"])),
             f"{each['seconds']:.2f}",
             "" if first is None else f"{first * 1000:.1f} ms",
             *("" if number is None else str(number) for number in numbers),

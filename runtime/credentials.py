@@ -115,16 +115,19 @@ class Credentials:
         """
         if self._files is None or self._directory is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # A connection has taken the certificate of its context when it looks whether there is another one: that is the second's.
+        context, current = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for each in (context, current):
+            each.minimum_version = ssl.TLSVersion.TLSv1_2
+            each.load_cert_chain(self._directory / "tls.crt", self._directory / "tls.key")
         context.sslobject_class = _counting(on_refused)
-        context.load_cert_chain(self._directory / "tls.crt", self._directory / "tls.key")
 
-        def look(connection: object, name: object, own: object) -> None:
+        def look(connection: ssl.SSLObject, name: object, own: object) -> None:
             self._current()
+            connection.context = current
 
         context.sni_callback = look
-        self._http.append(context)
+        self._http += [context, current]
         return context
 
     def _changed_configuration(

@@ -5,6 +5,7 @@ Not here: what is served, and whose certificates (credentials.py).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -41,6 +42,7 @@ class HttpServer:
         # without it an answer's second write waits 40 ms for the first one's acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
         self._listener = listener
+        bounds = bounds or HttpBounds()
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -48,7 +50,7 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            http=partial(BoundedHttp, bounds or HttpBounds(), on_refused),  # type: ignore[arg-type]  # makes one
+            http=partial(BoundedHttp, bounds, on_refused),  # type: ignore[arg-type]  # makes one
             server_header=False,
             proxy_headers=False,  # nobody here asks where a request came from
             backlog=BACKLOG,
@@ -56,7 +58,7 @@ class HttpServer:
             timeout_graceful_shutdown=_STOP_GRACE_S,
             ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, bounds.head_timeout_s)
 
     async def run(self) -> None:
         """Serve until `stop`."""
@@ -73,7 +75,26 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn inside a process that has its own signal handlers."""
+    """uvicorn inside a process that has its own signal handlers, with a bound on how long a handshake may take."""
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that are there; it leaves the time of a handshake to the loop, which waits for a minute."""
+        config = self.config
+        make: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        protocol = partial(make, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        timeout_s = self._handshake_timeout_s if config.ssl else None
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=each, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

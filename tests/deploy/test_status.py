@@ -40,6 +40,17 @@ def test_every_node_and_request_is_one_line_and_a_narrow_terminal_is_shown_less_
     assert all(("used" in lines[0], "20" in lines[1], "stop" in lines[3], max(map(len, lines)) <= width))
 
 
+@pytest.mark.parametrize("name", ["gpu[a100]-0", "decode[/0]", ":smile:"])
+def test_names_are_shown_as_they_are(name: str) -> None:
+    console = Console(width=200, file=io.StringIO())
+    state = STATE | {"nodes": [NODE | LOAD | {"name": name, "role": name}]}
+    with console.capture() as captured:
+        console.print(
+            rendered("http://127.0.0.1:8000", state, [TOLD | COUNTS | {"outcome": name, "nodes": [name]}], 200)
+        )
+    assert captured.get().count(name) == 4
+
+
 def test_a_key_is_the_routers_alone_to_see() -> None:
     """Nodes need none, and whoever registers one would be sent it."""
     keys: list[tuple[str, str | None]] = []

@@ -24,6 +24,7 @@ from bench.free_port import free_port
 from deploy import certs
 from runtime.certificates import names_of
 from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
+from runtime.http_protocol import HttpBounds
 from runtime.http_server import HttpServer
 from runtime.redis_address import registry_problem
 from runtime.redis_store import RedisStore
@@ -303,3 +304,20 @@ def test_https_answers_who_trusts_the_authority_and_counts_failed_handshakes(our
 
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         asyncio.run(run())
+
+
+@pytest.mark.covers("X03")
+def test_who_connects_and_begins_no_handshake_is_not_waited_for_longer_than_for_a_head(ours: Path) -> None:
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        bounds = HttpBounds(head_timeout_s=0.2)
+        http = HttpServer(FastAPI(), listener, bounds=bounds, tls=Credentials(ours).http_context(lambda: None))
+        serving = asyncio.create_task(http.run())
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(30):  # the loop's own patience is a minute
+            assert await reader.read() == b""
+        writer.close()
+        http.stop()
+        await serving
+
+    asyncio.run(run())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from runtime import credentials
 from runtime.credentials import NO_CREDENTIALS, Credentials, CredentialsError
 from tests.security.member_server import code_of, grpc_server
 from tests.security.strangers import expire, sign_anew
@@ -49,6 +52,38 @@ def test_certificates_that_are_renewed_count_without_a_restart(
 
     asyncio.run(run())
     assert "tls.key holds no private key" in caplog.text
+
+
+@pytest.mark.covers("X03")
+def test_the_first_https_handshake_behind_a_renewal_shows_the_new_certificate(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a port with few clients the old one may have ended since the last one came."""
+    directory = shutil.copytree(ours, tmp_path / "mine")
+    context = Credentials(directory).http_context(lambda: None)
+    assert context is not None
+
+    def shown() -> str:
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.load_verify_locations(directory / "ca.crt")
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [client.wrap_bio(back, there, server_hostname="localhost")]
+        ends.append(context.wrap_bio(there, back, server_side=True))
+        for _ in range(4):
+            for end in ends:
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        return ssl.DER_cert_to_PEM_cert(ends[0].getpeercert(binary_form=True) or b"")
+
+    assert shown() == leaf(directory)
+    monkeypatch.setattr(credentials, "_LOOK_S", 0.0)
+    sign_anew(directory, ours.parent, timedelta(-1), timedelta(1))
+    assert leaf(directory) != leaf(ours)
+    assert shown() == leaf(directory)
+
+
+def leaf(directory: Path) -> str:
+    return ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert((directory / "tls.crt").read_text()))
 
 
 @pytest.mark.covers("X03")
