@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import get_args, get_type_hints
 
 import pytest
@@ -61,7 +62,15 @@ def test_choose_is_total_and_keeps_to_its_rules(
     if pair is None:
         return
     assert pair in [Pair(prefill.node, decode.node) for prefill, decode in allowed]
-    preferred = [(prefill, decode) for prefill, decode in allowed if decode.node not in avoided] or allowed
+    ways = [
+        [
+            (prefill, decode)
+            for prefill, decode in allowed
+            if prefill.node not in no_prefill and decode.node not in no_decode
+        ]
+        for no_prefill, no_decode in product((avoided, ()), (avoided, ()))
+    ]
+    preferred = next(each for each in ways if each)
     if (pair.prefill, pair.prefill) in [(prefill.node, decode.node) for prefill, decode in preferred]:
         assert pair.decode == pair.prefill
     assert pair in [Pair(prefill.node, decode.node) for prefill, decode in preferred]
