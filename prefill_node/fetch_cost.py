@@ -14,8 +14,8 @@ from proto import prefill_speed
 from proto.prefill_speed import FetchSpeed, PrefillSpeed
 
 FORGETS: Final = 0.3  # of what was known, at each fetch and look
-# Computed prompt positions, after which a step counts 1/e: of steps, a few short prompts would make the node look slow, which it is
-# for nobody else's long ones.
+# Computed prompt positions, after which a step counts 1/e. By steps, a few short prompts, each of which pays for a whole one, would
+# make the node look slow for long ones, too.
 _TOKENS_REMEMBERED: Final = 20_000
 COLD_WAIT_S: Final = 0.25  # that a request waits at most where either speed is unknown
 

@@ -75,6 +75,22 @@ def test_it_decodes_on_while_its_blocks_are_written_and_stops_for_the_last_ones(
 
 
 @pytest.mark.covers("D08")
+def test_the_longer_it_is_the_more_it_may_say_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link takes nothing until it has stopped by itself: an eighth of 400 tokens, where a short one has four blocks."""
+    monkeypatch.setattr("tests.cores.nodes.MAX_MODEL_LEN", 1024)
+    world = MovingWorld(*decode_nodes(2, num_blocks=300))
+    world.start("decode-0", dispatch_of("r", PROMPT * 66, max_tokens=200))
+    stream = say(world, 4)
+    world.drain("decode-0")
+    while others := [step for step in world.steps() if step.name != "hub"]:
+        others[0].do()
+    assert world.nodes["decode-0"].core.snapshot()["branches_moving"] == {"PAUSED": 1}
+    assert 40 < len(stream.token_ids) < 60
+    world.run()
+    assert stream.end == "finished" and world.happened["moved"] == 1
+
+
+@pytest.mark.covers("D08")
 def test_however_slow_the_link_it_never_outgrows_its_reservation() -> None:
     """The link takes nothing until the sequence has stopped by itself."""
     world = MovingWorld(*decode_nodes(2, num_blocks=32))

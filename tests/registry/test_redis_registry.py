@@ -351,6 +351,7 @@ def test_an_entry_that_no_node_of_ours_would_write_is_refused_and_logged_once(
 @pytest.mark.covers("X05")
 def test_a_server_that_does_not_speak_redis_is_a_registry_that_is_down(fresh_seed: int) -> None:
     rng = random.Random(fresh_seed)
+    unhashable = b"%1\r\n*1\r\n+a\r\n+b\r\n"  # a key of a map that no dictionary takes
     openings = (
         b"*4\r\n",
         b"$5\r\n",
@@ -362,12 +363,18 @@ def test_a_server_that_does_not_speak_redis_is_a_registry_that_is_down(fresh_see
         b"$99999999999\r\n",
         b"",
         b"*1\r\n" * 2000,
-        b"%1\r\n*1\r\n+a\r\n+b\r\n",  # a key of a map that no dictionary takes
     )
 
+    is_first = True
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal is_first
         try:
             while await reader.read(1 << 16):
+                if is_first:
+                    is_first = False
+                    writer.write(unhashable)
+                    continue
                 writer.write(rng.choice(openings) + rng.randbytes(rng.randrange(60)) + rng.choice((b"", b"\r\n")))
         finally:  # who is still read at the end of the test is cancelled
             writer.transport.abort()

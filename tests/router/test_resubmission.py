@@ -138,6 +138,7 @@ def test_the_chunks_that_open_choices_are_written_one_after_the_other_and_long_p
         parts = iter(answer.writer.chunk(index, piece))
         first = next(parts)
         assert len(first) < 3 * IDS_PER_SLICE, "the ids are yet to come"
+        assert [each.is_first for each in answer.writer._choices] == [False, True], "and so is the other choice"
         chunks = [each["choices"][0] for each in events(b"".join([first, *parts]).decode())]
         assert [each["index"] for each in chunks] == [0, 1, 1]
         assert [len(each.get("prompt_token_ids", ())) for each in chunks] == [3 * IDS_PER_SLICE] * 2 + [0]

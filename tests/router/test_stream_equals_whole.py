@@ -295,3 +295,17 @@ def test_a_completion_keeps_its_first_blank_and_all_that_is_told_of_it_agrees(st
                 assert echoed["logprobs"]["text_offset"][-len(WORDS) :] == offsets
 
     play(stripping, scenario, replying(WORDS))
+
+
+@pytest.mark.covers("A02")
+def test_offsets_of_an_echo_belong_to_the_text_that_is_echoed_though_it_spells_special_tokens(model: Path) -> None:
+    prompt = "<turn>hi</s>x"
+
+    async def scenario(router: LiveRouter) -> None:
+        answer = await router.post(prompt=prompt, echo=True, logprobs=0, max_tokens=20)
+        choice = answer.json()["choices"][0]
+        told = choice["logprobs"]
+        assert choice["text"].startswith(prompt)
+        assert told["text_offset"][:7] == [0, 0, 6, 7, 8, 12, 13], "BOS, <turn>, h, i, </s>, x, and what was said"
+
+    play(model, scenario)

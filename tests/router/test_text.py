@@ -313,3 +313,13 @@ def test_tokens_of_a_prompt_begin_where_its_text_has_them_special_ones_that_it_s
 ) -> None:
     assert text.offsets_in(prompt) == offsets
     assert len(text.encode_prompt(prompt)) == len(offsets)
+
+
+@pytest.mark.covers("A02")
+def test_a_token_that_the_tokenizer_adds_behind_a_prompt_begins_where_its_text_ends(tmp_path: Path) -> None:
+    path = write_model_text(tmp_path) / "tokenizer.json"
+    told = json.loads(path.read_text())
+    told["post_processor"]["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
+    told["post_processor"]["special_tokens"]["</s>"] = {"id": "</s>", "ids": [EOS_ID], "tokens": ["</s>"]}
+    path.write_text(json.dumps(told))
+    assert ModelText(tmp_path).offsets_in("hi") == [0, 0, 1, 2]
