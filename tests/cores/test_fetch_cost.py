@@ -81,8 +81,12 @@ def test_so_many_blocks_are_worth_it_that_no_more_would_be_sooner_there(
     for number in (1, 64) * 20:
         cost.fetched(round(number / max(share, 1e-3)), number, latency + number * per_block)
 
+    speed = cost.speed()
+    assert speed is not None and speed.fetch is not None
+    asked = speed.fetch.share  # of whole blocks: near `share`, and as near as their numbers allow
+    assert 0.6 * max(share, 1e-3) < asked < 1.6 * max(share, 1e-3)
+
     def gain(number: int) -> float:
-        asked = max(share, 1e-3)
         fetch_s = latency + number * per_block
         return in_front * per_token + asked * number * BLOCK_SIZE * per_token - fetch_s
 
