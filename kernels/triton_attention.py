@@ -48,9 +48,71 @@ def _nothing(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def _attend_part(
+def _attend_tile(
+    maximum,  # [ROWS], as total: what these rows have mixed so far
+    total,
+    mixed,  # [ROWS, DIM]
     queries,  # [ROWS, DIM] the dtype
     positions,  # [ROWS] int32: each row's own; -1: a row that sees nothing
+    keys_of_block_0,
+    table,
+    start,
+    end,
+    window,
+    score_scale,
+    block_stride,
+    plane_stride,
+    position_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_FULL: tl.constexpr,  # whether every row sees every position of the tile: then nothing is compared, and no bit changes
+):
+    """One step of the online softmax: positions [start, start + TILE), those before `end`."""
+    dims = tl.arange(0, DIM)
+    columns = start + tl.arange(0, TILE)
+    is_there = columns < end
+    if IS_FULL:
+        blocks = tl.load(table + columns // BLOCK_SIZE).to(tl.int64)
+    else:
+        blocks = tl.load(table + columns // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+    places = blocks * block_stride + (columns % BLOCK_SIZE) * position_stride
+    at = keys_of_block_0 + places[:, None] + dims[None, :]
+    is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+    if not IS_FULL:
+        keys = tl.load(at, mask=is_read, other=0.0)
+    elif DIM == HEAD_DIM:
+        keys = tl.load(at)
+    else:
+        keys = tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    scores = multiply(queries, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32)) * score_scale
+    if not IS_FULL:
+        own, seen = positions[:, None], columns[None, :]
+        is_seen = (seen <= own) & (seen > own - window) & is_there[None, :]
+        scores = tl.where(is_seen, scores, -float("inf"))
+    greatest = tl.maximum(maximum, tl.max(scores, 1))
+    anchor = tl.where(greatest == -float("inf"), 0.0, greatest)
+    kept, weights = tl.exp2(maximum - anchor), tl.exp2(scores - anchor[:, None])
+    if not IS_FULL:
+        values = tl.load(at + plane_stride, mask=is_read, other=0.0)
+    elif DIM == HEAD_DIM:
+        values = tl.load(at + plane_stride)
+    else:
+        values = tl.load(at + plane_stride, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    total = total * kept + tl.sum(weights, 1)
+    narrow = narrowed(weights, values.dtype)
+    mixed = multiply(narrow, values, mixed * kept[:, None])
+    return greatest, total, mixed
+
+
+@triton.jit
+def _attend_part(
+    queries,  # as in _attend_tile, like all that is named there
+    positions,
+    first_position,  # the least of the rows' own, and the greatest
+    last_position,
     keys_of_block_0,  # of this layer and KV head; values lie plane_stride behind
     table,  # this sequence's blocks
     begin,
@@ -68,27 +130,54 @@ def _attend_part(
 ):
     """The softmax of these rows over some positions of one part: maximum [ROWS], total [ROWS], mixed values [ROWS, DIM]."""
     maximum, total, mixed = _nothing(ROWS, DIM)
-    dims = tl.arange(0, DIM)
-    for start in range(begin, end, TILE):
-        columns = start + tl.arange(0, TILE)
-        is_there = columns < end
-        blocks = tl.load(table + columns // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
-        places = blocks * block_stride + (columns % BLOCK_SIZE) * position_stride
-        at = keys_of_block_0 + places[:, None] + dims[None, :]
-        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(at, mask=is_read, other=0.0)
-        scores = multiply(queries, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32)) * score_scale
-        own, seen = positions[:, None], columns[None, :]
-        is_seen = (seen <= own) & (seen > own - window) & is_there[None, :]
-        scores = tl.where(is_seen, scores, -float("inf"))
-        greatest = tl.maximum(maximum, tl.max(scores, 1))
-        anchor = tl.where(greatest == -float("inf"), 0.0, greatest)
-        kept, weights = tl.exp2(maximum - anchor), tl.exp2(scores - anchor[:, None])
-        values = tl.load(at + plane_stride, mask=is_read, other=0.0)
-        total = total * kept + tl.sum(weights, 1)
-        narrow = narrowed(weights, values.dtype)
-        mixed = multiply(narrow, values, mixed * kept[:, None])
-        maximum = greatest
+    full_end = tl.minimum(end, first_position + 1) // TILE * TILE
+    full_end = tl.where(begin > last_position - window, tl.maximum(full_end, begin), begin)
+    for start in range(begin, full_end, TILE):
+        maximum, total, mixed = _attend_tile(
+            maximum,
+            total,
+            mixed,
+            queries,
+            positions,
+            keys_of_block_0,
+            table,
+            start,
+            end,
+            window,
+            score_scale,
+            block_stride,
+            plane_stride,
+            position_stride,
+            HEAD_DIM,
+            DIM,
+            ROWS,
+            TILE,
+            BLOCK_SIZE,
+            True,
+        )
+    for start in range(full_end, end, TILE):
+        maximum, total, mixed = _attend_tile(
+            maximum,
+            total,
+            mixed,
+            queries,
+            positions,
+            keys_of_block_0,
+            table,
+            start,
+            end,
+            window,
+            score_scale,
+            block_stride,
+            plane_stride,
+            position_stride,
+            HEAD_DIM,
+            DIM,
+            ROWS,
+            TILE,
+            BLOCK_SIZE,
+            False,
+        )
     return maximum, total, mixed
 
 
@@ -182,6 +271,8 @@ def attend_split(
     maximum, total, mixed = _attend_part(
         _queries(queries, tl.load(tiles + tile * 5 + 1), tokens, heads, num_heads, is_row, HEAD_DIM, DIM),
         tl.where(is_row, first_position + tokens, -1),
+        first_position,
+        last_position,
         keys_of_block_0 + kv_head * HEAD_DIM,
         tables + span.to(tl.int64) * max_blocks,
         tl.maximum(part * PART, seen // TILE * TILE),
@@ -269,6 +360,8 @@ def attend_whole(
         more_maximum, more_total, more_mixed = _attend_part(
             asked,
             tl.where(is_row, first_position + tokens, -1),
+            first_position,
+            last_position,
             keys_of_block_0 + kv_head * HEAD_DIM,
             tables + span.to(tl.int64) * max_blocks,
             tl.maximum(part * PART, seen // TILE * TILE),

@@ -6,6 +6,8 @@
     triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
     triton_blocks.py                         whole blocks in and out of the pool
     triton_tuning.py, triton_table.json      shapes of tiles
+    triton_agreement.py                      whether shapes that are used side by side give the same bits on this device
+    triton_launch.py                         launches in a fraction of Triton's own time on the host
 
 Every sum is taken in an order that the model's shape and the device's kind fix. Shapes of tiles, sources and compiler have a say in
 it, so a digest of them is in the back end's name, and with it in the fingerprint. Without a device it runs in Triton's
@@ -17,8 +19,9 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,16 +29,27 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.interface import AttentionBatch, LayerStack, Linear, ModelEnds, StackLayer, StepAttention
+from kernels.triton_agreement import agreeing_attention, agreeing_shapes
 from kernels.triton_blocks import copy_blocks
 from kernels.triton_graphs import Capture, CudaCapture
-from kernels.triton_launch import EXACT, LANES, aligned, launch_norm
+from kernels.triton_launch import LANES, aligned, launch_norm, launcher
 from kernels.triton_linear import linear
 from kernels.triton_rows import rotate, silu_gate
 from kernels.triton_stack import TritonStack
 from kernels.triton_step import TritonAttention, on_device
-from kernels.triton_tuning import TABLE, AttentionTuning, LinearTuning, Table, next_power_of_two, read_table
+from kernels.triton_tuning import (
+    TABLE,
+    AttentionTuning,
+    LinearShapes,
+    LinearTuning,
+    Table,
+    fitting_shape,
+    next_power_of_two,
+    read_table,
+)
 
 DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NUMBERS: Final = 1024  # of a program that copies or gates
@@ -47,31 +61,74 @@ _WORDS: Final = (torch.int64, torch.int32, torch.int16)  # what blocks are copie
 class TritonLinear:
     """A weight as models store it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tuning: LinearTuning, *, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        shapes: LinearShapes,
+        num_processors: int,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """`num_processors`: multiprocessors of the device, by which one of the shapes is chosen for a number of rows."""
         self._weight, self._bias = weight.contiguous(), bias
         self._out_features = len(weight) // 2 if is_gated else len(weight)
-        self._launch: dict[str, Any] = {
-            "ROWS": tuning.rows,
-            "COLUMNS": tuning.columns,
-            "DEPTH": tuning.depth,
-            "HAS_BIAS": bias is not None,
-            "IS_GATED": is_gated,
-            "num_warps": tuning.warps,
-            "num_stages": tuning.stages,
-            **EXACT,
-        }
+        self._is_gated = is_gated
+        self._shapes, self._num_processors = shapes, num_processors
+        self._products: dict[LinearTuning, _Product] = {}
+        self._by_rows: dict[int, _Product] = {}
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply [num_rows, in_features] into [num_rows, out_features]; gated ones give silu(gate) * up."""
         x = aligned(x)
-        num_rows, in_features = x.shape
+        num_rows = len(x)
         if out is None:
             out = x.new_empty((num_rows, self._out_features))
-        num_tiles = -(-num_rows // self._launch["ROWS"]) * -(-self._out_features // self._launch["COLUMNS"])
-        bias = self._weight if self._bias is None else self._bias
         if num_rows:
-            linear[(num_tiles,)](x, self._weight, bias, out, num_rows, self._out_features, in_features, **self._launch)
+            product = self._by_rows.get(num_rows)
+            if product is None:
+                product = self._by_rows[num_rows] = self._product(num_rows)
+            product(x, out)
         return out
+
+    def _product(self, num_rows: int) -> _Product:
+        shape = fitting_shape(self._shapes, num_rows, self._out_features, self._num_processors)
+        if shape not in self._products:
+            self._products[shape] = _Product(self._weight, self._bias, shape, is_gated=self._is_gated)
+        return self._products[shape]
+
+
+class _Product:
+    """A weight and one shape of tiles."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, shape: LinearTuning, *, is_gated: bool) -> None:
+        self._rows, self._columns, self._depth = shape.rows, shape.columns, shape.depth
+        # A descriptor's rows begin at multiples of 16 bytes.
+        self._by_descriptor = (
+            shape.by_descriptor and not (weight.stride(0) * weight.element_size() | weight.data_ptr()) % 16
+        )
+        self._weight = (
+            TensorDescriptor.from_tensor(weight, [shape.columns, shape.depth]) if self._by_descriptor else weight
+        )
+        self._bias = weight if bias is None else bias
+        self._launch = launcher(
+            linear,
+            ROWS=shape.rows,
+            COLUMNS=shape.columns,
+            DEPTH=shape.depth,
+            HAS_BIAS=bias is not None,
+            IS_GATED=is_gated,
+            BY_DESCRIPTOR=self._by_descriptor,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        num_rows, in_features = x.shape
+        out_features = out.shape[1]
+        num_tiles = -(-num_rows // self._rows) * -(-out_features // self._columns)
+        left = TensorDescriptor.from_tensor(x, [self._rows, self._depth]) if self._by_descriptor else x
+        self._launch((num_tiles,), left, self._weight, self._bias, out, num_rows, out_features, in_features)
 
 
 def triton_kernels(device_type: str) -> TritonKernels:
@@ -83,7 +140,10 @@ def triton_kernels(device_type: str) -> TritonKernels:
         return TritonKernels()
     if device_type != "cuda":
         raise RuntimeError("the Triton kernels need a CUDA device, or TRITON_INTERPRET=1 for tests")
-    kernels = TritonKernels(capability=torch.cuda.get_device_capability(), capture=CudaCapture())
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    kernels = TritonKernels(
+        capability=torch.cuda.get_device_capability(), capture=CudaCapture(), num_processors=processors
+    )
     one = torch.ones((1, 16), device="cuda")
     try:
         kernels.rms_norm(
@@ -107,25 +167,29 @@ class TritonKernels:
         table: Table | None = None,
         capability: tuple[int, int] | None = None,
         capture: Capture | None = None,
+        num_processors: int | None = None,
     ) -> None:
         """`capability`: of the CUDA device; None: the interpreter. `capture`: what makes graphs of decode steps, if anything.
 
+        num_processors: the device's multiprocessors; None: there is no device that could be asked anything.
         Raises NoTuning for a device that is too old.
         """
         self._table = read_table() if table is None else table
         self._device = self._table.device(capability)
-        self._capture = capture
+        self._capture, self._num_processors = capture, num_processors
+        self._shapes: dict[tuple[torch.dtype, bool], LinearShapes] = {}
+        self._attention: dict[tuple[torch.dtype, int, int], AttentionTuning] = {}
         place = "interpreter" if capability is None else f"sm{capability[0]}{capability[1]}"
         self.name: Final = f"triton-{place}-{_digest()}"
         self.keeps_row_bits: Final = True  # by construction
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep [out_features, in_features] as it is."""
-        return TritonLinear(weight, bias, self._linear_tuning(weight))
+        return self._packed(weight, bias, is_gated=False)
 
     def pack_gate_up(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep it as it is; both products of a number are taken by one program, which gates them."""
-        return TritonLinear(weight, bias, self._linear_tuning(weight), is_gated=True)
+        return self._packed(weight, bias, is_gated=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
         """Normalise in fp32 and round before the weight."""
@@ -140,20 +204,10 @@ class TritonKernels:
         if x.stride()[1:] != (head_dim, 1):
             x = x.contiguous()
         out = x.new_empty(x.shape)
-        num_lanes = num_rows * num_heads
-        rotate[(-(-num_lanes // LANES),)](
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            out,
-            num_lanes,
-            x.stride(0),
-            num_heads,
-            HALF=head_dim // 2,
-            COLUMNS=next_power_of_two(head_dim // 2),
-            LANES=LANES,
-            **EXACT,
-        )
+        num_lanes, half = num_rows * num_heads, head_dim // 2
+        launch = launcher(rotate, HALF=half, COLUMNS=next_power_of_two(half), LANES=LANES)
+        grid = (-(-num_lanes // LANES),)
+        launch(grid, x, cos.contiguous(), sin.contiguous(), out, num_lanes, x.stride(0), num_heads)
         return out
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -161,12 +215,12 @@ class TritonKernels:
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
         grid = (-(-out.numel() // _NUMBERS),)
-        silu_gate[grid](gate_up, out, out.numel(), out.shape[1], NUMBERS=_NUMBERS, **EXACT)
+        launcher(silu_gate, NUMBERS=_NUMBERS)(grid, gate_up, out, out.numel(), out.shape[1])
         return out
 
     def step_attention(self, kv: Tensor, batch: AttentionBatch, num_heads: int) -> StepAttention:
         """Prepare one step."""
-        tuning = self._attention_tuning(kv.dtype, kv.shape[-1])
+        tuning = self._attention_tuning(kv, num_heads)
         return TritonAttention(kv, on_device(batch, kv.device, tuning, num_heads // kv.shape[-2]), num_heads, tuning)
 
     def stack(self, layers: Sequence[StackLayer], num_heads: int, norm_eps: float) -> LayerStack:
@@ -192,11 +246,39 @@ class TritonKernels:
         """Copy whole blocks to their places in the pool."""
         _copy(kv, block_ids, chosen.contiguous(), is_gather=False)
 
-    def _attention_tuning(self, dtype: torch.dtype, head_dim: int) -> AttentionTuning:
-        return self._table.attention(self._device, DTYPE_NAMES[dtype], head_dim)
+    def _packed(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> TritonLinear:
+        key = (weight.dtype, is_gated)
+        if key not in self._shapes:
+            shapes = self._table.linear(self._device, DTYPE_NAMES[weight.dtype], is_gated=is_gated)
+            if self._num_processors is not None:
+                shapes = agreeing_shapes(
+                    shapes, partial(_multiplied, is_gated=is_gated), weight.dtype, weight.device, is_gated=is_gated
+                )
+            self._shapes[key] = shapes
+        return TritonLinear(weight, bias, self._shapes[key], self._num_processors or 1, is_gated=is_gated)
 
-    def _linear_tuning(self, weight: Tensor) -> LinearTuning:
-        return self._table.linear(self._device, DTYPE_NAMES[weight.dtype])
+    def _attention_tuning(self, kv: Tensor, num_heads: int) -> AttentionTuning:
+        """For KV of this dtype and head size, whose heads so many queries' heads share."""
+        head_dim, group_size = kv.shape[-1], num_heads // kv.shape[-2]
+        key = (kv.dtype, head_dim, group_size)
+        if key not in self._attention:
+            tuning = self._table.attention(self._device, DTYPE_NAMES[kv.dtype], head_dim)
+            if self._num_processors is not None:
+                tuning = agreeing_attention(tuning, _attended, kv.dtype, kv.device, head_dim, group_size)
+            self._attention[key] = tuning
+        return self._attention[key]
+
+
+def _multiplied(shape: LinearTuning, x: Tensor, weight: Tensor, *, is_gated: bool = False) -> Tensor:
+    out = x.new_empty((len(x), len(weight) // (1 + is_gated)))
+    _Product(weight, None, shape, is_gated=is_gated)(x, out)
+    return out
+
+
+def _attended(tuning: AttentionTuning, kv: Tensor, batch: AttentionBatch, queries: Tensor) -> Tensor:
+    num_heads = queries.shape[1]
+    step = TritonAttention(kv, on_device(batch, kv.device, tuning, num_heads // kv.shape[-2]), num_heads, tuning)
+    return step.attend(0, queries)
 
 
 def _copy(kv: Tensor, block_ids: Tensor, chosen: Tensor, *, is_gather: bool) -> None:
@@ -206,7 +288,8 @@ def _copy(kv: Tensor, block_ids: Tensor, chosen: Tensor, *, is_gather: bool) -> 
     grid = (len(block_ids), -(-num_words // _NUMBERS))
     if len(block_ids):
         pool, together = (blocks.view(len(blocks), -1).view(word) for blocks in (kv, chosen))
-        copy_blocks[grid](pool, block_ids, together, num_words, WORDS=_NUMBERS, IS_GATHER=is_gather)
+        launch = launcher(copy_blocks, WORDS=_NUMBERS, IS_GATHER=is_gather)
+        launch(grid, pool, block_ids, together, num_words)
 
 
 def _digest() -> str:

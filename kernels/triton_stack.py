@@ -17,7 +17,7 @@ from kernels.triton_launch import aligned, launch_norm
 from kernels.triton_step import DeviceBatch, TritonAttention, on_device
 from kernels.triton_tuning import AttentionTuning
 
-TuningOf = Callable[[torch.dtype, int], AttentionTuning]
+TuningOf = Callable[[Tensor, int], AttentionTuning]  # for KV, and so many heads of queries
 
 
 class TritonStack:
@@ -38,7 +38,7 @@ class TritonStack:
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
         """Run the layers over hidden in place, or return another tensor that is good until the next step."""
-        tuning = self._tuning_of(kv.dtype, kv.shape[-1])
+        tuning = self._tuning_of(kv, self._num_heads)
         if self._graphs is not None:
             decoded = self._graphs.run(hidden, cos, sin, kv, batch, tuning.part)
             if decoded is not None:
@@ -48,12 +48,12 @@ class TritonStack:
 
     def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
         """See LayerStack."""
-        part = self._tuning_of(kv.dtype, kv.shape[-1]).part
+        part = self._tuning_of(kv, self._num_heads).part
         return [] if self._graphs is None else graph_steps(max_rows, max_positions, part)
 
     def _decode(self, inputs: DecodeInputs, kv: Tensor) -> Tensor:
         """One row of each of several sequences, all inputs in memory that stays where it is."""
-        tuning = self._tuning_of(kv.dtype, kv.shape[-1])
+        tuning = self._tuning_of(kv, self._num_heads)
         step = DeviceBatch(
             inputs.tiles,
             inputs.tiles[:0],

@@ -6,17 +6,17 @@ What goes together is decided in triton_tiles.py.
 from __future__ import annotations
 
 import math
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.interface import AttentionBatch
 from kernels.triton_attention import attend_split, attend_whole, merge_parts
-from kernels.triton_launch import EXACT, LANES
+from kernels.triton_launch import LANES, launcher
 from kernels.triton_rows import rotate_and_write
 from kernels.triton_tiles import cut_rows
-from kernels.triton_tuning import AttentionTuning, next_power_of_two
+from kernels.triton_tuning import AttentionTuning, Schedule, next_power_of_two
 from kernels.upload import upload
 
 NO_WINDOW: Final = 1 << 30
@@ -36,7 +36,7 @@ class DeviceBatch(NamedTuple):
 
 def on_device(batch: AttentionBatch, device: torch.device, tuning: AttentionTuning, group_size: int) -> DeviceBatch:
     """Cut a step's rows and bring all of it to the device."""
-    tiles = cut_rows(batch.spans, tokens_of_tile(tuning, group_size))
+    tiles = cut_rows(batch.spans, *(_lanes(each, group_size) // group_size for each in (tuning.split, tuning.whole)))
     return DeviceBatch(
         upload(torch.from_numpy(tiles.split), device),
         upload(torch.from_numpy(tiles.whole), device),
@@ -47,9 +47,9 @@ def on_device(batch: AttentionBatch, device: torch.device, tuning: AttentionTuni
     )
 
 
-def tokens_of_tile(tuning: AttentionTuning, group_size: int) -> int:
-    """How many rows of a sequence one tile takes, with all query heads of a KV head."""
-    return max(tuning.rows, next_power_of_two(group_size)) // group_size
+def _lanes(schedule: Schedule, group_size: int) -> int:
+    """How many queries a tile takes: rows of a sequence, with all query heads of a KV head."""
+    return max(schedule.rows, next_power_of_two(group_size))
 
 
 class TritonAttention:
@@ -57,21 +57,42 @@ class TritonAttention:
 
     def __init__(self, kv: Tensor, batch: DeviceBatch, num_heads: int, tuning: AttentionTuning) -> None:
         _, _, _, self._block_size, num_kv_heads, head_dim = kv.shape
-        self._kv, self._batch, self._tuning = kv, batch, tuning
+        self._kv, self._batch = kv, batch
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         group_size = num_heads // num_kv_heads
         shape = (batch.num_slots, batch.num_parts, num_heads)
         self._part_mixed = kv.new_empty((*shape, head_dim), dtype=torch.float32)
         self._part_sums = kv.new_empty((*shape, 2), dtype=torch.float32)
         self._strides = kv.stride(0), kv.stride(2), kv.stride(3)  # of a block, of keys or values, of a position
-        self._sizes: dict[str, Any] = {
+        sizes = {
             "GROUP": group_size,
             "HEAD_DIM": head_dim,
             "DIM": max(16, next_power_of_two(head_dim)),
-            "ROWS": max(tuning.rows, next_power_of_two(group_size)),
             "PART": tuning.part,
         }
-        self._launch: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages, **EXACT}
+        tiles = {"TILE": tuning.tile, "BLOCK_SIZE": self._block_size}
+        whole, split = tuning.whole, tuning.split
+        self._attend_whole = launcher(
+            attend_whole,
+            **sizes,
+            **tiles,
+            ROWS=_lanes(whole, group_size),
+            num_warps=whole.warps,
+            num_stages=whole.stages,
+        )
+        sizes["ROWS"] = _lanes(split, group_size)
+        self._attend_split = launcher(attend_split, **sizes, **tiles, num_warps=split.warps, num_stages=split.stages)
+        self._merge_parts = launcher(merge_parts, **sizes)
+        half = head_dim // 2
+        self._rotate_and_write = launcher(
+            rotate_and_write,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=half,
+            COLUMNS=next_power_of_two(half),
+            LANES=LANES,
+            BLOCK_SIZE=self._block_size,
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the step's keys and values of one layer."""
@@ -82,10 +103,10 @@ class TritonAttention:
 
     def rotate_and_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim]."""
-        half = self._head_dim // 2
         queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
         num_lanes = len(qkv) * (self._num_heads + 2 * self._num_kv_heads)
-        rotate_and_write[(-(-num_lanes // LANES),)](
+        self._rotate_and_write(
+            (-(-num_lanes // LANES),),
             qkv,
             cos,
             sin,
@@ -94,13 +115,6 @@ class TritonAttention:
             self._kv[:, layer],
             num_lanes,
             *self._strides[:2],
-            NUM_HEADS=self._num_heads,
-            NUM_KV_HEADS=self._num_kv_heads,
-            HALF=half,
-            COLUMNS=next_power_of_two(half),
-            LANES=LANES,
-            BLOCK_SIZE=self._block_size,
-            **EXACT,
         )
         return queries
 
@@ -112,14 +126,13 @@ class TritonAttention:
         seen = NO_WINDOW if window is None else window
         kv = self._kv[:, layer]
         places = (seen, _LOG2_E / math.sqrt(self._head_dim), *self._strides)
-        tile = {"TILE": self._tuning.tile, "BLOCK_SIZE": self._block_size}
         if len(batch.whole):
             whole = out, queries, kv, tables, batch.whole, tables.shape[1], *places
-            attend_whole[len(batch.whole), self._num_kv_heads](*whole, **tile, **self._sizes, **self._launch)
+            self._attend_whole((len(batch.whole), self._num_kv_heads), *whole)
         if len(batch.split):
             grid = len(batch.split), self._num_kv_heads
             parts = batch.split, self._part_mixed, self._part_sums
             split = queries, kv, tables, *parts, tables.shape[1], batch.num_parts, *places
-            attend_split[(*grid, batch.num_parts)](*split, **tile, **self._sizes, **self._launch)
-            merge_parts[grid](out, *parts, batch.num_parts, seen, **self._sizes, **EXACT)
+            self._attend_split((*grid, batch.num_parts), *split)
+            self._merge_parts(grid, out, *parts, batch.num_parts, seen)
         return out

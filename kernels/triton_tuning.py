@@ -1,7 +1,9 @@
 """Tile shapes of the Triton kernels, by device, dtype and head size: reads kernels/triton_table.json and chooses from it. Pure.
 
-Shapes follow from the device and the model alone. They fix orders of summation, so they are part of the back end's name (and of
-the fingerprint), and nothing may choose them by load: not the number of rows, not their lengths.
+What fixes an order of summation (how positions are cut into tiles and parts) follows from the device and the model alone, and is
+part of the back end's name and of the fingerprint. What does not may be chosen by load: how many rows and columns a tile of a
+product has, since each number of it is one chain over the inner dimension, whatever lies beside it. That two shapes of a table give
+the same bits is asked of the device before they are used together (triton_agreement.py).
 """
 
 from __future__ import annotations
@@ -15,24 +17,41 @@ TABLE: Final = Path(__file__).resolve().parent / "triton_table.json"
 INTERPRETER: Final = "interpreter"
 
 
+class Schedule(NamedTuple):
+    """How one of both kernels of kernels/triton_attention.py runs."""
+
+    rows: int  # query rows (tokens x query heads of a KV head) of a program
+    warps: int
+    stages: int  # of the loop over tiles: a table is looked up first, so two stages bring one tile
+
+
 class AttentionTuning(NamedTuple):
     """Of kernels/triton_attention.py."""
 
-    rows: int  # query rows (tokens x query heads of a KV head) of a program
     tile: int  # positions that are multiplied at once
     part: int  # positions that decode gives to one program
-    warps: int
-    stages: int  # how many tiles are on their way at once
+    whole: Schedule  # of attend_whole
+    split: Schedule  # of attend_split and merge_parts
 
 
 class LinearTuning(NamedTuple):
-    """Of kernels/triton_linear.py."""
+    """One shape of kernels/triton_linear.py."""
 
     rows: int
-    columns: int
+    columns: int  # of the result; a gated one has two weights' rows for each
     depth: int  # numbers of a row that are multiplied at once
     warps: int
     stages: int
+    by_descriptor: bool = False  # tiles are fetched by the device's own copy engine (TMA, sm_90 and later)
+    above: int = 0  # for products of more rows than this, and of at most `up_to`
+    up_to: int = 1 << 30
+
+
+_NUM_SIDES: Final = LinearTuning._fields.index("above")
+LinearShapes = tuple[LinearTuning, ...]  # from the largest to the smallest; the last one is for any number of rows
+_FULL: Final = (
+    0.6  # of the multiprocessors: a larger tile that keeps so many busy is better than a smaller one on all of them
+)
 
 
 class NoTuning(ValueError):
@@ -59,14 +78,15 @@ class Table:
         """For dtype "fp32", "bf16" or "fp16"."""
         for entry in self._devices[device]["attention"]:
             if dtype in entry["dtypes"] and head_dim <= entry["max_head_dim"]:
-                return AttentionTuning(*(int(entry[name]) for name in AttentionTuning._fields))
+                whole, split = (Schedule(**entry[name]) for name in ("whole", "split"))
+                return AttentionTuning(entry["tile"], entry["part"], whole, split)
         raise NoTuning(f"the Triton kernels have no tile shapes for head_dim {head_dim} in {dtype} on {device}")
 
-    def linear(self, device: str, dtype: str) -> LinearTuning:
-        """For dtype "fp32", "bf16" or "fp16"."""
+    def linear(self, device: str, dtype: str, *, is_gated: bool) -> LinearShapes:
+        """For dtype "fp32", "bf16" or "fp16"; a gated one has two weights."""
         for entry in self._devices[device]["linear"]:
             if dtype in entry["dtypes"]:
-                return LinearTuning(*(int(entry[name]) for name in LinearTuning._fields))
+                return tuple(LinearTuning(**shape) for shape in entry["gated" if is_gated else "plain"])
         raise NoTuning(f"the Triton kernels have no tile shapes for {dtype} on {device}")
 
 
@@ -81,9 +101,20 @@ class OneShape(Table):
         """The one that is tried."""
         return self._attention or super().attention(device, dtype, head_dim)
 
-    def linear(self, device: str, dtype: str) -> LinearTuning:
+    def linear(self, device: str, dtype: str, *, is_gated: bool) -> LinearShapes:
         """The one that is tried."""
-        return self._linear or super().linear(device, dtype)
+        if self._linear is None:
+            return super().linear(device, dtype, is_gated=is_gated)
+        return (LinearTuning(*self._linear[:_NUM_SIDES]),)  # for any number of rows
+
+
+def fitting_shape(shapes: LinearShapes, num_rows: int, out_features: int, num_processors: int) -> LinearTuning:
+    """The largest that keeps a device of so many multiprocessors busy; where none does, the smallest."""
+    fitting = [shape for shape in shapes if shape.above < num_rows <= shape.up_to]
+    for shape in fitting:
+        if -(-num_rows // shape.rows) * -(-out_features // shape.columns) >= _FULL * num_processors:
+            return shape
+    return fitting[-1]
 
 
 def read_table(path: Path = TABLE) -> Table:

@@ -5,7 +5,7 @@ The launches are recorded from the back end itself, over tensors of the host: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.interface import StackLayer
-from kernels.triton_kernels import TritonKernels
+from kernels.triton_kernels import DTYPE_NAMES, TritonKernels
+from kernels.triton_launch import launcher
+from kernels.triton_tuning import OneShape, read_table
 from tests.kernels.test_stack import EPS, HIDDEN, Sequences, Shape, angles, made_layers
 
 _POINTERS = {
@@ -41,12 +44,22 @@ class Launch(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
+class _Nothing:
+    """A compiled kernel that does nothing."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *_: None
+
+
+_NOTHING = _Nothing()
+
+
 @contextmanager
 def recorded(launches: list[Launch]) -> Iterator[None]:
     """Note launches instead of making them."""
     run = JITFunction.run
 
-    def note(self: JITFunction[Any], *arguments: Any, grid: Sequence[int], warmup: bool, **named: Any) -> None:
+    def note(self: JITFunction[Any], *arguments: Any, grid: Sequence[int], warmup: bool, **named: Any) -> Any:
         assert all(size > 0 for size in grid)
         values = dict(zip(self.arg_names, arguments, strict=False)) | named
         constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
@@ -63,17 +76,22 @@ def recorded(launches: list[Launch]) -> Iterator[None]:
         launch = Launch(self, tuple(types), tuple(constants.items()), frozenset(divisible), options)
         if launch not in launches:
             launches.append(launch)
+        return _NOTHING
 
     JITFunction.run = note
+    launcher.cache_clear()  # whose launchers remember what they were given
     try:
         yield
     finally:
         JITFunction.run = run
+        launcher.cache_clear()
 
 
 def _type(value: object) -> str:
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -100,6 +118,17 @@ def launches_of(capability: int, dtype: torch.dtype, head_dim: int) -> list[Laun
         stack(hidden, *angles(positions, head_dim), own.kv, batch)
         kernels.rotate(torch.zeros((3, 4, head_dim), dtype=dtype), *angles(torch.arange(3), head_dim))
         kernels.silu_gate(torch.zeros((3, 64), dtype=dtype))
+        _launch_all_shapes(capability, dtype)
         chosen = kernels.gather_blocks(own.kv, torch.arange(3))
         kernels.scatter_blocks(own.kv, torch.arange(3), chosen)
     return launches
+
+
+def _launch_all_shapes(capability: int, dtype: torch.dtype) -> None:
+    """Every shape of the table, plain and gated, whatever the number of rows."""
+    table, place = read_table(), (capability // 10, capability % 10)
+    weight, x = torch.zeros((256, 192), dtype=dtype), torch.zeros((3, 192), dtype=dtype)
+    for is_gated in (False, True):
+        for shape in table.linear(table.device(place), DTYPE_NAMES[dtype], is_gated=is_gated):
+            kernels = TritonKernels(OneShape(table, None, shape), place)
+            (kernels.pack_gate_up if is_gated else kernels.pack_linear)(weight)(x)
