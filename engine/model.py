@@ -22,7 +22,7 @@ from engine.config_values import ModelError
 from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
-from engine.model_weights import WeightReader
+from engine.model_weights import Tensors, WeightReader
 from engine.ranks import Ranks
 from engine.rope import Angles
 from engine.split import WHOLE, Split, check_split
@@ -202,34 +202,47 @@ def load_model(
     config = read_model_config(model_dir)
     check_split(config, split.size)
     dtype = config.resolve_dtype(dtype)
-    kernels, shortfall = _chosen_kernels(kernels_name, device, weight_dtype, split)
+    choice = _chosen_kernels(kernels_name, device, weight_dtype, split)
     with TensorFiles(model_dir) as files:
         files.check(tensor_shapes(config), ignored_tensors(config))
         if config.ties_embeddings:
             files.check_tied("lm_head.weight", to="model.embed_tokens.weight")
-        reader = WeightReader(files, kernels, TORCH_DTYPES[dtype], device, split)
-        layers = tuple(_read_layer(reader, config, f"model.layers.{index}") for index in range(config.num_layers))
-        ends = ModelEnds(
-            embedding=reader.whole("model.embed_tokens.weight"),
-            final_norm=reader.whole("model.norm.weight"),
-            # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
-            head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
-        )
-        if config.ties_embeddings and split.size == 1:  # others' heads are a small part of what a step reads
-            ends = ends._replace(near_head=kernels.near_head(ends.embedding))
-        whole, stack = _in_one_call(kernels, config, layers, ends, split)
-        return Model(
-            config=config,
-            dtype=dtype,
-            kernels=kernels,
-            shortfall=shortfall,
-            ends=ends,
-            layers=layers,
-            angles=Angles.of(config.rope, config.head_dim, device),
-            whole=whole,
-            stack=stack,
-            split=split,
-        )
+        return build_model(config, dtype, files, choice, device, split)
+
+
+def build_model(
+    config: ModelConfig,
+    dtype: str,
+    tensors: Tensors,
+    choice: Choice,
+    device: torch.device = CPU,
+    split: Split = WHOLE,
+) -> Model:
+    """Build a model out of tensors that are what its config asks for, for dtype "fp32", "bf16" or "fp16"."""
+    kernels, shortfall = choice
+    reader = WeightReader(tensors, kernels, TORCH_DTYPES[dtype], device, split)
+    layers = tuple(_read_layer(reader, config, f"model.layers.{index}") for index in range(config.num_layers))
+    ends = ModelEnds(
+        embedding=reader.whole("model.embed_tokens.weight"),
+        final_norm=reader.whole("model.norm.weight"),
+        # Tied or not, the head is packed by itself; looking tokens up needs the table as it is.
+        head=reader.head("model.embed_tokens" if config.ties_embeddings else "lm_head", config.vocab_size),
+    )
+    if config.ties_embeddings and split.size == 1:  # others' heads are a small part of what a step reads
+        ends = ends._replace(near_head=kernels.near_head(ends.embedding))
+    whole, stack = _in_one_call(kernels, config, layers, ends, split)
+    return Model(
+        config=config,
+        dtype=dtype,
+        kernels=kernels,
+        shortfall=shortfall,
+        ends=ends,
+        layers=layers,
+        angles=Angles.of(config.rope, config.head_dim, device),
+        whole=whole,
+        stack=stack,
+        split=split,
+    )
 
 
 def _read_layer(reader: WeightReader, config: ModelConfig, prefix: str) -> LayerWeights:

@@ -42,6 +42,13 @@ _TINY: Final = ModelSize(
     intermediate_size=256,
     max_position_embeddings=4096,
 )
+# As huggingface.co/meta-llama has them.
+_LLAMA3_ROPE: Final[dict[str, object]] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _QWEN_WINDOW: Final[dict[str, object]] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
 
 
@@ -93,6 +100,34 @@ SIZES: Final = MappingProxyType(
             vocab_size=49152,
             rope_theta=100_000.0,
             stored_dtype="bf16",
+        ),
+        # For a GPU: 2.5 and 16 GB, which bench.engine --shape need not write.
+        "llama-3.2-1b": ModelSize(
+            hidden_size=2048,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            intermediate_size=8192,
+            max_position_embeddings=131_072,
+            ties_embeddings=True,
+            vocab_size=128_256,
+            rope_theta=500_000.0,
+            stored_dtype="bf16",
+            settings={"rope_scaling": _LLAMA3_ROPE | {"factor": 32.0}},
+        ),
+        "llama-3.1-8b": ModelSize(
+            hidden_size=4096,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            intermediate_size=14_336,
+            max_position_embeddings=131_072,
+            vocab_size=128_256,
+            rope_theta=500_000.0,
+            stored_dtype="bf16",
+            settings={"rope_scaling": _LLAMA3_ROPE | {"factor": 8.0}},
         ),
     }
 )

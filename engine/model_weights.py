@@ -6,20 +6,27 @@ Not here: what they are for (engine/model.py), files (engine/weights.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.split import Split
-from engine.weights import TensorFiles
+from engine.split import WHOLE, Split
 from kernels.interface import Kernels, Linear
+
+
+class Tensors(Protocol):
+    """Where weights come from: engine/weights.py's files, as a rule."""
+
+    def read(self, name: str, dtype: torch.dtype, split: Split = WHOLE) -> Tensor:
+        """One tensor, or a rank's part of its rows, in memory of its own."""
 
 
 class WeightReader:
     """One rank's weights. Dense copies are dropped one by one."""
 
     def __init__(
-        self, files: TensorFiles, kernels: Kernels, dtype: torch.dtype, device: torch.device, split: Split
+        self, files: Tensors, kernels: Kernels, dtype: torch.dtype, device: torch.device, split: Split
     ) -> None:
         self._files = files
         self._kernels = kernels
