@@ -3,7 +3,8 @@
     case = decode rows x context, or a chunk      limit = max(bytes / R, operations / F)      ratio = step / limit
 
 R and F (limits.py) are measured beside each step, with the same threads; a ratio is the median over rounds. The step is the
-node's: from plan to token ids, sampler included. Not here: scheduling, the network (`baton bench` has all of it).
+node's: from plan to token ids, sampler included; on a CUDA device launched ahead, as there (engine_ahead.py). Not here:
+scheduling, the network (`baton bench` has all of it).
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,16 +26,19 @@ from rich.table import Table
 from bench.frame import check_files, write_result
 from bench.machine import machine, utc_date
 from bench.progress import StepProgress
+from engine.model_sizes import SIZES
 from runtime.config import knob, load, set_thread_environment
 from runtime.process import fatal
 
 if TYPE_CHECKING:
-    from bench.engine_steps import Steps, Work
+    import torch
+
+    from bench.engine_steps import Case, Steps, Work
     from bench.limits import Limits
+    from engine.model import Model
 
 PROG: Final = "python -m bench.engine"
 _WIDTH: Final = 160  # of a table that goes to a file
-_STEPS_A_ROUND: Final = 5
 _PARTS_STEPS: Final = 5
 
 
@@ -39,7 +46,11 @@ _PARTS_STEPS: Final = 5
 class EngineConfig:
     """One run."""
 
-    model: Path = knob(help="model directory in Hugging Face layout", metavar="DIR")
+    model: Path | None = knob(None, "model directory in Hugging Face layout", metavar="DIR")
+    shape: str | None = knob(
+        None, "instead of --model: random weights of a shape that baton model make knows", metavar="NAME"
+    )
+    device: Literal["cpu", "cuda"] = knob("cpu", "where; cuda: the Triton kernels, or torch if --kernels says so")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = knob(
         "auto", "of weights and KV; auto: what the model's files hold"
     )
@@ -55,6 +66,10 @@ class EngineConfig:
     output: Path | None = knob(None, "JSON file for all figures", metavar="FILE")
 
     def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise ValueError("--model DIR or --shape NAME: one of the two says what is measured")
+        if self.shape is not None and self.shape not in SIZES:
+            raise ValueError(f"--shape {self.shape}: must be one of {', '.join(SIZES)}")
         for name in ("batches", "contexts"):
             _numbers(name, getattr(self, name))
         _chunks(self.chunks)
@@ -66,7 +81,8 @@ class Figures:
     """What one case gave; seconds of a step."""
 
     case: str
-    step_s: float  # median over rounds of each round's median
+    step_s: float  # median over rounds of each round's median; cuda: of its mean over steps launched one ahead
+    alone_s: float  # of a step that is read before the next one is launched; of a CPU, and of chunks, the same
     best_step_s: float
     limit_s: float
     limit_is: str  # "bytes" or "operations"
@@ -102,38 +118,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(config: EngineConfig, console: Console) -> tuple[list[Figures], dict[str, Any]]:
     import torch
 
-    from bench.engine_steps import Case, Steps, random_memory, work_of
-    from bench.limits import Limits
-    from engine.kv_memory import TORCH_DTYPES
-    from engine.model import load_model
-
     torch.set_num_threads(config.threads)
-    model = load_model(config.model, config.dtype, config.kernels, weight_dtype=config.weight_dtype)
-    if model.shortfall:
-        console.print(f"warning: {model.shortfall}")
+    try:
+        return _measured(config, console)
+    except torch.OutOfMemoryError:
+        raise ValueError("--device cuda: it has no room for the weights, the KV and what steps need besides") from None
+
+
+def _measured(config: EngineConfig, console: Console) -> tuple[list[Figures], dict[str, Any]]:
+    from bench.engine_steps import Case, work_of
+    from engine.kv_memory import TORCH_DTYPES
+
     batches, contexts = _numbers("batches", config.batches), _numbers("contexts", config.contexts)
     cases = [Case(batch, context) for context in contexts for batch in batches]
     cases += [Case(0, context, chunk) for chunk, context in _chunks(config.chunks)]
+    model, device = _loaded(config)
+    if model.shortfall:
+        console.print(f"warning: {model.shortfall}")
     if not cases:
         raise ValueError("--batches, --contexts, --chunks: there is nothing to measure")
-    memory = random_memory(model, config.block_size, cases)
-    dtype = TORCH_DTYPES[model.dtype]
-    weight_itemsize = 1 if config.weight_dtype == "int8" else dtype.itemsize
-    limits = Limits(dtype)
-    console.print(f"{config.model}, {model.dtype}, kernels {model.kernels.name}, {config.threads} threads")
+    bench = _bench_of(config, model, cases, device)
+    itemsize = TORCH_DTYPES[model.dtype].itemsize
+    weight_itemsize = 1 if config.weight_dtype == "int8" else itemsize
+    console.print(
+        f"{config.model or config.shape}, {model.dtype}, kernels {model.kernels.name}, {config.threads} threads"
+        + (f", {bench.facts['device']}" if device.type == "cuda" else "")
+    )
     figures, reads, multiplies = [], [], []
     with StepProgress(console, "rounds", len(cases) * config.rounds) as progress:
         for case in cases:
-            steps = Steps(case, model, memory, config.temperature)
-            work = work_of(case, model.config, dtype.itemsize, weight_itemsize)
+            steps = bench.steps_of(case)
+            work = work_of(case, model.config, itemsize, weight_itemsize)
             rounds = []
             for _ in range(config.rounds):
-                rounds.append(_round(steps, limits))
+                rounds.append(_round(steps, bench.limits))
                 progress.advance(case.name)
             figures.append(_figures(steps, work, rounds))
             reads += [each.bytes_per_s for each in rounds]
             multiplies += [each.operations_per_s for each in rounds]
     facts = {
+        **bench.facts,
         "kernels": model.kernels.name,
         "bytes_per_s": statistics.median(reads),
         "operations_per_s": statistics.median(multiplies),
@@ -141,20 +165,82 @@ def _measure(config: EngineConfig, console: Console) -> tuple[list[Figures], dic
     return figures, facts
 
 
+def _loaded(config: EngineConfig) -> tuple[Model, torch.device]:
+    from bench.engine_shapes import shaped_model
+    from engine.device import choose_device
+    from engine.model import load_model
+    from kernels.choice import choose_kernels
+
+    device = choose_device(config.device)
+    if config.model is not None:
+        return load_model(config.model, config.dtype, config.kernels, device, config.weight_dtype), device
+    choice = choose_kernels(config.kernels, device.type, config.weight_dtype)
+    return shaped_model(SIZES[str(config.shape)], config.dtype, choice, device), device
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What differs between a CPU and a device."""
+
+    limits: Limits
+    steps_of: Callable[[Case], Steps]
+    facts: dict[str, Any]
+
+
+def _bench_of(config: EngineConfig, model: Model, cases: Sequence[Case], device: torch.device) -> _Bench:
+    import torch
+
+    from bench.engine_steps import Steps, random_memory
+    from bench.limits import CpuLimits
+    from engine.kv_memory import TORCH_DTYPES
+
+    if device.type == "cuda":
+        return _device_bench(config, model, cases, device)
+    memory = random_memory(model, config.block_size, cases)
+    facts = {"device": machine()["cpu_model"], "torch": torch.__version__}
+    limits = CpuLimits(TORCH_DTYPES[model.dtype])
+    return _Bench(limits, lambda case: Steps(case, model, memory, config.temperature), facts)
+
+
+def _device_bench(config: EngineConfig, model: Model, cases: Sequence[Case], device: torch.device) -> _Bench:
+    import torch
+
+    from bench.device_clock import DeviceClock
+    from bench.engine_ahead import AheadSteps, device_memory
+    from bench.limits import DeviceLimits
+    from engine.kv_memory import TORCH_DTYPES
+
+    clock = DeviceClock(device)
+    limits = DeviceLimits(device, TORCH_DTYPES[model.dtype], clock.median_of)
+    memory = device_memory(model, config.block_size, cases, device)
+    decodes = [case for case in cases if not case.chunk]
+    clock.synchronize()
+    begin = time.perf_counter()
+    if decodes:  # as a node does before it is ready
+        model.capture(memory.tensor, max(case.batch for case in decodes), max(case.context for case in decodes))
+    clock.synchronize()
+    facts = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": version("triton") if find_spec("triton") else "",
+        "capture_s": time.perf_counter() - begin,
+    }
+    return _Bench(limits, lambda case: AheadSteps(case, model, memory, config.temperature, clock), facts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     step_s: float
+    alone_s: float
     bytes_per_s: float
     operations_per_s: float
 
 
 def _round(steps: Steps, limits: Limits) -> _Round:
     """Both limits, some steps, and R again: what changed meanwhile changed for both."""
-    from bench.limits import seconds_of
-
     before, operations_per_s = limits.bytes_per_s(), limits.operations_per_s()
-    seconds = statistics.median(seconds_of(steps.run) for _ in range(_STEPS_A_ROUND))
-    return _Round(seconds, max(before, limits.bytes_per_s()), operations_per_s)
+    times = steps.times()
+    return _Round(*times, max(before, limits.bytes_per_s()), operations_per_s)
 
 
 def _figures(steps: Steps, work: Work, rounds: Sequence[_Round]) -> Figures:
@@ -165,6 +251,7 @@ def _figures(steps: Steps, work: Work, rounds: Sequence[_Round]) -> Figures:
     return Figures(
         case=steps.case.name,
         step_s=statistics.median(each.step_s for each in rounds),
+        alone_s=statistics.median(each.alone_s for each in rounds),
         best_step_s=min(each.step_s for each in rounds),
         limit_s=limit_s,
         limit_is="bytes" if by_bytes >= by_operations else "operations",
@@ -177,10 +264,12 @@ def _figures(steps: Steps, work: Work, rounds: Sequence[_Round]) -> Figures:
 def show(console: Console, figures: Sequence[Figures]) -> None:
     """Two tables: the ratios, and where the time goes."""
     table = Table(title=None, box=None, pad_edge=False)
-    for heading in ("milliseconds", "step", "limit", "by", "ratio", "best ratio"):
+    is_ahead = any(each.alone_s != each.step_s for each in figures)
+    for heading in ("milliseconds", "step", *(["alone"] if is_ahead else []), "limit", "by", "ratio", "best ratio"):
         table.add_column(heading, justify="left" if heading in ("milliseconds", "by") else "right", no_wrap=True)
     for each in figures:
-        numbers = (f"{1000 * each.step_s:.2f}", f"{1000 * each.limit_s:.2f}", each.limit_is)
+        times = (each.step_s, each.alone_s, each.limit_s) if is_ahead else (each.step_s, each.limit_s)
+        numbers = (*(f"{1000 * seconds:.2f}" for seconds in times), each.limit_is)
         table.add_row(each.case, *numbers, f"{each.ratio:.2f}", f"{each.best_ratio:.2f}")
     console.print(table)
     names = list(dict.fromkeys(name for each in figures for name in each.parts_s))

@@ -6,6 +6,7 @@ limits of the machine (limits.py), tables and files (engine.py).
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv_memory import TORCH_DTYPES, KvMemory
+from bench.limits import seconds_of
+from engine.kv_memory import TORCH_DTYPES, KvMemory, KvSides
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.plan import DecodeRow, Decodes, Plan, PrefillChunk, SamplingParams, SlotStart
@@ -26,6 +28,7 @@ from kernels.cpu_kernels import CpuModel
 from kernels.interface import AttentionBatch, DecodeRows, Linear, SlotNumbers, StepRows
 
 _GENERATION: Final = 1  # every runner is new
+_STEPS_TIMED: Final = 5
 
 
 class Case(NamedTuple):
@@ -46,6 +49,21 @@ class Case(NamedTuple):
     def num_positions(self) -> int:
         """KV positions that the case needs."""
         return self.context + self.chunk if self.chunk else self.batch * self.context
+
+    def blocks_each(self, block_size: int) -> int:
+        """KV blocks of each of its sequences."""
+        return -(-(self.context + max(1, self.chunk)) // block_size)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that the case needs."""
+        return max(1, self.batch) * self.blocks_each(block_size)
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step."""
+
+    step_s: float  # as a node runs it
+    alone_s: float  # read before the next one is launched; on a CPU the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +129,12 @@ class _KeepsLogits:
 class Steps:
     """One case, ready to run again and again."""
 
-    def __init__(self, case: Case, model: Model, memory: KvMemory, temperature: float) -> None:
+    def __init__(
+        self, case: Case, model: Model, memory: KvSides, temperature: float, *, is_asynchronous: bool | None = None
+    ) -> None:
+        """`is_asynchronous`: see TorchRunner."""
         self.case = case
+        self._is_asynchronous = is_asynchronous
         self._model = model
         self._memory = memory
         self._sampling = [SamplingParams(temperature, seed) for seed in range(max(1, case.batch))]
@@ -121,6 +143,11 @@ class Steps:
     def run(self) -> None:
         """One step, its sampling included."""
         self._runner.run(self._plan(()))
+
+    def times(self) -> StepTimes:
+        """Of some steps, the median."""
+        step_s = statistics.median(seconds_of(self.run) for _ in range(_STEPS_TIMED))
+        return StepTimes(step_s, step_s)
 
     def parts(self, num_steps: int) -> dict[str, float]:
         """Seconds of one step by what they went for, the mean of some."""
@@ -149,9 +176,11 @@ class Steps:
     def _new_runner(self, model: Model) -> TorchRunner:
         """A runner whose slots hold the case's sequences."""
         case, block_size = self.case, self._memory.block_size
-        per_sequence = -(-(case.context + max(1, case.chunk)) // block_size)
-        runner = TorchRunner(model, self._memory, max(1, case.batch), per_sequence * block_size)
-        self._tables = _tables(self._memory.num_blocks, max(1, case.batch), per_sequence)
+        per_sequence, num_slots = case.blocks_each(block_size), max(1, case.batch)
+        runner = TorchRunner(
+            model, self._memory, num_slots, per_sequence * block_size, is_asynchronous=self._is_asynchronous
+        )
+        self._tables = _tables(self._memory.num_blocks, num_slots, per_sequence)
         starts = tuple(SlotStart(slot, _GENERATION, sampling, 0, 1) for slot, sampling in enumerate(self._sampling))
         runner.run(self._plan(starts, self._tables))
         return runner
@@ -177,7 +206,7 @@ def _tables(num_blocks: int, num_sequences: int, per_sequence: int) -> list[tupl
 
 def random_memory(model: Model, block_size: int, cases: Sequence[Case]) -> KvMemory:
     """KV for the largest case, of plausible numbers."""
-    num_blocks = max(max(1, case.batch) * -(-(case.context + max(1, case.chunk)) // block_size) for case in cases)
+    num_blocks = max(case.num_blocks(block_size) for case in cases)
     memory = KvMemory(model.config, block_size, num_blocks, model.dtype)
     numbers = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(TORCH_DTYPES[model.dtype])
     flat = memory.tensor.view(-1)

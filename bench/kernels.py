@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     from bench.kernel_cases import Case, Pair
+    from bench.limits import DeviceLimits, Timer
     from kernels.triton_tuning import AttentionTuning, LinearTuning
 
 PROG: Final = "python -m bench.kernels"
-Timer = Callable[[Callable[[], object]], float]  # seconds of one call
 _WIDTH: Final = 140
 
 
@@ -125,12 +125,14 @@ def _measure(config: KernelsConfig) -> tuple[str, list[Figures]]:
     import torch
 
     from bench.kernel_cases import pair_of
+    from bench.limits import DeviceLimits
     from engine.kv_memory import TORCH_DTYPES
     from kernels.choice import choose_kernels
 
     device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
     kernels = choose_kernels("cpu", config.device).kernels
-    seconds, limits = timer_of(config.device), Limits(device, dtype)
+    seconds = timer_of(config.device)
+    limits = DeviceLimits(device, dtype, seconds)
     with torch.inference_mode():
         found = [
             figures_of(case.name, pair_of(case, kernels, dtype, device), limits, seconds, config.rounds)
@@ -139,33 +141,12 @@ def _measure(config: KernelsConfig) -> tuple[str, list[Figures]]:
     return kernels.name, found
 
 
-class Limits:
-    """What the device does at best, measured whenever it is asked for."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        import torch
-
-        self._size = 8192 if device.type == "cuda" else 2048
-        self._numbers = torch.ones(1 << 28, device=device)
-        self._copy = torch.empty_like(self._numbers)
-        self._square = torch.ones((self._size, self._size), dtype=dtype, device=device)
-
-    def measure(self, seconds: Timer) -> tuple[float, float]:
-        """R and F: bytes and operations a second."""
-        copied_s = seconds(lambda: self._copy.copy_(self._numbers))
-        return 2 * 4 * self._numbers.numel() / copied_s, 2 * self._size**3 / seconds(self._multiply)
-
-    def _multiply(self) -> object:
-        return self._square @ self._square
-
-
-def figures_of(name: str, pair: Pair, limits: Limits, seconds: Timer, num_rounds: int) -> Figures:
+def figures_of(name: str, pair: Pair, limits: DeviceLimits, seconds: Timer, num_rounds: int) -> Figures:
     """Both sides in turns, the limits beside them. Raises ValueError where they do not give the same."""
     worst, scale = _difference(pair)
     if not worst <= 0.05 * scale:
         raise ValueError(f"{name}: the results differ by {worst}, and the largest is {scale}")
-    bytes_per_s, operations_per_s = limits.measure(seconds)
-    limit_s = max(pair.num_bytes / bytes_per_s, pair.num_operations / operations_per_s)
+    limit_s = max(pair.num_bytes / limits.bytes_per_s(), pair.num_operations / limits.operations_per_s())
     rounds = [(seconds(pair.ours), seconds(pair.torchs)) for _ in range(num_rounds)]
     ours_s, torch_s = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(ours / torchs for ours, torchs in rounds)

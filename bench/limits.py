@@ -1,14 +1,15 @@
 """What this machine could do at best: R, the bytes a second that it reads, and F, the operations a second that it multiplies.
 
 Measured by torch with the same threads as what is compared with them, and again beside every measurement: on a machine that
-others use too, only ratios of neighbours in time mean anything (design, section 10).
+others use too, only ratios of neighbours in time mean anything (design, section 10). A CPU's R is of reading alone, a device's of
+a copy, whose bytes count twice.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -18,6 +19,8 @@ from kernels.torch_reference import PackedLinear, can_pack
 _READ_BYTES: Final = 1 << 30
 _SIZE: Final = 4096
 
+Timer = Callable[[Callable[[], object]], float]  # seconds of one call
+
 
 def seconds_of(run: Callable[[], object]) -> float:
     """How long one call takes."""
@@ -26,8 +29,18 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-class Limits:
+class Limits(Protocol):
     """R and F, measured whenever they are asked for."""
+
+    def bytes_per_s(self) -> float:
+        """R."""
+
+    def operations_per_s(self) -> float:
+        """F; an addition is an operation too."""
+
+
+class CpuLimits:
+    """Limits of a CPU, by its threads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._numbers = torch.ones(_READ_BYTES // 4)
@@ -42,5 +55,29 @@ class Limits:
         return _READ_BYTES / seconds_of(self._numbers.sum)
 
     def operations_per_s(self) -> float:
-        """F: one product of 4096 x 4096 matrices, the second one packed; an addition is an operation too."""
+        """F: one product of 4096 x 4096 matrices, the second one packed."""
         return 2 * _SIZE**3 / seconds_of(lambda: self._linear(self._rows))
+
+
+class DeviceLimits:
+    """Limits of a device, by torch's own copy and product."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seconds: Timer) -> None:
+        """Takes 2 GiB of its memory."""
+        self._seconds = seconds
+        self._size = 8192 if device.type == "cuda" else 2048
+        self._numbers = torch.ones(_READ_BYTES // 4, device=device)
+        self._copy = torch.empty_like(self._numbers)
+        self._square = torch.ones((self._size, self._size), dtype=dtype, device=device)
+        self._copy.copy_(self._numbers), self._multiply()
+
+    def bytes_per_s(self) -> float:
+        """R: a copy of 1 GiB, read and written."""
+        return 2 * _READ_BYTES / self._seconds(lambda: self._copy.copy_(self._numbers))
+
+    def operations_per_s(self) -> float:
+        """F: one product of two large square matrices."""
+        return 2 * self._size**3 / self._seconds(self._multiply)
+
+    def _multiply(self) -> object:
+        return self._square @ self._square
