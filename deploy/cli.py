@@ -50,7 +50,7 @@ usage: baton COMMAND [flags]      baton COMMAND --help lists the flags with thei
   bench        load on any server of OpenAI's API, and what its clients see: baton bench http://127.0.0.1:8000 --rate 4
   certs make   certificates for --tls-dir, signed by an authority of your own: baton certs make certs --hosts node-a,node-b
   model make   a random model to try things on: baton model make --like llama-tiny --dtype fp32 --seed 0 --out DIR
-               (or qwen2-tiny, qwen3-tiny, mistral-tiny, llama-125m, smollm2-135m)
+               (or qwen2-tiny, qwen3-tiny, mistral-tiny, llama-125m, smollm2-135m, llama-3.2-1b, llama-3.1-8b)
   plan         how many nodes serve a trace within its objective, by simulation:
                baton plan --trace FILE --rates rates.json --slo-ttft-ms 2000 --slo-tpot-ms 50
   plan measure rates of a model on this machine, or of a running cluster: baton plan measure --model DIR --output rates.json

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     parser = _OneLineParser("baton model make", description="Make a random-weight model directory.")
     parser.add_argument("--like", choices=tuple(SIZES), default="llama-tiny", help="which sizes (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the stored weights (default: fp32, of smollm2-135m bf16, as the real one)"
+        "--dtype", choices=DTYPES, help="of the stored weights (default: fp32, of a real model's shape bf16, as there)"
     )
     parser.add_argument("--seed", type=_seed, default=0, help="of the weights (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist or be empty")

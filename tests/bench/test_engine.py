@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.engine_steps import Case, work_of
 from engine.model_config import read_model_config
@@ -33,6 +34,8 @@ def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: 
     assert all({"head", "sampler", "rest"} <= case["parts_s"].keys() for case in cases)
     assert written["kernels"].startswith(KERNELS)
     assert written["machine"]["cores"] >= 1
+    assert written["device"] == written["machine"]["cpu_model"]
+    assert all(case["alone_s"] == case["step_s"] for case in cases)
     assert "2 of 2 rounds done" in result.stdout
     assert all(case["case"] in result.stdout for case in cases)
 
@@ -44,6 +47,7 @@ def test_a_run_gives_ratios_and_where_the_time_goes(tiny_model: Path, tmp_path: 
         (("--chunks", "5"), "--chunks 5: must be TOKENS:CONTEXT pairs with commas between"),
         (("--output", "/no/where.json"), "--output /no/where.json: its folder does not exist"),
         ((), "config.json does not exist: a model directory has one"),
+        (("--shape", "llama-tiny"), "--model DIR or --shape NAME: one of the two says what is measured"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
@@ -52,6 +56,20 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path, flags: tuple[str, .
     assert result.stderr.startswith("python -m bench.engine: ")
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_shape_that_nobody_knows_is_one_line() -> None:
+    result = run("--shape", "llama-9t")
+    assert result.returncode == 2
+    assert result.stderr.startswith("python -m bench.engine: --shape llama-9t: must be one of llama-tiny, ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test misses")
+def test_without_a_gpu_a_device_is_refused_in_one_line() -> None:
+    result = run("--shape", "llama-tiny", "--device", "cuda")
+    assert result.returncode == 2
+    assert result.stderr == "python -m bench.engine: --device cuda: torch sees no CUDA device on this machine\n"
 
 
 def test_the_work_of_a_step_is_counted_once(tiny_model: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from bench.device_clock import DeviceClock
+from bench.engine import main
 from bench.engine_ahead import AheadSteps, run_ahead
 from bench.engine_shapes import RandomTensors, shaped_model
 from bench.engine_steps import Case, random_memory
@@ -93,3 +97,14 @@ def test_weights_of_a_shape_follow_from_their_names() -> None:
 
 def test_memory_for_some_cases_is_that_of_the_largest(model: Model) -> None:
     assert random_memory(model, 16, [Case(1, 100), Case(3, 20), Case(0, 5, 30)]).num_blocks == 7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_on_a_gpu_names_it_and_gives_all_figures(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = ("--batches", "1,3", "--contexts", "20", "--chunks", "30:5", "--rounds", "1")
+    assert main(["--device", "cuda", "--shape", "llama-tiny", *sizes, "--output", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["device"] == torch.cuda.get_device_name()
+    assert written["capture_s"] > 0
+    assert all(case["step_s"] > 0 and case["parts_s"]["device"] > 0 for case in written["cases"])

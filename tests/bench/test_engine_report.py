@@ -63,6 +63,23 @@ def test_verdicts_name_what_is_met_and_what_is_missed() -> None:
     assert "- 1 thread: met by decode 1 x 128; missed by decode 8 x 512 (1.40)." in text
 
 
+def test_a_page_of_a_device_names_it_and_tells_the_steps_that_were_read_first() -> None:
+    on_device = run(1, "cpu", case("decode 1 x 128", 1.1, launch=0.001, device=0.003, sampler=0.0005, rest=0.0002))
+    on_device["settings"] |= {"device": "cuda", "model": None, "shape": "llama-3.1-8b"}
+    on_device |= {"device": "NVIDIA H100", "torch": "2.13.0", "triton": "3.7.1", "kernels": "triton-sm90-0123abcd"}
+    on_device["cases"][0]["alone_s"] = 0.005
+    text = markdown([on_device])
+    assert text.startswith("# Engine steps against the machine's limits: llama-3.1-8b\n")
+    assert "NVIDIA H100 (torch 2.13.0, Triton 3.7.1), host 2 cores of an CPU." in text
+    rows = rows_of(text)
+    assert rows[0] == ["case", "by", "target", "NVIDIA H100, triton", "best", "ms", "alone, ms"]
+    assert rows[1] == ["decode 1 x 128", "bytes", "1.15", "1.10", "1.09", "4.00", "5.00"]
+    assert rows[2:] == [
+        ["case", "launch", "device", "of it sampler", "rest"],
+        ["decode 1 x 128", "1.00", "3.00", "0.50", "0.20"],
+    ]
+
+
 def test_what_is_kept_in_the_repository_is_what_its_figures_say() -> None:
     names = ("1_thread", "2_threads", "torch")
     runs = [json.loads((RESULTS / f"engine_smollm2-135m_{name}.json").read_text()) for name in names]
