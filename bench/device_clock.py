@@ -39,14 +39,14 @@ class DeviceClock:
             begin = time.perf_counter()
             run()
             return time.perf_counter() - begin
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         for _ in range(math.ceil(behind_s / _FILL_S)):
             self._filled.zero_()
         first.record()
         run()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / 1000
+        return float(first.elapsed_time(last)) / 1000
 
     def median_of(self, run: Callable[[], object]) -> float:
         """The median of some times of one launch."""
