@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
+from engine.device import choose_device
 from engine.fingerprint import fingerprint_fields
 from engine.grammars import Grammars
 from engine.kv_memory import KvMemory, kv_block_bytes
@@ -33,10 +34,11 @@ def engine_alone(
 ) -> LocalEngine:
     """An engine with sizes of its own: what it says depends on none of them. `memory`: for a test that looks into it."""
     torch.set_num_threads(1)  # as the nodes have; idle threads of a second one would take their core
+    device = choose_device("auto") if memory is None else memory.tensor.device  # as the nodes choose
+    model = load_model(model_dir, dtype, KERNELS, device)
     if memory is None:
-        memory = KvMemory(read_model_config(model_dir), block_size, num_blocks, dtype)
+        memory = KvMemory(model.config, block_size, num_blocks, dtype, device, copies=model.kernels)
     pool = BlockPool(num_blocks, block_size)
-    model = load_model(model_dir, dtype, KERNELS)
     key_seed = seed_key(fingerprint_fields(model_dir, dtype, block_size, model.kernels.name).to_bytes())
     scheduler = Scheduler(SchedulerConfig(NUM_SLOTS, chunk_tokens, max_model_len), pool, key_seed)
     grammars = Grammars(model_dir, model.config.vocab_size)
