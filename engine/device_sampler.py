@@ -3,6 +3,7 @@
 Only what needs no more of a request than its temperature and its seed (`is_decided_by_logits`).
 Nothing here waits for the device: what comes from the host is uploaded in order (kernels/upload.py); a tensor or an index made of a
 list would wait for the step that has just been launched.
+Here is torch's way of it; a back end may have one of its own, with fewer launches (Kernels.draw).
 The same numbers in the same order as engine/sampler.py, over every token instead of the few that can win; on a device whose
 logarithm rounds otherwise a draw that is decided by the last bit of its noise may fall otherwise.
 """
@@ -12,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import BROKEN_ROW
-from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, noise_stream
+from engine.sampler import GOLDEN, MIX_1, MIX_2, Draw, noise_stream, noise_streams
+from kernels.interface import PlainDraws, SlotNumbers
 from kernels.upload import upload
 
 _SIGN: Final = 1 << 63
@@ -27,6 +31,12 @@ def rows_on_device(logits: Tensor, rows: Sequence[int]) -> Tensor:
     if [*rows] == [*range(len(logits))]:
         return logits
     return logits.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), logits.device))
+
+
+def plain_draws(numbers: SlotNumbers, slots: NDArray[np.int64]) -> PlainDraws:
+    """What a back end is told of these slots' draws."""
+    streams = noise_streams(numbers.seeds[slots], numbers.next_indices[slots])
+    return PlainDraws(numbers.temperatures[slots], streams, slots, BROKEN_ROW)
 
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

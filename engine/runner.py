@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.batch import Batch, BatchBuffers, Chunk, FedRows, SlotTables
 from engine.binding import Binder, Binding, end_of_row
 from engine.device import HostCopies
-from engine.device_sampler import rows_on_device, sample_on_device
+from engine.device_sampler import plain_draws, rows_on_device, sample_on_device
 from engine.kv_memory import KvSides
 from engine.lockstep import Followers, RankStep
 from engine.logprobs import LogitsError, token_logprobs
@@ -196,19 +196,20 @@ class TorchRunner:
         """The rows' tokens on the device, those of decode rows from where the steps before put them."""
         device = self._last_on_device.device
         on_device = token_ids.clone() if device.type == "cpu" else upload(token_ids, device)
-        slots = upload(torch.from_numpy(decode_slots), device)
-        on_device[: len(slots)] = self._last_on_device[slots]
+        on_device[: len(decode_slots)] = self._last_on_device[upload(torch.from_numpy(decode_slots), device)]
         return on_device
 
     def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:
         """Draw and note these slots' next tokens without waiting: [num_slots] int64; None if some row asks for more."""
-        slots = [*row_of_slot]
-        draws = self._draws(slots)
-        if len(slots) != num_logits or not all(map(self._is_drawn_there, slots, draws)):
+        slots = np.array([*row_of_slot], np.int64)
+        is_plain = self._is_plain[slots].all() or all(map(self._is_drawn_there, slots, self._draws(slots.tolist())))
+        if len(slots) != num_logits or not is_plain:
             return None
-        drawn = sample_on_device(rows_on_device(logits, [*row_of_slot.values()]), draws)
-        at = upload(torch.tensor(slots, dtype=torch.int64), drawn.device)
-        self._last_on_device[at] = drawn.clamp(min=0)
+        logits = rows_on_device(logits, [*row_of_slot.values()])
+        drawn = self._model.kernels.draw(logits, plain_draws(self._numbers, slots), self._last_on_device)
+        if drawn is None:
+            drawn = sample_on_device(logits, self._draws(slots.tolist()))
+            self._last_on_device[upload(torch.from_numpy(slots), drawn.device)] = drawn.clamp(min=0)
         self._numbers.next_indices[slots] += 1
         return drawn
 

@@ -189,6 +189,11 @@ def noise_stream(seed: int, token_index: int) -> np.uint64:
     return np.uint64(_mix_one(state))
 
 
+def noise_streams(seeds: NDArray[np.uint64], token_indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The same of many."""
+    return _mix(_mix(seeds) + token_indices.astype(np.uint64))
+
+
 def is_drawn_plainly(draw: Draw) -> bool:
     """Whether any token may be drawn, by its own logit, at a temperature that back ends can divide by."""
     sampling = draw.sampling

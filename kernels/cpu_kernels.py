@@ -45,6 +45,7 @@ from kernels.interface import (
     DecodeStep,
     Linear,
     ModelEnds,
+    PlainDraws,
     SlotNumbers,
     StackLayer,
     StepAttention,
@@ -363,3 +364,6 @@ class CpuKernels(TorchBlockCopies):
             reference(self._contest.c), logits.data_ptr(), torch.get_num_threads(), DTYPE_CODES[logits.dtype]
         )
         return self._contest.found()
+
+    def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> None:
+        """The sampler draws, among those."""

@@ -128,6 +128,15 @@ class Contenders(NamedTuple):
     few: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None]
 
 
+class PlainDraws(NamedTuple):
+    """Draws that logits, temperatures and seeds alone decide (engine/sampler.py), of each row of a step; contiguous arrays."""
+
+    temperatures: NDArray[np.float64]  # [num_rows]; 0: greedy, else 1e-30 at least
+    streams: NDArray[np.uint64]  # [num_rows]: where a row's noise begins
+    slots: NDArray[np.int64]  # [num_rows], all different: whose draw it is
+    broken: int  # what is drawn where a logit is NaN or the greatest is infinite
+
+
 class SlotNumbers(NamedTuple):
     """What a runner keeps of each slot's sequence, in contiguous arrays that stay where they are."""
 
@@ -234,4 +243,11 @@ class Kernels(BlockCopies, Protocol):
         """Which tokens can win argmax(logit / temperature + Gumbel noise) in each row of [num_rows, vocab_size].
 
         streams: [num_rows], where a row's noise begins (engine/sampler.py). None: this back end leaves it to the sampler.
+        """
+
+    def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor | None:
+        """Draw a token of each row of [num_rows, vocab_size] where the logits are, waiting for nothing: [num_rows] int64.
+
+        It is also put into last [num_slots] int64 at the row's slot, 0 for what is broken. None, and nothing is put there: this
+        back end leaves it to the sampler.
         """

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.cpu_build import cpu_kind
 from kernels.int8_weights import INT8_SUFFIX, quantized
-from kernels.interface import AttentionBatch, Linear, ModelEnds, StackLayer, StepAttention
+from kernels.interface import AttentionBatch, Linear, ModelEnds, PlainDraws, StackLayer, StepAttention
 from kernels.torch_attention import TiledAttention
 
 
@@ -165,6 +165,9 @@ class TorchKernels(TorchBlockCopies):
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""
+
+    def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> None:
+        """And draws, too."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:

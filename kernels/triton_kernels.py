@@ -4,6 +4,7 @@
     triton_step.py, triton_tiles.py          what one step of it needs; which rows go together
     triton_linear.py, triton_rows.py         products; norms, rotations, gates
     triton_stack.py, triton_graphs.py        all layers with what can be fused fused; decode steps as CUDA graphs
+    triton_draws.py, triton_sampler.py       a step's draws
     triton_blocks.py                         whole blocks in and out of the pool
     triton_tuning.py, triton_table.json      shapes of tiles
     triton_agreement.py                      whether shapes that are used side by side give the same bits on this device
@@ -31,9 +32,10 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.interface import AttentionBatch, LayerStack, Linear, ModelEnds, StackLayer, StepAttention
+from kernels.interface import AttentionBatch, LayerStack, Linear, ModelEnds, PlainDraws, StackLayer, StepAttention
 from kernels.triton_agreement import agreeing_attention, agreeing_shapes
 from kernels.triton_blocks import copy_blocks
+from kernels.triton_draws import launch_draws
 from kernels.triton_graphs import Capture, CudaCapture
 from kernels.triton_launch import LANES, aligned, launch_norm, launcher
 from kernels.triton_linear import linear
@@ -235,6 +237,10 @@ class TritonKernels:
 
     def contenders(self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]) -> None:
         """The sampler looks at every token itself."""
+
+    def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor:
+        """Launch what draws a step's tokens."""
+        return launch_draws(logits, draws, last)
 
     def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
         """Copy whole blocks of the pool next to each other."""

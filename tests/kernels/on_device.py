@@ -19,6 +19,7 @@ from kernels.interface import (
     Linear,
     ModelEnds,
     NearHead,
+    PlainDraws,
     StackLayer,
     StepAttention,
 )
@@ -77,6 +78,12 @@ class OnDevice:
         self, logits: Tensor, temperatures: NDArray[np.float32], streams: NDArray[np.uint64]
     ) -> Contenders | None:
         return self._kernels.contenders(logits, temperatures, streams)
+
+    def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> Tensor | None:
+        there = self._there(last)
+        drawn = self._kernels.draw(self._there(logits), draws, there)
+        last.copy_(there)
+        return None if drawn is None else drawn.cpu()
 
     def gather_blocks(self, kv: Tensor, block_ids: Tensor) -> Tensor:
         return self._kernels.gather_blocks(self._there(kv), self._there(block_ids)).cpu()

@@ -23,6 +23,7 @@ RUNS = {
     "kernels": [
         "tests/kernels/test_primitives.py",
         "tests/kernels/test_triton_kernels.py",
+        "tests/kernels/test_triton_draws.py",
         "tests/engine_torch/test_attention.py",
         "-k",
         "triton",

@@ -32,12 +32,14 @@ NAMES = {
     "attend_split",
     "attend_whole",
     "copy_blocks",
+    "greatest_of_rows",
     "linear",
     "merge_parts",
     "rms_norm",
     "rotate",
     "rotate_and_write",
     "silu_gate",
+    "winners_of_rows",
 }
 
 

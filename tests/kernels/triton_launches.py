@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -17,13 +18,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.interface import StackLayer
+from kernels.interface import PlainDraws, StackLayer
 from kernels.triton_kernels import DTYPE_NAMES, TritonKernels
 from kernels.triton_launch import launcher
 from kernels.triton_tuning import OneShape, read_table
 from tests.kernels.test_stack import EPS, HIDDEN, Sequences, Shape, angles, made_layers
 
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -121,6 +123,8 @@ def launches_of(capability: int, dtype: torch.dtype, head_dim: int) -> list[Laun
         _launch_all_shapes(capability, dtype)
         chosen = kernels.gather_blocks(own.kv, torch.arange(3))
         kernels.scatter_blocks(own.kv, torch.arange(3), chosen)
+        draws = PlainDraws(np.ones(3), np.zeros(3, np.uint64), np.arange(3), -2)
+        kernels.draw(torch.zeros((3, 128_256), dtype=dtype), draws, torch.zeros(4, dtype=torch.int64))
     return launches
 
 
