@@ -114,8 +114,10 @@ class Model:
         if not num_logits:
             return hidden.new_empty((0, self.config.vocab_size))
         shape = (num_logits, self.config.hidden_size)
-        last = memory.take("last", shape, hidden)
-        torch.index_select(hidden, 0, upload(batch.logit_rows, device), out=last)
+        last = hidden
+        if num_logits < num_rows:
+            last = memory.take("last", shape, hidden)
+            torch.index_select(hidden, 0, upload(batch.logit_rows, device), out=last)
         normed = self.kernels.rms_norm(
             last, self.ends.final_norm, self.config.rms_norm_eps, memory.take("normed", shape, hidden)
         )

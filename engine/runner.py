@@ -55,7 +55,7 @@ from engine.step_memory import StepTensors
 from engine.token_counts import TokenCounts
 from engine.under_way import Drawn, UnderWay
 from kernels.interface import DecodeRows, SlotNumbers
-from kernels.upload import upload
+from kernels.upload import upload, upload_together
 
 _NO_GENERATION = -1  # of a slot that nobody has owned yet
 
@@ -134,7 +134,7 @@ class TorchRunner:
         decodes = FedRows(slots, plan.decodes.positions, self._numbers.token_ids[slots])
         batch = self._buffers.lay_out(self._tables, decodes, chunks)
         if self._is_asynchronous:
-            batch = batch._replace(token_ids=self._fed_on_device(batch.token_ids, slots))
+            batch = self._on_device(batch, slots)
         written = self._blocks_of(chunks) if self._kv.is_mirrored else []
         led = self._lead(plan, batch, written)
         on_ready()
@@ -192,12 +192,13 @@ class TorchRunner:
         if self._followers is not None and step is not None and step.is_met:
             self._followers.meet()
 
-    def _fed_on_device(self, token_ids: Tensor, decode_slots: NDArray[np.int64]) -> Tensor:
-        """The rows' tokens on the device, those of decode rows from where the steps before put them."""
-        device = self._last_on_device.device
-        on_device = token_ids.clone() if device.type == "cpu" else upload(token_ids, device)
-        on_device[: len(decode_slots)] = self._last_on_device[upload(torch.from_numpy(decode_slots), device)]
-        return on_device
+    def _on_device(self, batch: Batch, decode_slots: NDArray[np.int64]) -> Batch:
+        """The rows where they are computed, decode rows' tokens from where the steps before put them."""
+        known = [batch.token_ids, batch.positions, batch.logit_rows, torch.from_numpy(decode_slots)]
+        token_ids, positions, logit_rows, slots = upload_together(known, self._last_on_device.device)
+        token_ids = token_ids.clone()  # on a CPU it is still the host's
+        torch.index_select(self._last_on_device, 0, slots, out=token_ids[: len(slots)])
+        return batch._replace(token_ids=token_ids, positions=positions, logit_rows=logit_rows)
 
     def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:
         """Draw and note these slots' next tokens without waiting: [num_slots] int64; None if some row asks for more."""
@@ -267,9 +268,9 @@ class TorchRunner:
         """What the slots' next decode rows feed."""
         self._numbers.token_ids[slots] = token_ids
         if self._is_asynchronous:
-            device = self._last_on_device.device
-            fed = upload(torch.tensor(self._numbers.token_ids[slots]), device)
-            self._last_on_device[upload(torch.tensor(slots, dtype=torch.int64), device)] = fed
+            noted = [torch.from_numpy(self._numbers.token_ids[slots]), torch.tensor(slots, dtype=torch.int64)]
+            fed, at = upload_together(noted, self._last_on_device.device)
+            self._last_on_device[at] = fed
 
     def _result(
         self, row: DecodeRow | PrefillChunk, step_logits: Tensor, span: tuple[int, int], token_ids: list[int]

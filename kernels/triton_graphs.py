@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.interface import AttentionBatch, DecodeStep
 from kernels.triton_tuning import next_power_of_two
-from kernels.upload import upload
+from kernels.upload import packed_bytes, unpacked, upload_into
 
 MAX_ROWS: Final = 256  # more rows keep the device busy for longer than the launches take
 
@@ -93,6 +93,14 @@ class DecodeInputs(NamedTuple):
     num_parts: int
 
 
+class _Place(NamedTuple):
+    """Where one graph's steps go."""
+
+    inputs: DecodeInputs
+    chosen: Tensor  # [padded rows] int64: see Padding
+    packed: Tensor  # uint8: what of both comes from the host, which brings it in one copy
+
+
 class Capture(Protocol):
     """Records what `compute` launches; what it returns launches the same again."""
 
@@ -105,7 +113,7 @@ class DecodeGraphs:
 
     def __init__(self, decode: Callable[[DecodeInputs, Tensor], Tensor], capture: Capture) -> None:
         self._decode, self._capture = decode, capture
-        self._graphs: dict[GraphKey, tuple[DecodeInputs, Callable[[], object]]] = {}
+        self._graphs: dict[GraphKey, tuple[_Place, Callable[[], object]]] = {}
 
     def run(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch, part: int
@@ -115,50 +123,48 @@ class DecodeGraphs:
         if key is None:
             return None
         found = self._graphs.get(key)
-        inputs = self._new_inputs(key, hidden, cos, kv, part) if found is None else found[0]
-        _fill(inputs, hidden, cos, sin, batch)
+        place = _new_place(key, hidden, cos, -(-key.num_parts * part // kv.shape[3])) if found is None else found[0]
+        _fill(place, hidden, cos, sin, batch)
+        inputs = place.inputs
         if found is None:
             # First as it is: kernels are compiled and loaded by that, which a capture may not do. A capture computes nothing.
             self._decode(inputs, kv)
-            self._graphs[key] = inputs, self._capture(lambda: self._decode(inputs, kv))
+            self._graphs[key] = place, self._capture(lambda: self._decode(inputs, kv))
         else:
             found[1]()
         return inputs.hidden[: len(hidden)]
 
-    def _new_inputs(self, key: GraphKey, hidden: Tensor, cos: Tensor, kv: Tensor, part: int) -> DecodeInputs:
-        max_blocks = -(-key.num_parts * part // kv.shape[3])
-        angles = cos.new_zeros((2, key.num_rows, cos.shape[1]))
-        return DecodeInputs(
-            hidden.new_zeros((key.num_rows, hidden.shape[1])),
-            angles[0],
-            angles[1],
-            hidden.new_zeros(
-                (key.num_rows, 5), dtype=torch.int32
-            ),  # each at an address of its own: see triton_launch.aligned
-            hidden.new_zeros((key.num_rows, max_blocks), dtype=torch.int32),
-            torch.zeros(key.num_rows, dtype=torch.int64, device=kv.device),
-            key.num_parts,
-        )
+
+def _new_place(key: GraphKey, hidden: Tensor, cos: Tensor, max_blocks: int) -> _Place:
+    num_rows, num_angles = key.num_rows, cos.shape[1]
+    tiles, tables = (torch.empty((num_rows, width), dtype=torch.int32) for width in (5, max_blocks))
+    known = [torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64), tiles, tables]
+    packed = torch.zeros(packed_bytes(known), dtype=torch.uint8, device=hidden.device)
+    chosen, write_positions, tiles, tables = unpacked(packed, known)
+    angles = cos.new_zeros((2, num_rows, num_angles))
+    mine = hidden.new_zeros((num_rows, hidden.shape[1]))
+    return _Place(
+        DecodeInputs(mine, angles[0], angles[1], tiles, tables, write_positions, key.num_parts), chosen, packed
+    )
 
 
-def _fill(inputs: DecodeInputs, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
-    """Copy a step to where its graph reads it."""
+def _fill(place: _Place, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    """Bring a step to where its graph reads it."""
+    inputs = place.inputs
     padding = pad(batch.spans, len(inputs.tiles))
-    device = hidden.device
     chosen = torch.from_numpy(padding.chosen)
-    at = upload(chosen, device)
-    for to, rows in ((inputs.hidden, hidden), (inputs.cos, cos), (inputs.sin, sin)):
-        torch.index_select(rows, 0, at, out=to)
     # A graph's tables end where its parts do; a step's may end earlier, and further columns are never looked at.
-    width = min(batch.block_tables.shape[1], inputs.tables.shape[1])
-    tables = batch.block_tables[:, :width].to(torch.int32)[chosen]
-    inputs.tables[:, :width].copy_(upload(tables, device))
-    inputs.tiles.copy_(upload(torch.from_numpy(padding.tiles), device))
-    inputs.write_positions.copy_(upload(batch.write_positions[chosen], device))
+    tables = torch.empty(inputs.tables.shape, dtype=torch.int32)
+    width = min(batch.block_tables.shape[1], tables.shape[1])
+    tables[:, :width] = batch.block_tables[:, :width][chosen]
+    known = [chosen, batch.write_positions[chosen], torch.from_numpy(padding.tiles), tables]
+    upload_into(place.packed, known)
+    for to, rows in ((inputs.hidden, hidden), (inputs.cos, cos), (inputs.sin, sin)):
+        torch.index_select(rows, 0, place.chosen, out=to)
 
 
 class CudaCapture:
-    """Captures with torch. Never run yet: no machine that this was written on had a GPU."""
+    """Captures with torch."""
 
     def __init__(self) -> None:
         self._last: torch.cuda.CUDAGraph | None = None

@@ -17,7 +17,7 @@ from kernels.triton_launch import LANES, launcher
 from kernels.triton_rows import rotate_and_write
 from kernels.triton_tiles import cut_rows
 from kernels.triton_tuning import AttentionTuning, Schedule, next_power_of_two
-from kernels.upload import upload
+from kernels.upload import upload_together
 
 NO_WINDOW: Final = 1 << 30
 _LOG2_E: Final = math.log2(math.e)
@@ -37,11 +37,14 @@ class DeviceBatch(NamedTuple):
 def on_device(batch: AttentionBatch, device: torch.device, tuning: AttentionTuning, group_size: int) -> DeviceBatch:
     """Cut a step's rows and bring all of it to the device."""
     tiles = cut_rows(batch.spans, *(_lanes(each, group_size) // group_size for each in (tuning.split, tuning.whole)))
+    tables = batch.block_tables.to(torch.int32)
+    known = [torch.from_numpy(tiles.split), torch.from_numpy(tiles.whole), tables, batch.write_positions]
+    split, whole, tables, write_positions = upload_together(known, device)
     return DeviceBatch(
-        upload(torch.from_numpy(tiles.split), device),
-        upload(torch.from_numpy(tiles.whole), device),
-        upload(batch.block_tables.to(torch.int32).contiguous(), device),
-        upload(batch.write_positions, device),
+        split,
+        whole,
+        tables,
+        write_positions,
         tiles.num_slots,
         -(-tiles.num_positions // tuning.part),
     )

@@ -17,6 +17,9 @@ TABLE: Final = Path(__file__).resolve().parent / "triton_table.json"
 INTERPRETER: Final = "interpreter"
 
 
+_ANY: Final = 1 << 30  # more rows than there are
+
+
 class Schedule(NamedTuple):
     """How one of both kernels of kernels/triton_attention.py runs."""
 
@@ -44,10 +47,9 @@ class LinearTuning(NamedTuple):
     stages: int
     by_descriptor: bool = False  # tiles are fetched by the device's own copy engine (TMA, sm_90 and later)
     above: int = 0  # for products of more rows than this, and of at most `up_to`
-    up_to: int = 1 << 30
+    up_to: int = _ANY
 
 
-_NUM_SIDES: Final = LinearTuning._fields.index("above")
 LinearShapes = tuple[LinearTuning, ...]  # from the largest to the smallest; the last one is for any number of rows
 _FULL: Final = (
     0.6  # of the multiprocessors: a larger tile that keeps so many busy is better than a smaller one on all of them
@@ -105,7 +107,7 @@ class OneShape(Table):
         """The one that is tried."""
         if self._linear is None:
             return super().linear(device, dtype, is_gated=is_gated)
-        return (LinearTuning(*self._linear[:_NUM_SIDES]),)  # for any number of rows
+        return (self._linear._replace(above=0, up_to=_ANY),)
 
 
 def fitting_shape(shapes: LinearShapes, num_rows: int, out_features: int, num_processors: int) -> LinearTuning:

@@ -33,6 +33,16 @@ def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Ten
     return [numbers if numbers.is_cuda else next(there) for numbers in tensors]
 
 
+def upload_into(memory: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The same into [packed_bytes] uint8 that stays where it is; `unpacked` says where each lies."""
+    if memory.device.type == "cpu":
+        pack(tensors, memory)
+        return
+    together = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+    pack(tensors, together)
+    memory.copy_(together, non_blocking=True)
+
+
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
     """What `pack` takes."""
     return sum(_taken_bytes(numbers) for numbers in tensors)
