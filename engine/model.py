@@ -23,6 +23,7 @@ from engine.device import CPU
 from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import ModelConfig, read_model_config
 from engine.model_weights import Tensors, WeightReader
+from engine.plan import BROKEN_ROW
 from engine.ranks import Ranks
 from engine.rope import Angles
 from engine.split import WHOLE, Split, check_split
@@ -36,6 +37,7 @@ from kernels.interface import (
     LayerStack,
     Linear,
     ModelEnds,
+    PlainDraws,
     SlotNumbers,
     StackLayer,
     StepRows,
@@ -126,11 +128,17 @@ class Model:
         return self.ends.head(normed, self._room_for_logits(num_logits, memory))
 
     def capture(self, kv: Tensor, max_rows: int, max_positions: int) -> None:
-        """Run the decode steps that the back end records, so that no stream waits for that later. Block 0 of kv is overwritten."""
+        """Run the decode steps that the back end records, so that no stream waits for that later. Block 0 of kv is overwritten.
+
+        It also draws once, for which a back end may have to compile.
+        """
         block_size = kv.shape[3]
         for step in () if self.stack is None else self.stack.steps_to_capture(max_rows, max_positions, kv):
             row = Segment([0], step.position, [0] * (step.position // block_size + 1), 1)
             self.forward(build_batch([row] * step.num_rows, block_size), kv)
+        logits, slots = self.ends.embedding.new_zeros((1, self.config.vocab_size)), np.zeros(1, np.int64)
+        draws = PlainDraws(np.ones(1), slots.astype(np.uint64), slots, BROKEN_ROW)
+        self.kernels.draw(logits, draws, torch.zeros(1, dtype=torch.int64, device=logits.device))
 
     def decode(
         self, numbers: SlotNumbers, rows: DecodeRows, kv: Tensor, memory: StepTensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Final
 
@@ -50,17 +51,20 @@ def packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 def pack(tensors: Sequence[Tensor], together: Tensor) -> None:
     """Copy host tensors into [packed_bytes] uint8, one after the other."""
-    memory, begin = together.numpy(), 0
+    address = together.data_ptr()
     for numbers in tensors:
-        memory[begin : begin + numbers.nbytes] = numbers.reshape(-1).view(torch.uint8).numpy()
-        begin += _taken_bytes(numbers)
+        numbers = numbers.contiguous()
+        ctypes.memmove(address, numbers.data_ptr(), numbers.nbytes)
+        address += _taken_bytes(numbers)
 
 
 def unpacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, as views of where it lies now."""
+    """What was packed, as views of where it lies now: at the beginning of its memory."""
     views, begin = list[Tensor](), 0
     for numbers in like:
-        views.append(together[begin : begin + numbers.nbytes].view(numbers.dtype).view(numbers.shape))
+        dtype, shape = numbers.dtype, numbers.shape
+        strides = numbers.stride() if numbers.is_contiguous() else torch.empty(shape, device="meta").stride()
+        views.append(together.view(dtype).as_strided(shape, strides, begin // dtype.itemsize))
         begin += _taken_bytes(numbers)
     return views
 

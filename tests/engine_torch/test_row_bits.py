@@ -16,7 +16,8 @@ from engine.kv_memory import KvMemory
 from engine.model import Model, load_model
 from engine.probe import find_inexactness
 from kernels.choice import has_numba
-from kernels.interface import AttentionBatch, DecodeStep, Kernels
+from kernels.interface import AttentionBatch, DecodeStep, Kernels, PlainDraws
+from kernels.torch_reference import TorchKernels
 from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels.back_ends import BACK_ENDS
 from tests.thorough import examples
@@ -176,9 +177,15 @@ def test_what_a_back_end_records_is_run_before_anybody_waits_for_it(model: Model
             assert (max_rows, max_positions) == (5, 41)
             return steps
 
+    class DrawingKernels(TorchKernels):
+        def draw(self, logits: Tensor, draws: PlainDraws, last: Tensor) -> None:
+            drawn.append((len(logits), draws.temperatures.tolist(), last.tolist()))
+
+    drawn: list[tuple[int, list[float], list[int]]] = []
     kv = KvMemory(model.config, 16, 2, model.dtype)
-    replace(model, whole=None, stack=Stack()).capture(kv.tensor, 5, 41)
+    replace(model, whole=None, stack=Stack(), kernels=DrawingKernels()).capture(kv.tensor, 5, 41)
     assert ran == [(each.num_rows, {each.position}) for each in steps]
+    assert drawn == [(1, [1.0], [0])]  # by chance: that is all that there is to compile
     model.capture(kv.tensor, 5, 41)  # and one that records nothing has nothing to run
 
 
