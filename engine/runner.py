@@ -143,9 +143,8 @@ class TorchRunner:
         drawn = self._draw_on_device(logits, rows.sampling, rows.num_logits) if self._is_asynchronous else None
         if drawn is not None:
             copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
-            answers = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
-            left = list(map(self._leave, plan.marks))
-            return UnderWay(plan.step_id, answers, [*rows.sampling], left, copies, written, self._kv)
+            marked = list(map(self._leave, plan.marks))
+            return UnderWay.of(plan, [*rows.sampling], marked, copies, written, self._kv)
         gathered = self._kv.gather(written).cpu() if written else None
         self._meet(led)
         result = self._read(plan, rows, logits)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.device import HostCopies
 from engine.kv_memory import KvSides
-from engine.plan import NO_TOKEN, SlotResult, StepResult
+from engine.plan import NO_TOKEN, Plan, SlotResult, StepResult
 
 
 class UnderWay(NamedTuple):
@@ -25,6 +25,20 @@ class UnderWay(NamedTuple):
     copies: HostCopies  # of the drawn tokens, and of the blocks
     written: list[int]  # blocks that senders may read once the step is told
     kv: KvSides
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        drawn_slots: list[int],
+        marked: list[SlotResult],
+        copies: HostCopies,
+        written: list[int],
+        kv: KvSides,
+    ) -> UnderWay:
+        """The step of this plan; all its rows answer."""
+        rows = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
+        return cls(plan.step_id, rows, drawn_slots, marked, copies, written, kv)
 
     def is_done(self) -> bool:
         """See Launched."""
