@@ -1,10 +1,10 @@
-"""Steps as a node runs them on a device that computes by itself: each decode step is launched before the last one is read.
+"""Steps as a node runs them on a device that computes by itself: each one is launched before the last one is read.
 
     host    launch 1   launch 2   read 1   launch 3   read 2  …        step = all of them / how many
     device             [ 1     ][ 2      ][ 3      ] …
 
-A chunk is launched and read by itself: two of one prompt cannot be told apart from one of twice the size. Reading it puts the KV
-that it wrote where senders read, as on a node. Not here: what a step is (engine_steps.py).
+A chunk is computed again and again, as the chunks of a long prompt are one after the other. Reading it finds the KV that it wrote
+where senders read, as on a node. Not here: what a step is (engine_steps.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
 from bench.device_clock import DeviceClock
 from bench.engine_steps import Case, Steps, StepTimes
-from engine.device_sampler import sample_on_device
+from engine.device_sampler import plain_draws, sample_on_device
 from engine.kv_memory import TORCH_DTYPES, KvSides, kv_block_bytes
 from engine.model import Model
 from engine.plan import Launched
 from engine.sampler import Draw
+from kernels.interface import SlotNumbers
 
 _AHEAD: Final = 20  # decode steps that are timed together
+_CHUNKS_AHEAD: Final = 6
 _ALONE: Final = 5
 _BUSY_TIMES: Final = 3.0  # how much longer than a launch takes the device is kept busy before it
 _DRAW_S: Final = 0.02  # that telling a device to draw takes at most
@@ -60,13 +63,12 @@ class AheadSteps(Steps):
             self.run()
             alone.append(time.perf_counter() - begin)
         alone_s = statistics.median(alone)
-        if self.case.chunk:
-            return StepTimes(alone_s, alone_s)
+        num_steps = _CHUNKS_AHEAD if self.case.chunk else _AHEAD
         self._clock.synchronize()
         begin = time.perf_counter()
-        run_ahead(self.launch, _AHEAD)
+        run_ahead(self.launch, num_steps)
         self._clock.synchronize()
-        return StepTimes((time.perf_counter() - begin) / _AHEAD, alone_s)
+        return StepTimes((time.perf_counter() - begin) / num_steps, alone_s)
 
     def parts(self, num_steps: int) -> dict[str, float]:
         """Seconds of one step, medians, of host and device, which work at the same time.
@@ -97,12 +99,19 @@ class AheadSteps(Steps):
         return seconds
 
     def _sampler_s(self, num_steps: int) -> float:
-        embedding = self._model.ends.embedding
-        logits = torch.randn(len(self._sampling), len(embedding), dtype=embedding.dtype, device=embedding.device)
-        draws = [Draw(sampling, 0) for sampling in self._sampling]
-        return statistics.median(
-            self._clock.seconds_of(lambda: sample_on_device(logits, draws), _DRAW_S) for _ in range(num_steps)
-        )
+        embedding, sampling = self._model.ends.embedding, self._sampling
+        logits = torch.randn(len(sampling), len(embedding), dtype=embedding.dtype, device=embedding.device)
+        numbers = SlotNumbers.of(len(sampling), 1)
+        numbers.temperatures[:] = [each.temperature for each in sampling]
+        last = torch.zeros(len(sampling), dtype=torch.int64, device=embedding.device)
+        known = plain_draws(numbers, np.arange(len(sampling)))
+        draws = [Draw(each, 0) for each in sampling]
+
+        def draw() -> None:
+            if self._model.kernels.draw(logits, known, last) is None:
+                sample_on_device(logits, draws)
+
+        return statistics.median(self._clock.seconds_of(draw, _DRAW_S) for _ in range(num_steps))
 
 
 def run_ahead(launch: Callable[[], Launched], num_steps: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -56,6 +58,22 @@ class HostCopies:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+def lock_pages(owner: object, memory: Tensor, device: torch.device) -> bool:
+    """Have the device read and write host memory by itself for as long as its owner lives; False where that cannot be.
+
+    cudaHostRegister takes memory that lies together. On a CPU, and where CUDA refuses, everything goes as it did before.
+    """
+    if device.type != "cuda" or not memory.is_contiguous():
+        return False
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
+        weakref.finalize(owner, runtime.cudaHostUnregister, address)
+        return True
+    with suppress(RuntimeError):  # the next call reports the refusal once more
+        torch.zeros(1, device=device).cpu()
+    return False
 
 
 def free_device_bytes(device: torch.device, free_host_bytes: int, num_ranks: int = 1) -> int:

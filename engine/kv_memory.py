@@ -6,7 +6,8 @@
 A block, all layers, K and V, is one contiguous span: a handoff moves a block with one copy. On a CPU both are one piece of memory.
 A device has its own, and then it is the runner that copies blocks between the two sides: what a chunk computed, and what is about
 to move on, to the host, for senders to read, before the step's result is told; what arrived from a peer to the device, before the
-first row that may see it.
+first row that may see it. Where the device can read and write the host's side by itself (page-locked: cudaHostRegister) it does, in
+order with its steps, and no thread copies; else blocks are gathered, and go through memory in between.
 
 Where a node has several ranks (engine/split.py) all of them have the host memory mapped, and each writes its own heads into it: a
 block has one layout, whatever the number of ranks, and who sends or reads one does not know of them. On devices each has a side
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import CPU
+from engine.device import CPU, lock_pages
 from engine.model_config import ModelConfig
 from engine.shared_bytes import SharedBytes, mapped_bytes
 from engine.split import Split
@@ -53,11 +54,13 @@ class KvSides:
         *,
         mirror: bool | None = None,
         copies: BlockCopies | None = None,
+        direct: bool | None = None,
     ) -> None:
         """`host`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; the last two dimensions may be a part.
 
         `mirror`: whether the device's side is memory of its own; None: where the device is not a CPU. True on a CPU is for
-        tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's.
+        tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's. `direct`: whether
+        the device copies from and to the host's side by itself; None: where it can.
         Raises ValueError if the device has not so much.
         """
         self._copies = TorchBlockCopies() if copies is None else copies
@@ -70,6 +73,7 @@ class KvSides:
         except torch.OutOfMemoryError:
             wanted_mib = host.numel() * host.dtype.itemsize >> 20
             raise ValueError(f"--num-blocks {self.num_blocks}: {wanted_mib} MiB do not fit on {device}") from None
+        self.is_direct: Final = self.is_mirrored and (lock_pages(self, host, device) if direct is None else direct)
 
     def part(
         self,
@@ -89,12 +93,27 @@ class KvSides:
             self.tensor, upload(torch.tensor(block_ids, dtype=torch.int64), self.tensor.device)
         )
 
+    def begin_to_host(self, block_ids: Sequence[int]) -> Tensor | None:
+        """Begin to bring what these blocks hold on the device, behind all that it was given so far, to where transports read it.
+
+        None: it is there when the device has come so far. Else it is a copy that later steps do not change, for `to_host`.
+        """
+        if not self.is_direct:
+            return self.gather(block_ids)
+        for first, end in runs(block_ids):
+            self._host[first:end].copy_(self.tensor[first:end], non_blocking=True)
+        return None
+
     def to_host(self, block_ids: Sequence[int], gathered: Tensor) -> None:
         """Put what was gathered of these blocks where transports read them."""
         self._host.index_copy_(0, torch.tensor(block_ids, dtype=torch.int64), gathered)
 
     def to_device(self, block_ids: Sequence[int]) -> None:
         """Copy blocks that arrived to where the rows of later steps see them."""
+        if self.is_direct:
+            for first, end in runs(block_ids):
+                self.tensor[first:end].copy_(self._host[first:end], non_blocking=True)
+            return
         for some in self._portions(block_ids) if self.is_mirrored else ():
             # Gathered first, so that the device is asked for one copy and not for one a block.
             index, device = torch.tensor(some, dtype=torch.int64), self.tensor.device
@@ -104,7 +123,11 @@ class KvSides:
     def from_device(self, block_ids: Sequence[int]) -> None:
         """Put these blocks, as they are behind all that the device was given so far, where transports read them; waits for it."""
         for some in self._portions(block_ids) if self.is_mirrored else ():
-            self.to_host(some, self.gather(some).cpu())
+            gathered = self.begin_to_host(some)
+            if gathered is not None:
+                self.to_host(some, gathered.cpu())
+        if self.is_direct and self.tensor.is_cuda:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def _portions(self, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """A handed-over prompt may be gigabytes: so much of it lies beside the pool at once, page-locked and on the device."""
@@ -125,13 +148,15 @@ class KvMemory(KvSides):
         *,
         mirror: bool | None = None,
         copies: BlockCopies | None = None,
+        direct: bool | None = None,
     ) -> None:
         """See KvSides."""
         self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
         self._shared = SharedBytes(num_blocks, self.block_bytes)
         self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
         self.copier: Final = find_copier()  # by which bytes get into it best; None: nothing was compiled
-        super().__init__(_as_numbers(self.bytes, config, block_size, dtype), device, mirror=mirror, copies=copies)
+        host = _as_numbers(self.bytes, config, block_size, dtype)
+        super().__init__(host, device, mirror=mirror, copies=copies, direct=direct)
 
     @property
     def descriptor(self) -> int:
@@ -142,6 +167,14 @@ class KvMemory(KvSides):
     def writers_descriptor(self) -> int:
         """The one by which this node's other ranks map them; see SharedBytes."""
         return self._shared.writers_descriptor
+
+
+def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The same blocks as pieces of the pool, [first, end) each: neighbours in both go together."""
+    ends = [at for at in range(1, len(block_ids)) if block_ids[at] != block_ids[at - 1] + 1]
+    for begin, end in zip([0, *ends], [*ends, len(block_ids)], strict=True):
+        if begin < end:
+            yield block_ids[begin], block_ids[end - 1] + 1
 
 
 def mapped_kv(descriptor: int, config: ModelConfig, block_size: int, num_blocks: int, dtype: str) -> KvSides:

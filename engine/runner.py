@@ -86,9 +86,8 @@ class TorchRunner:
         self._model = model
         self._followers = followers
         device = kv_memory.tensor.device
-        self._is_asynchronous = device.type != "cpu" and followers is None
-        if is_asynchronous is not None:
-            self._is_asynchronous = is_asynchronous
+        is_like_cuda = device.type != "cpu" and followers is None
+        self._is_asynchronous = is_like_cuda if is_asynchronous is None else is_asynchronous
         self._last_on_device = torch.zeros(num_slots, dtype=torch.int64, device=device)  # read where it is asynchronous
         self._kv = kv_memory
         self._num_blocks = kv_memory.num_blocks
@@ -141,14 +140,14 @@ class TorchRunner:
         logits = self._model.forward(batch, self._kv.tensor, self._memory)
         rows = _Rows.of(plan, chunks)
         drawn = self._draw_on_device(logits, rows.sampling, rows.num_logits) if self._is_asynchronous else None
+        gathered = self._kv.begin_to_host(written) if written else None
         if drawn is not None:
-            copies = HostCopies(drawn, *([self._kv.gather(written)] if written else []))
+            copies = HostCopies(drawn, *(() if gathered is None else (gathered,)))
             marked = list(map(self._leave, plan.marks))
             return UnderWay.of(plan, [*rows.sampling], marked, copies, written, self._kv)
-        gathered = self._kv.gather(written).cpu() if written else None
         self._meet(led)
         result = self._read(plan, rows, logits)
-        return Done(result) if gathered is None else Drawn(result, written, gathered, self._kv)
+        return Done(result) if gathered is None else Drawn(result, written, gathered.cpu(), self._kv)
 
     def _decode(self, plan: Plan) -> StepResult:
         """A step that is laid out, computed and drawn in one call; its draws come here where that cannot decide them."""
@@ -268,7 +267,7 @@ class TorchRunner:
         """What the slots' next decode rows feed."""
         self._numbers.token_ids[slots] = token_ids
         if self._is_asynchronous:
-            noted = [torch.from_numpy(self._numbers.token_ids[slots]), torch.tensor(slots, dtype=torch.int64)]
+            noted = torch.from_numpy(self._numbers.token_ids[slots]), torch.tensor(slots, dtype=torch.int64)
             fed, at = upload_together(noted, self._last_on_device.device)
             self._last_on_device[at] = fed
 

@@ -12,7 +12,9 @@ step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -174,7 +176,19 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # One pool for all: what a step leaves there nobody reads behind it.
         pool = None if self._last is None else self._last.pool()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             compute()
         self._last = graph
         return graph.replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing is collected meanwhile: to free another graph, or what it had, ends a capture (seen on an H200)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -62,8 +62,7 @@ def test_steps_of_an_asynchronous_runner_are_drawn_there_and_timed(model: Model,
     assert isinstance(step, UnderWay)
     assert len(step.read().slots) == max(1, case.batch)
     times = steps.times()
-    assert times.step_s > 0
-    assert (times.step_s == times.alone_s) == bool(case.chunk)
+    assert times.step_s > 0 and times.alone_s > 0
     parts = steps.parts(2)
     assert parts.keys() == {"launch", "device", "sampler", "rest"}
     assert all(parts[name] > 0 for name in ("launch", "device", "sampler"))

@@ -88,8 +88,8 @@ def test_where_triton_cannot_compile_torch_computes_and_it_is_said_why(
     from kernels import triton_kernels
 
     class Failing:
-        def __init__(self, capability: tuple[int, int], capture: object) -> None:
-            assert capability == (9, 0)
+        def __init__(self, capability: tuple[int, int], capture: object, num_processors: int) -> None:
+            assert (capability, num_processors) == ((9, 0), 132)
 
         def rms_norm(self, *_: object) -> None:
             match failure:
@@ -103,6 +103,8 @@ def test_where_triton_cannot_compile_torch_computes_and_it_is_said_why(
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones(*sizes))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(triton_kernels, "TritonKernels", Failing)
     found = choose_kernels("cpu", "cuda")
     assert found.kernels.name == "torch-cuda"

@@ -15,9 +15,9 @@ MUTANTS: Final = (
         "host-has-a-block-as-an-earlier-step-left-it",
         "A step that is launched, but read late, puts a block back that a later one has written to its end.",
         "engine/runner.py",
-        "        return Done(result) if gathered is None else Drawn(result, written, gathered, self._kv)\n",
+        "        return Done(result) if gathered is None else Drawn(result, written, gathered.cpu(), self._kv)\n",
         "        if gathered is not None:\n"
-        "            self._kv.to_host(written, gathered)\n"
+        "            self._kv.to_host(written, gathered.cpu())\n"
         "        return Done(result)\n",
         ("tests/engine_torch/test_mirrored_memory.py",),
     ),
@@ -36,15 +36,15 @@ MUTANTS: Final = (
         "drawn-token-not-fed",
         "The next decode row feeds the token that the host knows, which is an older one.",
         "engine/runner.py",
-        "        on_device[: len(slots)] = self._last_on_device[slots]\n",
-        "",
+        "        token_ids = torch.cat((self._last_on_device[slots], fed[len(slots) :]))\n",
+        "        token_ids = fed\n",
         _LAUNCH,
     ),
     Mutant(
         "host-draw-not-told-to-device",
         "A token that the host drew is not fed to the next row, which reads the device's.",
         "engine/runner.py",
-        "            self._last_on_device[upload(torch.tensor(slots, dtype=torch.int64), device)] = fed\n",
+        "            self._last_on_device[at] = fed\n",
         "",
         _LAUNCH,
     ),
