@@ -113,6 +113,7 @@ class _Product:
             TensorDescriptor.from_tensor(weight, [shape.columns, shape.depth]) if self._by_descriptor else weight
         )
         self._bias = weight if bias is None else bias
+        self._left: TensorDescriptor | None = None
         self._launch = launcher(
             linear,
             ROWS=shape.rows,
@@ -129,8 +130,15 @@ class _Product:
         num_rows, in_features = x.shape
         out_features = out.shape[1]
         num_tiles = -(-num_rows // self._rows) * -(-out_features // self._columns)
-        left = TensorDescriptor.from_tensor(x, [self._rows, self._depth]) if self._by_descriptor else x
+        left = self._described(x) if self._by_descriptor else x
         self._launch((num_tiles,), left, self._weight, self._bias, out, num_rows, out_features, in_features)
+
+    def _described(self, x: Tensor) -> TensorDescriptor:
+        """The last one again, where it is of the same memory: to make one takes as long as to launch a kernel."""
+        left = self._left
+        if left is None or left.base.data_ptr() != x.data_ptr() or left.shape[0] != len(x):
+            left = self._left = TensorDescriptor.from_tensor(x, [self._rows, self._depth])
+        return left
 
 
 def triton_kernels(device_type: str) -> TritonKernels:

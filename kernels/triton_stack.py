@@ -7,6 +7,7 @@ A step of decode rows alone can run as a CUDA graph (triton_graphs.py): what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ from kernels.triton_step import DeviceBatch, TritonAttention, on_device
 from kernels.triton_tuning import AttentionTuning
 
 TuningOf = Callable[[Tensor, int], AttentionTuning]  # for KV, and so many heads of queries
+
+
+@dataclass(slots=True)
+class _Room:
+    """Where a step's layers put what they compute, one layer after the other in the same memory; None until the first has."""
+
+    normed: Tensor | None = None
+    qkv: Tensor | None = None
+    queries: Tensor | None = None
+    attended: Tensor | None = None
+    mixed: Tensor | None = None
+    gated: Tensor | None = None
+    delta: Tensor | None = None
 
 
 class TritonStack:
@@ -34,6 +48,8 @@ class TritonStack:
         """`capture`: what makes graphs of decode steps; None: nothing does."""
         self._layers = tuple(layers)
         self._num_heads, self._eps, self._tuning_of = num_heads, norm_eps, tuning_of
+        self._room = 0, _Room()
+        self._kv_layers: tuple[int, Sequence[Tensor]] | None = None
         self._graphs = None if capture is None else DecodeGraphs(self._decode, capture)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: AttentionBatch) -> Tensor:
@@ -44,7 +60,7 @@ class TritonStack:
             if decoded is not None:
                 return decoded
         step = on_device(batch, kv.device, tuning, self._num_heads // kv.shape[-2])
-        return self._run(hidden, cos, sin, kv, step, tuning)
+        return self._run(hidden, cos, sin, kv, step, tuning, self._room_for(len(hidden)))
 
     def steps_to_capture(self, max_rows: int, max_positions: int, kv: Tensor) -> list[DecodeStep]:
         """See LayerStack."""
@@ -62,22 +78,43 @@ class TritonStack:
             num_slots=len(inputs.tiles),
             num_parts=inputs.num_parts,
         )
-        return self._run(inputs.hidden, inputs.cos, inputs.sin, kv, step, tuning)
+        return self._run(inputs.hidden, inputs.cos, inputs.sin, kv, step, tuning, _Room())
 
     def _run(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, step: DeviceBatch, tuning: AttentionTuning
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        step: DeviceBatch,
+        tuning: AttentionTuning,
+        room: _Room,
     ) -> Tensor:
-        attention = TritonAttention(kv, step, self._num_heads, tuning)
-        normed = torch.empty_like(hidden)
+        attention = TritonAttention(kv, step, self._num_heads, tuning, self._layers_of(kv))
+        normed = room.normed = torch.empty_like(hidden) if room.normed is None else room.normed
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             launch_norm(hidden, delta, layer.attention_norm, self._eps, normed)
-            qkv = self._normed_heads(layer, layer.qkv(normed), kv)
-            queries = attention.rotate_and_write(index, qkv, cos, sin)
-            attended = attention.attend(index, queries, layer.window)
-            launch_norm(hidden, layer.attention_out(attended.flatten(1)), layer.mlp_norm, self._eps, normed)
-            delta = layer.down(layer.gate_up(normed))
+            room.qkv = self._normed_heads(layer, layer.qkv(normed, room.qkv), kv)
+            room.queries = attention.rotate_and_write(index, room.qkv, cos, sin, room.queries)
+            room.attended = attention.attend(index, room.queries, layer.window, room.attended)
+            room.mixed = layer.attention_out(room.attended.flatten(1), room.mixed)
+            launch_norm(hidden, room.mixed, layer.mlp_norm, self._eps, normed)
+            room.gated = layer.gate_up(normed, room.gated)
+            delta = room.delta = layer.down(room.gated, room.delta)
         return hidden if delta is None else hidden.add_(delta)
+
+    def _room_for(self, num_rows: int) -> _Room:
+        """The last step's, if that had as many rows."""
+        if self._room[0] != num_rows:
+            self._room = num_rows, _Room()
+        return self._room[1]
+
+    def _layers_of(self, kv: Tensor) -> Sequence[Tensor]:
+        """One by one; of the same memory the same as before."""
+        if self._kv_layers is None or self._kv_layers[0] != kv.data_ptr():
+            self._kv_layers = kv.data_ptr(), kv.unbind(1)
+        return self._kv_layers[1]
 
     def _normed_heads(self, layer: StackLayer, qkv: Tensor, kv: Tensor) -> Tensor:
         """Norm each head of queries and keys by itself, in models that do."""

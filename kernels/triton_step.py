@@ -6,6 +6,7 @@ What goes together is decided in triton_tiles.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -58,8 +59,17 @@ def _lanes(schedule: Schedule, group_size: int) -> int:
 class TritonAttention:
     """kernels.interface.StepAttention; also the fused way in that the stack takes."""
 
-    def __init__(self, kv: Tensor, batch: DeviceBatch, num_heads: int, tuning: AttentionTuning) -> None:
+    def __init__(
+        self,
+        kv: Tensor,
+        batch: DeviceBatch,
+        num_heads: int,
+        tuning: AttentionTuning,
+        layers: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`layers`: kv's, one by one, where somebody has them."""
         _, _, _, self._block_size, num_kv_heads, head_dim = kv.shape
+        self._layers = kv.unbind(1) if layers is None else layers
         self._kv, self._batch = kv, batch
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         group_size = num_heads // num_kv_heads
@@ -104,9 +114,12 @@ class TritonAttention:
         self._kv[block, layer, 0, offset] = keys
         self._kv[block, layer, 1, offset] = values
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim]."""
-        queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, queries: Tensor | None = None
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values; the queries, [num_rows, num_heads, head_dim], where they may go."""
+        if queries is None:
+            queries = qkv.new_empty((len(qkv), self._num_heads, self._head_dim))
         num_lanes = len(qkv) * (self._num_heads + 2 * self._num_kv_heads)
         self._rotate_and_write(
             (-(-num_lanes // LANES),),
@@ -115,19 +128,19 @@ class TritonAttention:
             sin,
             self._batch.write_positions,
             queries,
-            self._kv[:, layer],
+            self._layers[layer],
             num_lanes,
             *self._strides[:2],
         )
         return queries
 
-    def attend(self, layer: int, queries: Tensor, window: int | None = None) -> Tensor:
-        """Attend over the last `window` positions up to each row's own, or all."""
+    def attend(self, layer: int, queries: Tensor, window: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Attend over the last `window` positions up to each row's own, or all; into `out`, if there is one."""
         queries = queries.contiguous()
-        out = torch.empty_like(queries)
+        out = torch.empty_like(queries) if out is None else out
         batch, tables = self._batch, self._batch.tables
         seen = NO_WINDOW if window is None else window
-        kv = self._kv[:, layer]
+        kv = self._layers[layer]
         places = (seen, _LOG2_E / math.sqrt(self._head_dim), *self._strides)
         if len(batch.whole):
             whole = out, queries, kv, tables, batch.whole, tables.shape[1], *places

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.interface import PlainDraws, StackLayer
 from kernels.triton_kernels import DTYPE_NAMES, TritonKernels
-from kernels.triton_launch import launcher
+from kernels.triton_launch import forget_launchers
 from kernels.triton_tuning import OneShape, read_table
 from tests.kernels.test_stack import EPS, HIDDEN, Sequences, Shape, angles, made_layers
 
@@ -81,12 +81,12 @@ def recorded(launches: list[Launch]) -> Iterator[None]:
         return _NOTHING
 
     JITFunction.run = note
-    launcher.cache_clear()  # whose launchers remember what they were given
+    forget_launchers()  # they remember what they were given
     try:
         yield
     finally:
         JITFunction.run = run
-        launcher.cache_clear()
+        forget_launchers()
 
 
 def _type(value: object) -> str:
