@@ -39,7 +39,7 @@ _OF_A_CPU: Final = (
     "the head in full among them, though a step of few rows reads the head in 8 bits where that decides (docs/engine.md).",
 )
 _OF_A_DEVICE: Final = (
-    "a copy's count twice. A decode step is launched before the one before it is read, as on a node; `alone`: read first. A chunk",
+    "read once. A decode step is launched before the one before it is read, as on a node; `alone`: read first. A chunk",
     "is launched and read, its KV copied to the host. Host (`launch`) and device work at the same time, `rest` is what a step",
     "takes beyond the longer.",
 )
@@ -90,7 +90,7 @@ def _place(runs: Sequence[Run]) -> str:
 
 
 def _how(runs: Sequence[Run]) -> str:
-    return "by torch's copy and product there" if any(map(_is_on_device, runs)) else "with as many threads"
+    return "by torch's sum and product there" if any(map(_is_on_device, runs)) else "with as many threads"
 
 
 def _name(run: Run) -> str:

@@ -1,39 +1,42 @@
-"""`python -m bench.kernels`: a back end's attention and products against torch's own, and against what the device allows.
+"""`python -m bench.kernels`: a back end's attention, products and copies against torch's own, and against what the device allows.
 
-    limit = max(bytes / R, operations / F)      R: a copy of 1 GiB, read and written      F: a product of two large square matrices
+    limit = max(bytes / R, operations / F)      R: a sum over 1 GiB, read      F: a product of two large square matrices
 
-Both sides of a case run in turns, and its figure is the median of `--rounds` ratios. `--tune on` looks for better tile shapes on a
-GPU and writes kernels/triton_table.json anew; that takes minutes, and changes bits, and with them the name of the back end.
+Kernels mostly read, so R is a rate of reading; what writes as much as it reads (the gather) cannot come near it. On a GPU both
+sides are timed as graphs (graph_clock.py), on a CPU call by call; in turns, and the ratio is the median of `--rounds` ratios.
+`--tune on` looks for better tile shapes on a GPU and writes kernels/triton_table.json anew (kernel_tuner.py); that takes a
+minute, and changes bits, and with them the name of the back end.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.frame import check_files, write_result
-from bench.machine import machine, utc_date
+from bench.frame import check_files, facts, write_result
+from bench.machine import machine
+from bench.progress import StepProgress
 from runtime.config import knob, load, set_thread_environment
 from runtime.process import fatal
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+    from bench.graph_clock import Call
     from bench.kernel_cases import Case, Pair
-    from bench.limits import DeviceLimits, Timer
-    from kernels.triton_tuning import AttentionTuning, LinearTuning
+    from bench.limits import Limits
 
 PROG: Final = "python -m bench.kernels"
 _WIDTH: Final = 140
+NO_DEVICE: Final = "the Triton kernels need a GPU, and torch sees no CUDA device here; --device cpu measures the CPU's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,174 +64,208 @@ class Figures:
     ours_s: float
     torch_s: float
     limit_s: float
+    limit_is: str  # "bytes" or "operations"
     ours_by_torch: float  # median of the rounds' ratios
     ours_by_limit: float
+    copies: int  # of weights or KV, read in turns
+    torch_way: str  # of attention: which of its kernels torch chose
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run: its figures, what could not be measured and why, and what was measured with."""
+
+    figures: list[Figures]
+    broken: list[str]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device, and how it is measured."""
+
+    device: torch.device
+    l2_bytes: int  # 0: one copy of all inputs, and calls timed one by one
+    limits: Limits
+    seconds_of: Callable[[Sequence[Call]], Callable[[], float]]  # a call's, whenever it is asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0, or 2 for what the user can mend."""
+    """Run the benchmark; 0, 1 where a case could not be measured, or 2 for what the user can mend."""
     config = load(KernelsConfig, PROG, "Measure kernels against torch's and against the device.", argv)
     set_thread_environment(config.threads)  # before torch loads
     import torch
 
-    if config.device == "cuda" and not torch.cuda.is_available():
-        fatal(
-            f"{PROG}: the Triton kernels need a GPU, and torch sees no CUDA device here; --device cpu measures the CPU's"
-        )
     if config.tune == "on" and config.device != "cuda":
         fatal(f"{PROG}: --tune: only the Triton kernels have a table")
     torch.set_num_threads(config.threads)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDTH
-    if config.tune == "on":
-        _tune(console)
-        return 0
     try:
-        name, figures = _measure(config)
+        if config.tune == "on":
+            from bench.kernel_tuner import tune
+
+            if not tune(console):
+                raise ValueError(NO_DEVICE)
+            return 0
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(NO_DEVICE)
+        measured = _measure(config, console)
     except ValueError as error:
         fatal(f"{PROG}: {error}")
-    _show(console, name, figures)
+    _show(console, measured)
     if config.output is not None:
-        command = f"{PROG} {shlex.join(sys.argv[1:] if argv is None else argv)}"
-        place = torch.cuda.get_device_name() if config.device == "cuda" else machine()["cpu_model"]
-        facts = {"command": command, "date": utc_date(), "machine": machine(), "device": place, "kernels": name}
-        write_result(PROG, config.output, {**facts, "cases": [asdict(each) for each in figures]})
+        result = facts(PROG, config, argv) | measured.facts
+        write_result(PROG, config.output, {**result, "cases": [asdict(each) for each in measured.figures]})
         console.print(f"written: {config.output}")
-    return 0
+    return 1 if measured.broken else 0
 
 
 def cases_of(device: str) -> list[Case]:
     """What is measured; a CPU gets what it can do in a minute."""
-    from bench.kernel_cases import AttentionCase, LinearCase
+    from bench.kernel_cases import AttentionCase, GatherCase, LinearCase
 
     if device == "cpu":
         small = [AttentionCase(batch, length, 1, 9, 3, 64) for batch in (1, 8) for length in (512, 2048)]
         return [*small, AttentionCase(1, 512, 512, 9, 3, 64), LinearCase(1, 576, 1536), LinearCase(512, 576, 1536)]
-    decodes = [AttentionCase(batch, length) for batch in (1, 8, 64) for length in (1024, 8192)]
-    chunks = [AttentionCase(1, length, 512) for length in (512, 8192)]
-    return [*decodes, *chunks, *(LinearCase(rows) for rows in (1, 16, 64, 512, 2048))]
+    return [
+        *(AttentionCase(batch, length) for batch in (1, 8, 64) for length in (1024, 8192)),
+        *(AttentionCase(1, length, rows) for length, rows in ((512, 512), (8192, 512), (2048, 2048))),
+        *(AttentionCase(batch, 2048, rows, head_dim=64) for batch, rows in ((8, 1), (64, 1), (1, 512), (1, 2048))),
+        *(LinearCase(rows) for rows in (1, 16, 64, 512, 2048)),
+        *(LinearCase(rows, 4096, 14336, is_gated=True) for rows in (1, 16, 64, 512, 2048)),
+        *(LinearCase(rows, 14336, 4096) for rows in (1, 64, 512)),
+        *(LinearCase(rows, 14336, 2048) for rows in (1, 64, 512)),  # narrow and deep: few programs, and no split sums
+        *(LinearCase(rows, 4096, 128256) for rows in (1, 64)),  # a vocabulary's head
+        GatherCase(256, 2 << 20),
+    ]
 
 
-def timer_of(device: str) -> Timer:
-    """Seconds of one call: by CUDA's events, behind a flushed L2 cache, or by the clock."""
-    if device == "cpu":
-        from bench.limits import seconds_of
-
-        return seconds_of
-    from triton.testing import do_bench
-
-    return lambda call: float(do_bench(call, warmup=1, rep=5, return_mode="median")) / 1000
-
-
-def _measure(config: KernelsConfig) -> tuple[str, list[Figures]]:
+def _measure(config: KernelsConfig, console: Console) -> Measured:
     import torch
 
     from bench.kernel_cases import pair_of
-    from bench.limits import DeviceLimits
     from engine.kv_memory import TORCH_DTYPES
     from kernels.choice import choose_kernels
 
-    device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
-    kernels = choose_kernels("cpu", config.device).kernels
-    seconds = timer_of(config.device)
-    limits = DeviceLimits(device, dtype, seconds)
-    with torch.inference_mode():
-        found = [
-            figures_of(case.name, pair_of(case, kernels, dtype, device), limits, seconds, config.rounds)
-            for case in cases_of(config.device)
-        ]
-    return kernels.name, found
+    dtype = TORCH_DTYPES[config.dtype]
+    place = _cuda(dtype) if config.device == "cuda" else _cpu(dtype)
+    kernels = choose_kernels("cpu", config.device)
+    if kernels.shortfall:
+        console.print(f"warning: {kernels.shortfall}")
+    figures, broken, rates = [], [], []
+    cases = cases_of(config.device)
+    with torch.inference_mode(), StepProgress(console, "cases", len(cases)) as progress:
+        for case in cases:
+            num_copies = copies_of(case, dtype.itemsize, place.l2_bytes)
+            try:
+                pair = pair_of(case, kernels.kernels, dtype, place.device, num_copies)
+                check(pair)
+                rates.append((place.limits.bytes_per_s(), place.limits.operations_per_s()))
+                figures.append(figures_of(case, pair, rates[-1], dtype.itemsize, place, config.rounds))
+            except (ValueError, RuntimeError) as error:  # RuntimeError: what torch and Triton raise
+                broken.append(f"{case.name}: {first_line(error)}")
+            progress.advance(case.name)
+    bytes_per_s, operations_per_s = (statistics.median(each) for each in zip(*rates, strict=True)) if rates else (0, 0)
+    found = {"kernels": kernels.kernels.name, "bytes_per_s": bytes_per_s, "operations_per_s": operations_per_s}
+    return Measured(figures, broken, found | _versions(config.device))
 
 
-def figures_of(name: str, pair: Pair, limits: DeviceLimits, seconds: Timer, num_rounds: int) -> Figures:
-    """Both sides in turns, the limits beside them. Raises ValueError where they do not give the same."""
-    worst, scale = _difference(pair)
-    if not worst <= 0.05 * scale:
-        raise ValueError(f"{name}: the results differ by {worst}, and the largest is {scale}")
-    limit_s = max(pair.num_bytes / limits.bytes_per_s(), pair.num_operations / limits.operations_per_s())
-    rounds = [(seconds(pair.ours), seconds(pair.torchs)) for _ in range(num_rounds)]
-    ours_s, torch_s = (statistics.median(each) for each in zip(*rounds, strict=True))
-    ratio = statistics.median(ours / torchs for ours, torchs in rounds)
-    return Figures(name, ours_s, torch_s, limit_s, ratio, ours_s / limit_s)
+def first_line(error: Exception) -> str:
+    """What an error says first; a compiler says pages."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _difference(pair: Pair) -> tuple[float, float]:
-    ours, torchs = pair.ours().float(), pair.torchs().float()
+def _versions(device: str) -> dict[str, Any]:
+    import torch
+
+    if device == "cpu":
+        return {"device": machine()["cpu_model"], "torch": torch.__version__, "triton": None}
+    import triton
+
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def _cpu(dtype: torch.dtype) -> Place:
+    import torch
+
+    from bench.limits import DeviceLimits, seconds_of
+
+    device = torch.device("cpu")
+    return Place(device, 0, DeviceLimits(device, dtype, seconds_of), lambda calls: lambda: seconds_of(calls[0]))
+
+
+def _cuda(dtype: torch.dtype) -> Place:
+    import torch
+
+    from bench.device_clock import DeviceClock
+    from bench.graph_clock import CapturedCalls
+    from bench.limits import DeviceLimits
+
+    device = torch.device("cuda")
+    limits = DeviceLimits(device, dtype, DeviceClock(device).median_of)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return Place(device, l2_bytes, limits, lambda calls: CapturedCalls(calls).seconds)
+
+
+def copies_of(case: Case, itemsize: int, l2_bytes: int) -> int:
+    """How many weights or pools are read in turns."""
+    from bench.graph_clock import copies_for
+
+    return copies_for(case.copied_bytes(itemsize), l2_bytes)
+
+
+def check(pair: Pair) -> None:
+    """Raise ValueError where both sides do not give the same."""
+    for ours, torchs in zip(pair.ours, pair.torchs, strict=True):
+        worst, scale = _difference(ours(), torchs())
+        if not worst <= 0.05 * scale:
+            raise ValueError(f"the results differ by {worst}, and the largest is {scale}")
+
+
+def _difference(ours: Tensor, torchs: Tensor) -> tuple[float, float]:
+    ours, torchs = ours.float(), torchs.float()
     return (ours - torchs).abs().max().item(), torchs.abs().max().item()
 
 
-def _show(console: Console, name: str, figures: Sequence[Figures]) -> None:
+def figures_of(
+    case: Case, pair: Pair, rates: tuple[float, float], itemsize: int, place: Place, num_rounds: int
+) -> Figures:
+    """Both sides in turns; `rates`: R and F, measured beside them."""
+    times = {"bytes": case.num_bytes(itemsize) / rates[0], "operations": case.num_operations / rates[1]}
+    limit_is = max(times, key=times.__getitem__)
+    sides = [place.seconds_of(calls) for calls in (pair.ours, pair.torchs)]
+    rounds = [[seconds() for seconds in sides] for _ in range(num_rounds)]
+    ours_s, torch_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+    return Figures(
+        case.name,
+        ours_s,
+        torch_s,
+        times[limit_is],
+        limit_is,
+        statistics.median(ours / torchs for ours, torchs in rounds),
+        ours_s / times[limit_is],
+        len(pair.ours),
+        pair.torch_way,
+    )
+
+
+def _show(console: Console, measured: Measured) -> None:
     table = Table(title=None, box=None, pad_edge=False)
-    for heading in ("microseconds", name, "torch", "limit", "by torch", "by limit"):
-        table.add_column(heading, justify="left" if heading == "microseconds" else "right", no_wrap=True)
-    for each in figures:
+    name = measured.facts["kernels"]
+    for heading in ("microseconds", name, "torch", "limit", "by torch", "by limit", "limit is", "torch's way"):
+        is_text = heading in ("microseconds", "limit is", "torch's way")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for each in measured.figures:
         times = (f"{1e6 * each_s:.1f}" for each_s in (each.ours_s, each.torch_s, each.limit_s))
-        table.add_row(each.case, *times, f"{each.ours_by_torch:.2f}", f"{each.ours_by_limit:.2f}")
+        ratios = (f"{each.ours_by_torch:.2f}", f"{each.ours_by_limit:.2f}")
+        table.add_row(each.case, *times, *ratios, each.limit_is, each.torch_way)
     console.print(table)
-
-
-def _tune(console: Console) -> None:
-    """Try every candidate on this GPU and write the table."""
-    import torch
-
-    from bench.kernel_tuning import HEAD_DIMS, attention_candidates, fastest, linear_candidates, with_measured
-    from engine.kv_memory import TORCH_DTYPES
-    from kernels.triton_tuning import TABLE
-
-    major, minor = torch.cuda.get_device_capability()
-    attention: dict[tuple[str, int], AttentionTuning] = {}
-    linear: dict[str, LinearTuning] = {}
-    for name, dtype in TORCH_DTYPES.items():
-        for head_dim in HEAD_DIMS:
-            candidates = attention_candidates(head_dim, dtype.itemsize)
-            attention[name, head_dim] = fastest(candidates, _attention_times(dtype, head_dim))
-            console.print(f"{name}, head_dim {head_dim}: {attention[name, head_dim]}")
-        linear[name] = fastest(linear_candidates(dtype.itemsize), _linear_times(dtype))
-        console.print(f"{name}: {linear[name]}")
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    changed = with_measured(table, str(10 * major + minor), attention, linear)
-    TABLE.write_text(json.dumps(changed, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written: {TABLE}")
-
-
-def _attention_times(dtype: torch.dtype, head_dim: int) -> Callable[[AttentionTuning], list[float]]:
-    from bench.kernel_cases import AttentionCase
-
-    shape = {"num_heads": 2048 // head_dim * 2, "num_kv_heads": 2048 // head_dim // 2, "head_dim": head_dim}
-    cases = [AttentionCase(8, 4096, **shape), AttentionCase(64, 1024, **shape), AttentionCase(1, 4096, 512, **shape)]
-    return lambda tuning: _times(cases, dtype, attention=tuning)
-
-
-def _linear_times(dtype: torch.dtype) -> Callable[[LinearTuning], list[float]]:
-    from bench.kernel_cases import LinearCase
-
-    cases = [LinearCase(rows) for rows in (1, 32, 512)]
-    return lambda tuning: _times(cases, dtype, linear=tuning)
-
-
-def _times(
-    cases: Sequence[Case],
-    dtype: torch.dtype,
-    attention: AttentionTuning | None = None,
-    linear: LinearTuning | None = None,
-) -> list[float]:
-    """Seconds of each case with these shapes; none where the device has no room for them."""
-    import torch
-    from triton.errors import TritonError
-
-    from bench.kernel_cases import pair_of
-    from kernels.triton_kernels import TritonKernels
-    from kernels.triton_tuning import OneShape, read_table
-
-    table = OneShape(read_table(), attention, linear)
-    kernels = TritonKernels(table, torch.cuda.get_device_capability())
-    seconds = timer_of("cuda")
-    try:
-        with torch.inference_mode():
-            return [seconds(pair_of(case, kernels, dtype, torch.device("cuda")).ours) for case in cases]
-    except TritonError:
-        return []
+    rates = (measured.facts["bytes_per_s"] / 1e9, measured.facts["operations_per_s"] / 1e12)
+    console.print(f"R {rates[0]:.0f} GB/s, F {rates[1]:.1f} T operations/s")
+    for said in measured.broken:
+        console.print(f"broken: {said}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_a_chunk_that_is_read_lies_where_senders_read(model: Model) -> None:
 
 def test_a_devices_limits_are_rates_by_the_timer_that_they_are_given() -> None:
     limits = DeviceLimits(CPU, torch.float32, lambda run: seconds_of(run) * 0 + 0.5)
-    assert limits.bytes_per_s() == 4 * (1 << 30)
+    assert limits.bytes_per_s() == 2 * (1 << 30)
     assert limits.operations_per_s() == 4 * 2048**3
 
 

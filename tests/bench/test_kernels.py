@@ -7,31 +7,60 @@ import json
 import pytest
 import torch
 
-from bench.kernel_cases import AttentionCase, Case, LinearCase, pair_of
+from bench.graph_clock import copies_for
+from bench.kernel_cases import AttentionCase, Case, GatherCase, LinearCase, pair_of
 from bench.kernel_tuning import HEAD_DIMS, attention_candidates, fastest, linear_candidates, with_measured
-from bench.kernels import PROG, cases_of, main
+from bench.kernels import PROG, cases_of, check, main
 from kernels.torch_reference import TorchKernels
 from kernels.triton_tuning import TABLE, AttentionTuning, LinearTuning, Table
 
+CPU = torch.device("cpu")
 SMALL: list[Case] = [
     AttentionCase(3, 70, 1, 4, 2, 16),
     AttentionCase(1, 70, 70, 4, 2, 16),
     AttentionCase(2, 70, 20, 4, 2, 16),
     LinearCase(5, 32, 48),
+    LinearCase(5, 32, 48, is_gated=True),
+    GatherCase(3, 256),
 ]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_both_sides_give_the_same_and_nothing_that_is_read_is_left_out(case: Case) -> None:
-    pair = pair_of(case, TorchKernels(), torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(pair.ours(), pair.torchs(), rtol=1e-4, atol=1e-5)
-    if isinstance(case, LinearCase):
-        assert (pair.num_bytes, pair.num_operations) == (4 * (5 * 32 + 32 * 48 + 5 * 48), 2 * 5 * 32 * 48)
-        return
-    seen = sum(case.num_positions - row for row in range(case.num_rows)) * case.num_sequences
-    assert pair.num_operations == 4 * seen * 4 * 16
-    rows = case.num_sequences * case.num_rows
-    assert pair.num_bytes == 4 * (2 * case.num_sequences * 70 * 2 * 16 + 2 * rows * 4 * 16)
+def test_both_sides_give_the_same_from_each_copy_of_the_inputs(case: Case) -> None:
+    pair = pair_of(case, TorchKernels(), torch.float32, CPU, num_copies=2)
+    found = [call() for call in pair.ours]
+    assert len(found) == len(pair.torchs) == 2
+    for ours, call in zip(found, pair.torchs, strict=True):
+        torch.testing.assert_close(ours, call(), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*found)
+    check(pair)
+    assert bool(pair.torch_way) == isinstance(case, AttentionCase)
+    with pytest.raises(ValueError, match="differ by"):
+        check(pair._replace(torchs=pair.torchs[::-1]))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_nothing_that_is_read_or_written_is_left_out(case: Case) -> None:
+    if isinstance(case, GatherCase):
+        assert (case.num_bytes(4), case.num_operations) == (2 * 3 * 256, 0)
+    elif isinstance(case, LinearCase):
+        num_weights = (1 + case.is_gated) * 32 * 48
+        assert case.num_bytes(4) == 4 * (5 * 32 + num_weights + 5 * 48)
+        assert (case.copied_bytes(4), case.num_operations) == (4 * num_weights, 2 * 5 * num_weights)
+    elif isinstance(case, AttentionCase):
+        seen = sum(case.num_positions - row for row in range(case.num_rows)) * case.num_sequences
+        assert case.num_operations == 4 * seen * 4 * 16
+        rows = case.num_sequences * case.num_rows
+        assert case.num_bytes(4) == 4 * (2 * case.num_sequences * 70 * 2 * 16 + 2 * rows * 4 * 16)
+        assert case.copied_bytes(4) == 4 * 2 * case.num_sequences * 70 * 2 * 16
+
+
+def test_so_many_copies_that_no_cache_holds_one_until_its_next_turn() -> None:
+    assert copies_for(32 << 20, 50 << 20) == 7  # 224 MiB for 4 x 50
+    assert copies_for(50 << 20, 50 << 20) == 5
+    assert copies_for(1 << 30, 50 << 20) == 1
+    assert copies_for(1 << 20, 50 << 20) == 16
+    assert copies_for(1 << 20, 0) == 1
 
 
 def test_cases_have_names_of_their_own() -> None:
