@@ -106,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.tune == "on":
             from bench.kernel_tuner import tune
 
-            if not tune(console):
+            tuned = tune(console)  # asks for the device itself, for this process must not yet
+            if tuned is None:
                 raise ValueError(NO_DEVICE)
+            _write(console, config, argv, tuned)
             return 0
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(NO_DEVICE)
@@ -115,11 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         fatal(f"{PROG}: {error}")
     _show(console, measured)
-    if config.output is not None:
-        result = facts(PROG, config, argv) | measured.facts
-        write_result(PROG, config.output, {**result, "cases": [asdict(each) for each in measured.figures]})
-        console.print(f"written: {config.output}")
+    cases = [asdict(each) for each in measured.figures]
+    _write(console, config, argv, {**measured.facts, "cases": cases, "broken": measured.broken})
     return 1 if measured.broken else 0
+
+
+def _write(console: Console, config: KernelsConfig, argv: Sequence[str] | None, found: dict[str, Any]) -> None:
+    if config.output is not None:
+        write_result(PROG, config.output, facts(PROG, config, argv) | found)
+        console.print(f"written: {config.output}")
 
 
 def cases_of(device: str) -> list[Case]:
