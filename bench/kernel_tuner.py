@@ -10,20 +10,19 @@ kept is decided in kernel_tuning.py.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
 import statistics
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from multiprocessing.pool import Pool
 from typing import Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench.forked import forked
 from bench.graph_clock import CapturedCalls, copies_for
 from bench.kernel_cases import AttentionCase, Case, Inputs, LinearCase
 from bench.kernel_tuning import (
@@ -50,6 +49,7 @@ from kernels.triton_kernels import COMPILER_FAILURES, TritonKernels, first_line
 from kernels.triton_tuning import TABLE, AttentionTuning, LinearShapes, LinearTuning, OneShape, Table, read_table
 
 _CUDA: Final = torch.device("cuda")
+_ASK_S: Final = 60
 _COMPILE_S: Final = 50  # for all; what is not compiled by then is not tried
 _LEAST_S: Final = 0.0005  # of one time
 _NUM_TIMES: Final = 3
@@ -106,15 +106,12 @@ class _Run(NamedTuple):
 
 def tune(console: Console) -> dict[str, Any] | None:
     """Measure and write the table; all times, JSON-able. None where there is no GPU. Call it before this process uses CUDA."""
-    num_processes = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(num_processes, _begin) as pool:
-        device = pool.apply(_found_device)
-        if device is None:
-            return None
-        run = _Run(read_table(), device)
-        candidates = candidates_of(run.table, device)
-        console.print(f"{len(candidates)} candidates for sm_{device.name}, compiled by {num_processes} processes")
-        compiled = list(_compiled(pool, run, candidates, console))
+    device = _device()
+    if device is None:
+        return None
+    run = _Run(read_table(), device)
+    candidates = candidates_of(run.table, device)
+    compiled = list(_compiled(run, candidates, console))
     with torch.inference_mode():
         times = _timed(run, compiled, console)
         attention, linear = _chosen(run, times, console)
@@ -123,51 +120,56 @@ def tune(console: Console) -> dict[str, Any] | None:
     console.print(f"written: {TABLE}")
     told = []
     for candidate, seconds in times.items():
-        names = [case.name for case in _cases(run, candidate)]
+        names = [case.name for case in cases_for(*run, candidate)]
         told.append({"candidate": candidate._asdict(), "seconds": dict(zip(names, seconds, strict=True))})
     return {"tuned": device._asdict(), "times": told}
 
 
-def _begin() -> None:
-    """In each process of the pool: Ctrl-C is the parent's, which ends them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _device() -> Device | None:
+    """Asked by another process, for this one must not use CUDA yet."""
+    for _, said in forked(_found_device, 1, 1, _ASK_S):
+        found = json.loads(said)
+        return found and Device(tuple(found[0]), *found[1:])
+    return None
 
 
-def _found_device() -> Device | None:
-    """In a process of the pool."""
+def _found_device(_: int) -> str:
+    """In a process of its own."""
     if not torch.cuda.is_available():
-        return None
+        return "null"
     import triton
 
     index = torch.cuda.current_device()
     shared_bytes = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     num_processors = torch.cuda.get_device_properties(index).multi_processor_count
-    return Device(torch.cuda.get_device_capability(), num_processors, shared_bytes)
+    return json.dumps(Device(torch.cuda.get_device_capability(), num_processors, shared_bytes))
 
 
-def _compiled(pool: Pool, run: _Run, candidates: list[Candidate], console: Console) -> Iterator[Candidate]:
+def _compiled(run: _Run, candidates: list[Candidate], console: Console) -> Iterator[Candidate]:
     """Those that compile in time and run."""
-    end = time.monotonic() + _COMPILE_S
-    why: dict[str, int] = {}
+    num_processes, num_ended = len(os.sched_getaffinity(0)), 0
+    console.print(f"{len(candidates)} candidates for sm_{run.device.name}, compiled by {num_processes} processes")
+    why: Counter[str] = Counter()
     with StepProgress(console, "candidates compiled", len(candidates)) as progress:
-        ended = pool.imap_unordered(partial(_compile, run), candidates)
-        for _ in candidates:
-            try:
-                candidate, failure = ended.next(max(0.0, end - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                console.print(f"what has not compiled after {_COMPILE_S} s is not tried")
-                break
-            progress.advance(_name(candidate))
+        ended = forked(lambda index: _compile(run, candidates[index]), len(candidates), num_processes, _COMPILE_S)
+        for index, failure in ended:
+            num_ended += 1
+            progress.advance(_name(candidates[index]))
             if failure:
-                why[failure] = why.get(failure, 0) + 1
+                why[failure] += 1
             else:
-                yield candidate
-    for failure, count in sorted(why.items(), key=lambda each: -each[1])[:5]:
+                yield candidates[index]
+    if num_ended < len(candidates):
+        console.print(f"{len(candidates) - num_ended} have not ended within {_COMPILE_S} s, and are not tried")
+    for failure, count in why.most_common(5):
         console.print(f"{count} do not run: {failure}")
 
 
-def _compile(run: _Run, candidate: Candidate) -> tuple[Candidate, str]:
-    """In a process of the pool: run it once, small, as it will be timed and as it will be asked whether it agrees."""
+def _compile(run: _Run, candidate: Candidate) -> str:
+    """In a process of its own: run it once, small, as it will be timed and as it will be asked whether it agrees.
+
+    "", or why it does not run.
+    """
     dtype = TORCH_DTYPES[candidate.dtype]
     try:
         with torch.inference_mode():
@@ -181,8 +183,8 @@ def _compile(run: _Run, candidate: Candidate) -> tuple[Candidate, str]:
                 case.drawn(dtype, _CUDA, 1).ours(_kernels(run, candidate))[0]()
             torch.cuda.synchronize()
     except _FAILURES as error:
-        return candidate, f"{type(error).__name__}: {first_line(error)[:100]}"
-    return candidate, ""
+        return f"{type(error).__name__}: {first_line(error)[:100]}"
+    return ""
 
 
 def _kernels(run: _Run, candidate: Candidate) -> TritonKernels:
@@ -198,21 +200,20 @@ def _name(candidate: Candidate) -> str:
     return f"{candidate.dtype} head_dim {candidate.head_dim}, {'decode' if candidate.is_split else 'chunk'}"
 
 
-def _cases(run: _Run, candidate: Candidate) -> list[Case]:
+def cases_for(table: Table, device: Device, candidate: Candidate) -> list[Case]:
     """What a candidate is timed with: what it would serve."""
     if isinstance(candidate, AttentionCandidate):
         found: Iterable[Case] = (
-            AttentionCase(case.num_sequences, case.num_positions, case.num_rows, head_dim=candidate.head_dim)
+            replace(case, head_dim=candidate.head_dim)
             for case in _ATTENTION
             if (case.num_rows == 1) == candidate.is_split
         )
     else:
-        place = run.table.device(run.device.capability)
-        shapes = run.table.linear(place, candidate.dtype, is_gated=candidate.is_gated)
+        shapes = table.linear(table.device(device.capability), candidate.dtype, is_gated=candidate.is_gated)
         found = (
             case
             for case in (_GATED if candidate.is_gated else _PLAIN)
-            if served_slot(shapes, case.num_rows, case.out_features, run.device) == candidate.slot
+            if served_slot(shapes, case.num_rows, case.out_features, device) == candidate.slot
         )
     return [case for case in found if case.num_operations <= _MOST_OPERATIONS[candidate.dtype]]
 
@@ -221,7 +222,7 @@ def _timed(run: _Run, candidates: list[Candidate], console: Console) -> dict[Can
     """Seconds of each candidate's cases; those that failed once are left out. Each case's numbers are drawn once."""
     by_case: dict[tuple[str, Case], list[Candidate]] = {}
     for candidate in candidates:
-        for case in _cases(run, candidate):
+        for case in cases_for(*run, candidate):
             by_case.setdefault((candidate.dtype, case), []).append(candidate)
     times: dict[Candidate, list[float]] = {}
     failed: set[Candidate] = set()

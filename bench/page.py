@@ -1,6 +1,7 @@
 """`python -m bench.page RESULT.json …`: writes the page of a benchmark's result beside it, each figure and verdict from the JSON.
 
-Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8 and peers. Pure but for the files.
+Knows the results of bench.transport, exposed, interference, crossover, grammar_step, start, int8, peers and
+kernels. Pure but for the files.
 """
 
 from __future__ import annotations
@@ -270,6 +271,46 @@ def _int8(result: Result) -> Iterator[str]:
     )
 
 
+def _kernels(result: Result) -> Iterator[str]:
+    on_gpu = result["settings"]["device"] == "cuda"
+    versions = f"torch {result['torch']}" + (f", Triton {result['triton']}" if on_gpu else "")
+    graphs = (
+        "Microseconds of a call within a CUDA graph, of calls over so many copies of the weights or the KV (last column) "
+        "that no cache holds one until its next turn"
+        if on_gpu
+        else "Microseconds of a call"
+    )
+    rates = (result["bytes_per_s"] / 1e9, result["operations_per_s"] / 1e12)
+    yield (
+        f"{result['device']}, {versions}, {result['settings']['dtype']}, kernels `{result['kernels']}`. {graphs}; both sides in "
+        f"turns, medians of {result['settings']['rounds']} rounds, ÷ torch of the rounds' own ratios: **bold where torch is "
+        f"faster**. The limit is max(bytes / R, operations / F), R {rates[0]:.0f} GB/s (torch's sum over 1 GiB: read, so what "
+        f"writes as much as it reads stays away from it), F {rates[1]:.1f} T operations/s (torch's product of two large squares)."
+    )
+    yield ""
+    rows = []
+    for each in result["cases"]:
+        times = [f"{1e6 * each[name]:.1f}" for name in ("ours_s", "torch_s", "limit_s")]
+        mark = "**" if each["ours_by_torch"] > 1 else ""
+        ratios = (f"{mark}{each['ours_by_torch']:.2f}{mark}", f"{each['ours_by_limit']:.2f}")
+        rows.append((each["case"], *times, each["limit_is"], *ratios, each["torch_way"], str(each["copies"])))
+    heads = ("case", "ours", "torch", "limit", "by", "÷ torch", "÷ limit", "torch's way", "copies")
+    yield from _table(heads, rows)
+    yield ""
+    yield (
+        "`decode S x P`: one row of each of S sequences behind P positions; `chunk R of P`: the last R rows of one sequence; 32 "
+        "query and 8 KV heads of 128 numbers unless told, blocks of 16 positions. Torch: scaled_dot_product_attention over "
+        "KV that lies together, by the kernel that it chooses. `linear` and `gated`: rows x depth x width; gated by torch are "
+        "three kernels (linear over both weights, silu, a product), ours is one. `gather`: `index_select`."
+        if on_gpu
+        else "`decode S x P`: one row of each of S sequences behind P positions; `chunk R of P`: the last R rows of one sequence. "
+        "Torch: scaled_dot_product_attention over KV that lies together. `linear`: rows x depth x width."
+    )
+    if result["broken"]:
+        yield ""
+        yield from (f"- Not measured: {said}." for said in result["broken"])
+
+
 PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "transport": ("Transports: how fast blocks get from node to node", _transport),
     "exposed": ("What of a handoff is not hidden behind the prefill", _exposed),
@@ -278,6 +319,7 @@ PAGES: Final[Mapping[str, tuple[str, Callable[[Result], Iterator[str]]]]] = {
     "grammar_step": ("What grammars cost a step", _grammar_step),
     "start": ("How long a cluster takes to start", _start),
     "int8": ("What weights in 8 bits lose", _int8),
+    "kernels": ("Kernels beside torch's own", _kernels),
     "peers": ("Served tokens beside vLLM, llama.cpp and transformers", _peers),
 }
 
