@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from kernels.triton_graphs import Capture
 
 Call = Callable[[], object]
 _L2_TIMES: Final = 4  # that the bytes of all copies exceed the L2 cache
@@ -29,28 +32,29 @@ def copies_for(num_bytes: int, l2_bytes: int) -> int:
 class CapturedCalls:
     """Some calls as one CUDA graph; keeps what they read and write."""
 
-    def __init__(self, calls: Sequence[Call], least_s: float = _LEAST_S) -> None:
-        """Runs each once, and as a graph; `least_s`: how long a time shall last."""
+    def __init__(self, calls: Sequence[Call], capture: Capture, least_s: float = _LEAST_S) -> None:
+        """Runs each once, and as a graph; `least_s`: how long a time shall last. `capture`: one that has captured nothing."""
         self._calls = calls
         for call in calls:
             call()  # compiles, and sets up libraries, which cannot be captured
         torch.cuda.synchronize()
         self._num_calls = len(calls) * math.ceil(_LEAST_CALLS / len(calls))
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for index in range(self._num_calls):
-                calls[index % len(calls)]()
+        self._replay = capture(self._run)
         self._num_replays = 1
         once_s = self._num_calls * self.seconds()
         self._num_replays = max(1, min(_MAX_REPLAYS, math.ceil(least_s / once_s)))
 
+    def _run(self) -> None:
+        for index in range(self._num_calls):
+            self._calls[index % len(self._calls)]()
+
     def seconds(self) -> float:
         """Of one call, by the device's events; a replay before keeps the device busy until the host has launched the others."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._graph.replay()
+        self._replay()
         first.record()
         for _ in range(self._num_replays):
-            self._graph.replay()
+            self._replay()
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) / 1000 / self._num_replays / self._num_calls

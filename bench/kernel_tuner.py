@@ -45,6 +45,7 @@ from bench.progress import StepProgress
 from engine.kv_memory import TORCH_DTYPES
 from kernels.interface import AttentionBatch
 from kernels.triton_agreement import agreeing_attention, agreeing_shapes
+from kernels.triton_graphs import CudaCapture
 from kernels.triton_kernels import COMPILER_FAILURES, TritonKernels, first_line
 from kernels.triton_tuning import TABLE, AttentionTuning, LinearShapes, LinearTuning, OneShape, Table, read_table
 
@@ -244,7 +245,7 @@ def _timed(run: _Run, candidates: list[Candidate], console: Console) -> dict[Can
 
 
 def _seconds(run: _Run, candidate: Candidate, inputs: Inputs) -> float:
-    calls = CapturedCalls(inputs.ours(_kernels(run, candidate)), _LEAST_S)
+    calls = CapturedCalls(inputs.ours(_kernels(run, candidate)), CudaCapture(), _LEAST_S)
     return statistics.median(calls.seconds() for _ in range(_NUM_TIMES))
 
 

@@ -208,11 +208,12 @@ def _cuda(dtype: torch.dtype) -> Place:
     from bench.device_clock import DeviceClock
     from bench.graph_clock import CapturedCalls
     from bench.limits import DeviceLimits
+    from kernels.triton_graphs import CudaCapture
 
     device = torch.device("cuda")
     limits = DeviceLimits(device, dtype, DeviceClock(device).median_of)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return Place(device, l2_bytes, limits, lambda calls: CapturedCalls(calls).seconds)
+    return Place(device, l2_bytes, limits, lambda calls: CapturedCalls(calls, CudaCapture()).seconds)
 
 
 def copies_of(case: Case, itemsize: int, l2_bytes: int) -> int:
