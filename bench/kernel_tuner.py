@@ -161,7 +161,9 @@ def _compiled(run: _Run, candidates: list[Candidate], console: Console) -> Itera
             else:
                 yield candidates[index]
     if num_ended < len(candidates):
-        console.print(f"{len(candidates) - num_ended} have not ended within {_COMPILE_S} s, and are not tried")
+        console.print(
+            f"{len(candidates) - num_ended} have not ended within {_COMPILE_S} s, or broke their process, and are not tried"
+        )
     for failure, count in why.most_common(5):
         console.print(f"{count} do not run: {failure}")
 
@@ -184,6 +186,7 @@ def _compile(run: _Run, candidate: Candidate) -> str:
                 case.drawn(dtype, _CUDA, 1).ours(_kernels(run, candidate))[0]()
             torch.cuda.synchronize()
     except _FAILURES as error:
+        torch.cuda.synchronize()  # raises where the context is broken: then this process is of no use any more, and ends
         return f"{type(error).__name__}: {first_line(error)[:100]}"
     return ""
 
