@@ -144,7 +144,7 @@ class TorchRunner:
         if drawn is not None:
             copies = HostCopies(drawn, *(() if gathered is None else (gathered,)))
             marked = list(map(self._leave, plan.marks))
-            return UnderWay.of(plan, [*rows.sampling], marked, copies, written, self._kv)
+            return UnderWay(plan, [*rows.sampling], marked, copies, written, self._kv)
         self._meet(led)
         result = self._read(plan, rows, logits)
         return Done(result) if gathered is None else Drawn(result, written, gathered.cpu(), self._kv)

@@ -18,27 +18,12 @@ from engine.plan import NO_TOKEN, Plan, SlotResult, StepResult
 class UnderWay(NamedTuple):
     """A step whose tokens were drawn on the device; see Launched."""
 
-    step_id: int
-    rows: list[tuple[int, int]]  # slot and generation of each
+    plan: Plan
     drawn_slots: list[int]
     marked: list[SlotResult]
     copies: HostCopies  # of the drawn tokens, and of the blocks
     written: list[int]  # blocks that senders may read once the step is told
     kv: KvSides
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        drawn_slots: list[int],
-        marked: list[SlotResult],
-        copies: HostCopies,
-        written: list[int],
-        kv: KvSides,
-    ) -> UnderWay:
-        """The step of this plan; all its rows answer."""
-        rows = [(row.slot, row.generation) for row in (*plan.decodes, *plan.chunks)]
-        return cls(plan.step_id, rows, drawn_slots, marked, copies, written, kv)
 
     def is_done(self) -> bool:
         """See Launched."""
@@ -49,9 +34,13 @@ class UnderWay(NamedTuple):
         drawn, *gathered = self.copies.wait()
         if gathered:
             self.kv.to_host(self.written, gathered[0])
+        plan, decodes = self.plan, self.plan.decodes
+        if not (plan.chunks or plan.marks):  # nearly always; each row drew, in their order
+            return StepResult(plan.step_id, decodes.slots, decodes.generations, drawn.numpy(), {})
         token_ids = dict(zip(self.drawn_slots, drawn.tolist(), strict=True))
-        answers = [SlotResult(slot, generation, token_ids.get(slot, NO_TOKEN)) for slot, generation in self.rows]
-        return StepResult.of(self.step_id, (*answers, *self.marked))
+        rows = (*decodes, *plan.chunks)
+        answers = (SlotResult(row.slot, row.generation, token_ids.get(row.slot, NO_TOKEN)) for row in rows)
+        return StepResult.of(plan.step_id, (*answers, *self.marked))
 
 
 class Drawn(NamedTuple):

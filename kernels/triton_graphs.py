@@ -62,11 +62,13 @@ def graph_key(spans: NDArray[np.int32], part: int, kv_address: int) -> GraphKey 
 
 def pad(spans: NDArray[np.int32], num_rows: int) -> Padding:
     """Fill a step of decode rows up with copies of the one that sees the fewest positions."""
-    chosen = np.full(num_rows, spans[:, 2].argmin(), np.int64)
-    chosen[: len(spans)] = np.arange(len(spans))
-    numbers = np.arange(num_rows, dtype=np.int32)
-    ones = np.ones(num_rows, np.int32)
-    return Padding(chosen, np.stack([numbers, numbers, ones, spans[chosen, 2], numbers], 1).astype(np.int32))
+    positions = spans[:, 2]
+    chosen = np.arange(num_rows)
+    chosen[len(spans) :] = positions.argmin()
+    tiles = np.empty((num_rows, 5), np.int32)
+    tiles[:, 0] = tiles[:, 1] = tiles[:, 4] = np.arange(num_rows)
+    tiles[:, 2], tiles[:, 3] = 1, positions[chosen]
+    return Padding(chosen, tiles)
 
 
 def graph_steps(max_rows: int, max_positions: int, part: int) -> list[DecodeStep]:
@@ -153,14 +155,13 @@ def _new_place(key: GraphKey, hidden: Tensor, cos: Tensor, max_blocks: int) -> _
 def _fill(place: _Place, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
     """Bring a step to where its graph reads it."""
     inputs = place.inputs
-    padding = pad(batch.spans, len(inputs.tiles))
-    chosen = torch.from_numpy(padding.chosen)
+    chosen, tiles = pad(batch.spans, len(inputs.tiles))
     # A graph's tables end where its parts do; a step's may end earlier, and further columns are never looked at.
-    tables = torch.empty(inputs.tables.shape, dtype=torch.int32)
+    tables = np.empty(inputs.tables.shape, np.int32)
     width = min(batch.block_tables.shape[1], tables.shape[1])
-    tables[:, :width] = batch.block_tables[:, :width][chosen]
-    known = [chosen, batch.write_positions[chosen], torch.from_numpy(padding.tiles), tables]
-    upload_into(place.packed, known)
+    tables[:, :width] = batch.block_tables.numpy()[chosen, :width]
+    known = (chosen, batch.write_positions.numpy()[chosen], tiles, tables)
+    upload_into(place.packed, [torch.from_numpy(each) for each in known])
     for to, rows in ((inputs.hidden, hidden), (inputs.cos, cos), (inputs.sin, sin)):
         torch.index_select(rows, 0, place.chosen, out=to)
 
