@@ -39,9 +39,8 @@ _OF_A_CPU: Final = (
     "the head in full among them, though a step of few rows reads the head in 8 bits where that decides (docs/engine.md).",
 )
 _OF_A_DEVICE: Final = (
-    "read once. A decode step is launched before the one before it is read, as on a node; `alone`: read first. A chunk",
-    "is launched and read, its KV copied to the host. Host (`launch`) and device work at the same time, `rest` is what a step",
-    "takes beyond the longer.",
+    "read once. A step is launched before the one before it is read, as on a node; `alone`: read first. A chunk brings its",
+    "KV to the host, too. Host (`launch`) and device work at the same time, `rest` is what a step takes beyond the longer.",
 )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from kernels.torch_reference import TorchBlockCopies
 from kernels.upload import upload
 
 TORCH_DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+Mirror = bool | Literal["direct"] | None  # see KvSides
 _PORTION_BYTES: Final = 64 << 20  # of KV that goes between the two sides at once
 
 
@@ -52,35 +53,34 @@ class KvSides:
         host: Tensor,
         device: torch.device = CPU,
         *,
-        mirror: bool | None = None,
+        mirror: Mirror = None,
         copies: BlockCopies | None = None,
-        direct: bool | None = None,
     ) -> None:
         """`host`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; the last two dimensions may be a part.
 
-        `mirror`: whether the device's side is memory of its own; None: where the device is not a CPU. True on a CPU is for
-        tests: it does there what a GPU does. `copies`: the back end's, for the device's side; None: torch's. `direct`: whether
-        the device copies from and to the host's side by itself; None: where it can.
+        `mirror`: whether the device's side is memory of its own; "direct": which it copies to and from the host's by itself;
+        None: where the device is not a CPU, by itself where it can. True and "direct" on a CPU are for tests: it does there
+        what a GPU does. `copies`: the back end's, for the device's side; None: torch's.
         Raises ValueError if the device has not so much.
         """
         self._copies = TorchBlockCopies() if copies is None else copies
         self._host = host
         self.num_blocks: Final[int] = host.shape[0]
         self.block_size: Final[int] = host.shape[3]
-        self.is_mirrored: Final = device.type != "cpu" if mirror is None else mirror
+        self.is_mirrored: Final = device.type != "cpu" if mirror is None else bool(mirror)
         try:
             self.tensor: Final = torch.zeros(host.shape, dtype=host.dtype, device=device) if self.is_mirrored else host
         except torch.OutOfMemoryError:
             wanted_mib = host.numel() * host.dtype.itemsize >> 20
             raise ValueError(f"--num-blocks {self.num_blocks}: {wanted_mib} MiB do not fit on {device}") from None
-        self.is_direct: Final = self.is_mirrored and (lock_pages(self, host, device) if direct is None else direct)
+        self.is_direct: Final = lock_pages(self, host, device) if mirror is None else mirror == "direct"
 
     def part(
         self,
         split: Split,
         device: torch.device = CPU,
         *,
-        mirror: bool | None = None,
+        mirror: Mirror = None,
         copies: BlockCopies | None = None,
     ) -> KvSides:
         """A rank's heads of the same blocks, in the same host memory; the arguments as above."""
@@ -146,9 +146,8 @@ class KvMemory(KvSides):
         dtype: str,
         device: torch.device = CPU,
         *,
-        mirror: bool | None = None,
+        mirror: Mirror = None,
         copies: BlockCopies | None = None,
-        direct: bool | None = None,
     ) -> None:
         """See KvSides."""
         self.block_bytes: Final = kv_block_bytes(config, block_size, dtype)
@@ -156,7 +155,7 @@ class KvMemory(KvSides):
         self.bytes: Final[NDArray[np.uint8]] = self._shared.bytes
         self.copier: Final = find_copier()  # by which bytes get into it best; None: nothing was compiled
         host = _as_numbers(self.bytes, config, block_size, dtype)
-        super().__init__(host, device, mirror=mirror, copies=copies, direct=direct)
+        super().__init__(host, device, mirror=mirror, copies=copies)
 
     @property
     def descriptor(self) -> int:

@@ -132,52 +132,30 @@ def _attend_part(
     maximum, total, mixed = _nothing(ROWS, DIM)
     full_end = tl.minimum(end, first_position + 1) // TILE * TILE
     full_end = tl.where(begin > last_position - window, tl.maximum(full_end, begin), begin)
-    for start in range(begin, full_end, TILE):
-        maximum, total, mixed = _attend_tile(
-            maximum,
-            total,
-            mixed,
-            queries,
-            positions,
-            keys_of_block_0,
-            table,
-            start,
-            end,
-            window,
-            score_scale,
-            block_stride,
-            plane_stride,
-            position_stride,
-            HEAD_DIM,
-            DIM,
-            ROWS,
-            TILE,
-            BLOCK_SIZE,
-            True,
-        )
-    for start in range(full_end, end, TILE):
-        maximum, total, mixed = _attend_tile(
-            maximum,
-            total,
-            mixed,
-            queries,
-            positions,
-            keys_of_block_0,
-            table,
-            start,
-            end,
-            window,
-            score_scale,
-            block_stride,
-            plane_stride,
-            position_stride,
-            HEAD_DIM,
-            DIM,
-            ROWS,
-            TILE,
-            BLOCK_SIZE,
-            False,
-        )
+    for is_rest in tl.static_range(2):
+        for start in range(full_end if is_rest else begin, end if is_rest else full_end, TILE):
+            maximum, total, mixed = _attend_tile(
+                maximum,
+                total,
+                mixed,
+                queries,
+                positions,
+                keys_of_block_0,
+                table,
+                start,
+                end,
+                window,
+                score_scale,
+                block_stride,
+                plane_stride,
+                position_stride,
+                HEAD_DIM,
+                DIM,
+                ROWS,
+                TILE,
+                BLOCK_SIZE,
+                is_rest == 0,
+            )
     return maximum, total, mixed
 
 

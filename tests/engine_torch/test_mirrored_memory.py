@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_pool import BlockPool
-from engine.kv_memory import KvMemory, runs
+from engine.kv_memory import KvMemory, Mirror, runs
 from engine.local_engine import LocalEngine
 from engine.model import Model, load_model
 from engine.plan import Plan, PrefillChunk, Runner, SamplingParams, SlotStart
@@ -33,6 +33,7 @@ from tests.engine_torch.conftest import VOCAB_SIZE, ModelDirs
 from tests.kernels_choice import KERNELS
 
 SEEDS = (11, 12, 13)
+MIRRORS: tuple[Mirror, ...] = (True, "direct")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,11 @@ def model(model_dirs: ModelDirs) -> Model:
 class MirroredPair(Pair):
     """Both production cores over TorchRunners whose blocks lie on two sides."""
 
-    def __init__(self, model: Model, direct: bool = False) -> None:
+    def __init__(self, model: Model, mirror: Mirror = True) -> None:
         self.memories: list[KvMemory] = []
 
         def machine(num_blocks: int, num_slots: int) -> tuple[NDArray[np.uint8], Runner]:
-            memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=True, direct=direct)
+            memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=mirror)
             self.memories.append(memory)
             return memory.bytes, TorchRunner(model, memory, num_slots, MAX_MODEL_LEN)
 
@@ -78,12 +79,12 @@ def alone(model: Model, prompt: list[int], num_tokens: int, seed: int) -> list[i
 
 @pytest.mark.parametrize("num_tokens_of_prompt", [1, 7, 16, 21])  # a block is 4, a chunk 8
 @pytest.mark.parametrize("num_branches", [1, 3])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("mirror", MIRRORS)
 def test_a_handoff_between_devices_gives_the_tokens_of_one_engine(
-    model: Model, monkeypatch: pytest.MonkeyPatch, num_tokens_of_prompt: int, num_branches: int, direct: bool
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_tokens_of_prompt: int, num_branches: int, mirror: Mirror
 ) -> None:
     monkeypatch.setattr(nodes, "VOCAB_SIZE", VOCAB_SIZE)
-    pair = MirroredPair(model, direct)
+    pair = MirroredPair(model, mirror)
     prompt = list(range(40, 40 + num_tokens_of_prompt))
     expected = [alone(model, prompt, 9, seed) for seed in SEEDS[:num_branches]]
     assert pair.tokens("first", prompt, 9, num_branches) == expected
@@ -95,11 +96,11 @@ def test_a_handoff_between_devices_gives_the_tokens_of_one_engine(
     assert pair.tokens("longer", longer, 9, 1) == [alone(model, longer, 9, SEEDS[0])]
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("mirror", MIRRORS)
 def test_a_result_is_told_when_the_chunks_blocks_are_in_host_memory_wherever_the_chunk_was_cut(
-    model: Model, direct: bool
+    model: Model, mirror: Mirror
 ) -> None:
-    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=True, direct=direct)
+    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=mirror)
     runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN)
     start = SlotStart(0, 1, SamplingParams(0.0, 0), 0, 0)
     for first, end, block_ids in ((0, 6, (5, 2)), (6, 7, ()), (7, 15, (7, 0))):
@@ -113,12 +114,12 @@ def test_a_result_is_told_when_the_chunks_blocks_are_in_host_memory_wherever_the
 @pytest.mark.covers("H01", "Q09")
 @pytest.mark.parametrize("chunks", [(6, 7), (6, 8, 10, 15), (5, 6, 7, 16)])
 @pytest.mark.parametrize("is_drawn_there", [True, False])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("mirror", MIRRORS)
 def test_a_step_that_is_read_late_does_not_take_a_block_back_to_what_it_was_when_only_half_of_it_was_written(
-    model: Model, chunks: tuple[int, ...], is_drawn_there: bool, direct: bool
+    model: Model, chunks: tuple[int, ...], is_drawn_there: bool, mirror: Mirror
 ) -> None:
     """The second chunk is launched before the first one is read, as on a device; a sender would send what the first one left."""
-    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=True, direct=direct)
+    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror=mirror)
     runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN, is_asynchronous=True)
     start = SlotStart(0, 1, SamplingParams(0.8, 7, top_p=1.0 if is_drawn_there else 0.9), 0, 0)
     launched = []
@@ -133,10 +134,10 @@ def test_a_step_that_is_read_late_does_not_take_a_block_back_to_what_it_was_when
     assert np.array_equal(memory.bytes, on_device) and memory.bytes[[5, 2]].any(-1).all()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_only_the_named_blocks_are_copied(model: Model, direct: bool) -> None:
-    memory = KvMemory(model.config, BLOCK_SIZE, 6, model.dtype, mirror=True, direct=direct)
-    assert memory.is_mirrored and memory.is_direct is direct
+@pytest.mark.parametrize("mirror", MIRRORS)
+def test_only_the_named_blocks_are_copied(model: Model, mirror: Mirror) -> None:
+    memory = KvMemory(model.config, BLOCK_SIZE, 6, model.dtype, mirror=mirror)
+    assert memory.is_mirrored and memory.is_direct is (mirror == "direct")
     memory.tensor.fill_(1.0)
     assert not memory.bytes.any()
     memory.from_device([4, 1])
