@@ -193,10 +193,8 @@ class TorchRunner:
     def _on_device(self, batch: Batch, decode_slots: NDArray[np.int64]) -> Batch:
         """The rows where they are computed, decode rows' tokens from where the steps before put them."""
         known = [batch.token_ids, batch.positions, batch.logit_rows, torch.from_numpy(decode_slots)]
-        token_ids, positions, logit_rows, slots = upload_together(known, self._last_on_device.device)
-        token_ids = torch.cat(
-            (self._last_on_device[slots], token_ids[len(slots) :])
-        )  # on a CPU these are still the host's
+        told, positions, logit_rows, slots = upload_together(known, self._last_on_device.device)
+        token_ids = torch.cat((self._last_on_device[slots], told[len(slots) :]))
         return batch._replace(token_ids=token_ids, positions=positions, logit_rows=logit_rows)
 
     def _draw_on_device(self, logits: Tensor, row_of_slot: dict[int, int], num_logits: int) -> Tensor | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.config_values import ModelError
-from engine.device import CPU, choose_device, free_device_bytes
+from engine.device import CPU, choose_device, free_device_bytes, lock_pages
 from engine.model import load_model
 from kernels import choice
 from kernels.choice import choose_kernels
@@ -42,6 +42,54 @@ def test_blocks_take_no_more_than_the_smaller_of_both_memories(monkeypatch: pyte
     assert free_device_bytes(CPU, 100) == 100
     assert free_device_bytes(torch.device("cuda"), 100) == 70
     assert free_device_bytes(torch.device("cuda"), 50) == 50
+
+
+class FakeRuntime:
+    """CUDA's, as far as pages are locked by it."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.locked = answer, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self.answer:
+            self.locked[address] = num_bytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+class Owner:
+    """Of memory."""
+
+
+@pytest.mark.covers("Q09")
+def test_pages_are_locked_for_a_device_as_long_as_their_owner_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, owner, memory = FakeRuntime(0), Owner(), torch.zeros(100)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert not lock_pages(owner, memory, CPU)
+    assert not lock_pages(owner, memory.view(10, 10)[:, :5], torch.device("cuda"))  # a rank's heads do not lie together
+    assert runtime.locked == {}
+    assert lock_pages(owner, memory, torch.device("cuda"))
+    assert runtime.locked == {memory.data_ptr(): 400}
+    del owner
+    assert runtime.locked == {}
+
+
+@pytest.mark.covers("Q09")
+def test_a_device_that_may_not_lock_pages_is_copied_for_and_its_refusal_is_not_heard_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, heard = FakeRuntime(1), list[object]()
+
+    def refusing(*sizes: int, device: torch.device) -> None:
+        heard.append(device)
+        raise torch.AcceleratorError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", refusing)
+    assert not lock_pages(Owner(), torch.ones(4), torch.device("cuda"))
+    assert heard == [torch.device("cuda")]
 
 
 def test_torch_on_a_device_has_a_name_of_its_own_and_promises_no_bits() -> None:

@@ -8,6 +8,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _INTERPRETED: Final = ("tests/kernels/test_triton.py::test_in_the_interpreter[kernels]",)
+_AGREEMENT: Final = ("tests/kernels/test_triton_agreement.py",)
 _GRAPHS: Final = ("tests/kernels/test_triton_graphs.py",)
 
 MUTANTS: Final = (
@@ -23,9 +24,33 @@ MUTANTS: Final = (
         "values-behind-the-end-read",
         "Keys and values are read where no row of a tile looks, in whatever block: 0 times what is not a number breaks the row.",
         "kernels/triton_attention.py",
-        "        is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
-        "        is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
+        "    is_read = is_there[:, None] & (dims < HEAD_DIM)[None, :]\n",
+        "    is_read = (columns < end + TILE)[:, None] & (dims < HEAD_DIM)[None, :]\n",
         _INTERPRETED,
+    ),
+    Mutant(
+        "tile-taken-for-full",
+        "A tile of positions that some row sees only in part is computed as if all of it were seen.",
+        "kernels/triton_attention.py",
+        "    full_end = tl.minimum(end, first_position + 1) // TILE * TILE\n",
+        "    full_end = tl.cdiv(tl.minimum(end, first_position + 1), TILE) * TILE\n",
+        _INTERPRETED,
+    ),
+    Mutant(
+        "odd-shape-kept",
+        "A shape of tiles that gives a row other bits than the others is used beside them.",
+        "kernels/triton_agreement.py",
+        "        if shape is shapes[-1] or ",
+        "        if shape is not None or ",
+        _AGREEMENT,
+    ),
+    Mutant(
+        "few-rows-sum-otherwise",
+        "A few rows are attended in tiles with which this device gives other bits than with a chunk's.",
+        "kernels/triton_agreement.py",
+        "    return tuning._replace(split=tuning.whole)\n",
+        "    return tuning\n",
+        _AGREEMENT,
     ),
     Mutant(
         "parts-merged-unscaled",
@@ -71,8 +96,8 @@ MUTANTS: Final = (
         "padding-repeats-the-longest",
         "A decode step is filled up with the row that costs most.",
         "kernels/triton_graphs.py",
-        "spans[:, 2].argmin()",
-        "spans[:, 2].argmax()",
+        "positions.argmin()",
+        "positions.argmax()",
         _GRAPHS,
     ),
     Mutant(

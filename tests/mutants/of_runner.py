@@ -22,6 +22,14 @@ MUTANTS: Final = (
         ("tests/engine_torch/test_mirrored_memory.py",),
     ),
     Mutant(
+        "last-block-of-a-piece-left",
+        "Of blocks that lie together, which the device copies by itself, the last one stays where it was.",
+        "engine/kv_memory.py",
+        "            yield block_ids[begin], block_ids[end - 1] + 1\n",
+        "            yield block_ids[begin], block_ids[end - 1]\n",
+        ("tests/engine_torch/test_mirrored_memory.py",),
+    ),
+    Mutant(
         "lent-prefix-left-on-the-device",
         "What decode rows wrote, and a prompt that is handed over found in the prefix cache, is sent as host memory has it.",
         "engine/planning.py",
@@ -36,8 +44,8 @@ MUTANTS: Final = (
         "drawn-token-not-fed",
         "The next decode row feeds the token that the host knows, which is an older one.",
         "engine/runner.py",
-        "        token_ids = torch.cat((self._last_on_device[slots], fed[len(slots) :]))\n",
-        "        token_ids = fed\n",
+        "        token_ids = torch.cat((self._last_on_device[slots], told[len(slots) :]))\n",
+        "        token_ids = told\n",
         _LAUNCH,
     ),
     Mutant(
@@ -52,8 +60,8 @@ MUTANTS: Final = (
         "chunk-draws-for-all",
         "A step some of whose rows want more than a token is drawn on the device as if they did not.",
         "engine/runner.py",
-        "not all(map(self._is_drawn_there, slots, draws))",
-        "not any(map(self._is_drawn_there, slots, draws))",
+        "or all(map(self._is_drawn_there,",
+        "or any(map(self._is_drawn_there,",
         _LAUNCH,
     ),
     Mutant(
