@@ -125,7 +125,7 @@ def run_ahead(launch: Callable[[], Launched], num_steps: int) -> None:
 
 
 def device_memory(model: Model, block_size: int, cases: Sequence[Case], device: torch.device) -> KvSides:
-    """KV for the largest case, of random numbers, on the device; its host's side takes memory only where a chunk is read.
+    """KV for the largest case, of random numbers, on the device, and as much host memory, which the device copies to by itself.
 
     Raises ValueError, in one sentence, if the device has not so much.
     """

@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 _INDEX_BYTES: Final = 4
 _MAX_ITEMS: Final = (64 << 10) // _INDEX_BYTES  # that a pipe takes while nobody reads
-_MAX_TOLD: Final = 600  # characters of a line, which JSON may write as 6 bytes each; PIPE_BUF is 4096
+_MAX_TOLD: Final = 300  # characters of a line, which JSON may write as 12 bytes each; PIPE_BUF is 4096
 _READ_BYTES: Final = 64 << 10
 
 

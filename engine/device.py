@@ -76,6 +76,17 @@ def lock_pages(owner: object, memory: Tensor, device: torch.device) -> bool:
     return False
 
 
+def begin_copy(to: Tensor, of: Tensor) -> None:
+    """Between the device and memory whose pages it has locked: in order with what it is told, and nobody waits."""
+    to.copy_(of, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was told; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def free_device_bytes(device: torch.device, free_host_bytes: int, num_ranks: int = 1) -> int:
     """What KV blocks may take at most: on devices with memory of their own they lie there, shared out, and in host memory."""
     if device.type != "cuda":

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device import CPU, lock_pages
+from engine.device import CPU, begin_copy, lock_pages, wait_for
 from engine.model_config import ModelConfig
 from engine.shared_bytes import SharedBytes, mapped_bytes
 from engine.split import Split
@@ -101,7 +101,7 @@ class KvSides:
         if not self.is_direct:
             return self.gather(block_ids)
         for first, end in runs(block_ids):
-            self._host[first:end].copy_(self.tensor[first:end], non_blocking=True)
+            begin_copy(self._host[first:end], self.tensor[first:end])
         return None
 
     def to_host(self, block_ids: Sequence[int], gathered: Tensor) -> None:
@@ -112,7 +112,7 @@ class KvSides:
         """Copy blocks that arrived to where the rows of later steps see them."""
         if self.is_direct:
             for first, end in runs(block_ids):
-                self.tensor[first:end].copy_(self._host[first:end], non_blocking=True)
+                begin_copy(self.tensor[first:end], self._host[first:end])
             return
         for some in self._portions(block_ids) if self.is_mirrored else ():
             # Gathered first, so that the device is asked for one copy and not for one a block.
@@ -126,8 +126,8 @@ class KvSides:
             gathered = self.begin_to_host(some)
             if gathered is not None:
                 self.to_host(some, gathered.cpu())
-        if self.is_direct and self.tensor.is_cuda:
-            torch.cuda.current_stream(self.tensor.device).synchronize()
+        if self.is_direct:
+            wait_for(self.tensor.device)
 
     def _portions(self, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """A handed-over prompt may be gigabytes: so much of it lies beside the pool at once, page-locked and on the device."""

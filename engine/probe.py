@@ -12,7 +12,9 @@ from engine.batch import Segment, build_batch
 from engine.kv_memory import KvMemory
 from engine.model import Model
 
-_NUM_TOKENS = 70  # past one attention tile of 64
+_NUM_TOKENS = (
+    130  # past any back end's tile of attention; the three rows that are asked begin with the last one that fills it
+)
 _BLOCK_SIZE = 16
 _BLOCKS_EACH = -(-_NUM_TOKENS // _BLOCK_SIZE)
 
@@ -40,10 +42,12 @@ def find_inexactness(model: Model) -> str | None:
         return shallow.forward(build_batch(segments, _BLOCK_SIZE), kv.tensor)
 
     whole = logits(Segment(one, 0, blocks_one, 3))
-    logits(Segment(one[:67], 0, blocks_one, 0), Segment(two, 0, blocks_two, 0))
-    chunk = logits(Segment(one[67:69], 67, blocks_one, 2), Segment(two[-1:], _NUM_TOKENS - 1, blocks_two, 0))
-    rows = [Segment(one[at : at + 1], at, blocks_one, 1) for at in range(67, _NUM_TOKENS)]
+    first, last = _NUM_TOKENS - 3, _NUM_TOKENS - 1
+    logits(Segment(one[:first], 0, blocks_one, 0), Segment(two, 0, blocks_two, 0))
+    chunk = logits(Segment(one[first:last], first, blocks_one, 2), Segment(two[-1:], last, blocks_two, 0))
+    rows = [Segment(one[at : at + 1], at, blocks_one, 1) for at in range(first, _NUM_TOKENS)]
     decoded = [logits(*rows[-num_rows:]) for num_rows in (1, 1, 3, 3)]
-    if torch.equal(whole[:2], chunk) and all(torch.equal(whole[-len(each) :], each) for each in decoded):
+    is_same = torch.equal(whole[:2], chunk) and all(torch.equal(whole[-len(each) :], each) for each in decoded)
+    if is_same and model.kernels.keeps_row_bits:  # a back end may have asked the device something itself meanwhile
         return None
     return f"with {name} kernels the same rows gave other bits in chunks and in a batch than alone"

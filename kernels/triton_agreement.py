@@ -18,10 +18,11 @@ from kernels.triton_tuning import AttentionTuning, LinearShapes, LinearTuning
 
 Multiply = Callable[[LinearTuning, Tensor, Tensor], Tensor]  # x [num_rows, in_features] by a weight
 Attend = Callable[[AttentionTuning, Tensor, AttentionBatch, Tensor], Tensor]  # with KV, a step and its queries
-_ROWS, _DEPTH, _WIDTH = 130, 1000, 192  # no multiple of any tile; rows of 16 bytes' multiples, as descriptors need
+_ROWS, _DEPTH, _WIDTH = 130, 1000, 200  # no multiple of any tile; rows of 16 bytes' multiples, as descriptors need
 _BLOCK_SIZE = 16
-_FIRST, _CHUNK = 1100, 150  # position and length of a chunk in the third part of 512
-_DECODED = (0, 37, 149)  # rows of it that are computed alone, too
+FIRST, CHUNK = 1100, 150  # position and length of a chunk in the third part of 512
+# Rows of it that are computed alone, too. Some are the last of a tile, which they see in full, and the chunk's first rows do not.
+DECODED = (0, 37, 51, 115, 147, 149)
 
 
 def agreeing_shapes(
@@ -42,19 +43,18 @@ def agreeing_shapes(
 
 def agreeing_attention(
     tuning: AttentionTuning, attend: Attend, dtype: torch.dtype, device: torch.device, head_dim: int, group_size: int
-) -> AttentionTuning:
-    """The tuning; where a few rows' tiles gave other bits than a chunk's, with a chunk's for both."""
-    if tuning.split == tuning.whole:
-        return tuning
-    num_blocks = -(-(_FIRST + _CHUNK) // _BLOCK_SIZE)
-    kv, queries = _drawn(dtype, device, (num_blocks, 1, 2, _BLOCK_SIZE, 1, head_dim), (_CHUNK, group_size, head_dim))
-    whole = attend(tuning, kv, _batch(num_blocks, _CHUNK, _FIRST), queries)
-    alone = [
-        attend(tuning, kv, _batch(num_blocks, 1, _FIRST + row), queries[row : row + 1].clone()) for row in _DECODED
-    ]
-    if _are_equal(alone, [whole[row : row + 1] for row in _DECODED]):
-        return tuning
-    return tuning._replace(split=tuning.whole)
+) -> AttentionTuning | None:
+    """The tuning; where a few rows' tiles give other bits than a chunk's, with a chunk's for both; None: so do these."""
+    num_blocks = -(-(FIRST + CHUNK) // _BLOCK_SIZE)
+    kv, queries = _drawn(dtype, device, (num_blocks, 1, 2, _BLOCK_SIZE, 1, head_dim), (CHUNK, group_size, head_dim))
+    whole = attend(tuning, kv, _batch(num_blocks, CHUNK, FIRST), queries)
+    for asked in dict.fromkeys((tuning, tuning._replace(split=tuning.whole))):
+        alone = [
+            attend(asked, kv, _batch(num_blocks, 1, FIRST + row), queries[row : row + 1].clone()) for row in DECODED
+        ]
+        if _are_equal(alone, [whole[row : row + 1] for row in DECODED]):
+            return asked
+    return None
 
 
 def _drawn(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:

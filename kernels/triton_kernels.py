@@ -191,7 +191,7 @@ class TritonKernels:
         self._attention: dict[tuple[torch.dtype, int, int], AttentionTuning] = {}
         place = "interpreter" if capability is None else f"sm{capability[0]}{capability[1]}"
         self.name: Final = f"triton-{place}-{_digest()}"
-        self.keeps_row_bits: Final = True  # by construction
+        self.keeps_row_bits = True  # by construction, unless the device says otherwise when it is asked
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep [out_features, in_features] as it is."""
@@ -278,7 +278,9 @@ class TritonKernels:
         if key not in self._attention:
             tuning = self._table.attention(self._device, DTYPE_NAMES[kv.dtype], head_dim)
             if self._num_processors is not None:
-                tuning = agreeing_attention(tuning, _attended, kv.dtype, kv.device, head_dim, group_size)
+                agreed = agreeing_attention(tuning, _attended, kv.dtype, kv.device, head_dim, group_size)
+                self.keeps_row_bits &= agreed is not None
+                tuning = agreed or tuning
             self._attention[key] = tuning
         return self._attention[key]
 

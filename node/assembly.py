@@ -174,6 +174,8 @@ def _one_rank(config: NodeConfig, sizes: EngineSizes, dtype: str, device: torch.
     try:
         model = _loaded(config, dtype, device)
         memory = KvMemory(model.config, config.block_size, sizes.num_blocks, dtype, device, copies=model.kernels)
+        if memory.is_mirrored and not memory.is_direct:
+            log_event(LOG, logging.WARNING, "kv_not_page_locked", reason="CUDA refused: this process copies KV instead")
         inexactness = find_inexactness(model)
         model.capture(memory.tensor, config.max_num_seqs, sizes.max_model_len)
     except torch.OutOfMemoryError:

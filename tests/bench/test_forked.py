@@ -31,7 +31,7 @@ def test_a_process_that_dies_or_fails_takes_only_its_own_item_with_it(capfd: pyt
 
     told = dict(forked(work, 20, 4, 60))
     assert told.keys() == set(range(20)) - {1, 2}
-    assert len(told[3]) == 600
+    assert len(told[3]) == 300
     assert "no such thing" in capfd.readouterr().err
 
 

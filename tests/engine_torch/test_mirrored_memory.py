@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_pool import BlockPool
+from engine.device import HostCopies
 from engine.kv_memory import KvMemory, Mirror, runs
 from engine.local_engine import LocalEngine
 from engine.model import Model, load_model
@@ -191,14 +192,15 @@ def test_on_a_cpu_both_sides_are_one(model: Model) -> None:
 
 @pytest.mark.covers("D08", "H02")
 @pytest.mark.parametrize("num_said", [2, 9, 18])
+@pytest.mark.parametrize("mirror", MIRRORS)
 def test_a_move_between_devices_gives_the_tokens_of_one_engine(
-    model: Model, monkeypatch: pytest.MonkeyPatch, num_said: int
+    model: Model, monkeypatch: pytest.MonkeyPatch, num_said: int, mirror: Mirror
 ) -> None:
     """What decode rows wrote lies on the device alone, until a plan names it."""
     monkeypatch.setattr(nodes, "VOCAB_SIZE", VOCAB_SIZE)
 
     def machine(num_blocks: int, num_slots: int) -> tuple[NDArray[np.uint8], Runner]:
-        memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=True)
+        memory = KvMemory(model.config, BLOCK_SIZE, num_blocks, model.dtype, mirror=mirror)
         return memory.bytes, TorchRunner(model, memory, num_slots, MAX_MODEL_LEN)
 
     world = MovingWorld(*decode_nodes(2, num_blocks=32), new_machine=machine)
@@ -215,9 +217,12 @@ def test_a_move_between_devices_gives_the_tokens_of_one_engine(
 
 @pytest.mark.covers("W01")
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_what_is_saved_is_on_the_hosts_side_when_it_is_to_be_copied(model: Model, is_asynchronous: bool) -> None:
+@pytest.mark.parametrize("mirror", MIRRORS)
+def test_what_is_saved_is_on_the_hosts_side_when_it_is_to_be_copied(
+    model: Model, is_asynchronous: bool, mirror: Mirror
+) -> None:
     """Of who gives way, and of who is done: what decoding wrote, too, of which nothing else is ever brought there."""
-    memory = KvMemory(model.config, BLOCK_SIZE, 16, model.dtype, mirror=True)
+    memory = KvMemory(model.config, BLOCK_SIZE, 16, model.dtype, mirror=mirror)
     rules = SaveRules(of_preempted=True, of_finished=True)
     config = SchedulerConfig(4, 64, MAX_MODEL_LEN, reserve=ReserveConfig("none"), saves=rules)
     scheduler = Scheduler(config, BlockPool(16, BLOCK_SIZE), b"key")
@@ -241,11 +246,12 @@ def test_what_is_saved_is_on_the_hosts_side_when_it_is_to_be_copied(model: Model
 
 @pytest.mark.covers("H02")
 @pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("mirror", MIRRORS)
 def test_what_decoding_wrote_is_on_the_hosts_side_when_a_prompt_that_begins_so_is_handed_over(
-    model: Model, is_asynchronous: bool
+    model: Model, is_asynchronous: bool, mirror: Mirror
 ) -> None:
     """A chat's second turn, on the node that said the first: the prefix cache gives it blocks that no chunk has written."""
-    memory = KvMemory(model.config, BLOCK_SIZE, 32, model.dtype, mirror=True)
+    memory = KvMemory(model.config, BLOCK_SIZE, 32, model.dtype, mirror=mirror)
     scheduler = Scheduler(SchedulerConfig(2, 64, MAX_MODEL_LEN), BlockPool(32, BLOCK_SIZE), b"key")
     runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN, is_asynchronous=is_asynchronous)
 
@@ -265,3 +271,43 @@ def test_what_decoding_wrote_is_on_the_hosts_side_when_a_prompt_that_begins_so_i
     block_ids = list(scheduler.block_ids("second"))[: len(turn) // BLOCK_SIZE]
     on_device = memory.tensor[block_ids].reshape(len(block_ids), -1).view(torch.uint8).numpy()
     assert np.array_equal(memory.bytes[block_ids], on_device) and on_device.any(-1).all()
+
+
+@pytest.mark.covers("H01", "Q09")
+def test_a_device_that_copies_by_itself_is_waited_for_behind_its_copies(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a copy is done at once; here it is done when the device, or a step's event, is waited for."""
+    memory = KvMemory(model.config, BLOCK_SIZE, 8, model.dtype, mirror="direct")
+    under_way: list[tuple[Tensor, Tensor]] = []
+
+    class LateCopies(HostCopies):
+        """Knows which copies were begun before it."""
+
+        def __init__(self, *tensors: Tensor) -> None:
+            super().__init__(*tensors)
+            self.before = len(under_way)
+
+        def wait(self) -> list[Tensor]:
+            land(self.before)
+            return super().wait()
+
+    def land(count: int) -> None:
+        for to, of in under_way[:count]:
+            to.copy_(of)
+        del under_way[:count]
+
+    monkeypatch.setattr("engine.kv_memory.begin_copy", lambda to, of: under_way.append((to, of.clone())))
+    monkeypatch.setattr("engine.kv_memory.wait_for", lambda device: land(len(under_way)))
+    monkeypatch.setattr("engine.runner.HostCopies", LateCopies)
+    runner = TorchRunner(model, memory, 2, MAX_MODEL_LEN, is_asynchronous=True)
+    start = SlotStart(0, 1, SamplingParams(0.8, 7), 0, 0)
+    chunk = PrefillChunk(0, 1, 0, tuple(range(40, 47)), (5, 2), samples=True)
+    launched = runner.launch(Plan(0, (start,), chunks=(chunk,)))
+    on_device = memory.tensor.view(torch.uint8).reshape(memory.bytes.shape).numpy()
+    assert under_way and not memory.bytes.any()
+    launched.read()
+    assert not under_way and np.array_equal(memory.bytes, on_device) and on_device[[5, 2]].any(-1).all()
+    memory.bytes[:] = 0
+    memory.from_device([2])
+    assert not under_way and np.array_equal(memory.bytes[2], on_device[2])

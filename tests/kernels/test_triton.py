@@ -43,6 +43,8 @@ def test_in_the_interpreter(run: str) -> None:
         sys.executable,
         "-m",
         "pytest",
+        "-x",
+        "--no-shrink",  # interpreted, that takes minutes
         "-p",
         "no:cacheprovider",
         f"--timeout={LIMIT_S}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +12,15 @@ from torch import Tensor
 
 from kernels.choice import has_triton
 from kernels.interface import AttentionBatch
-from kernels.triton_agreement import agreeing_attention, agreeing_shapes
-from kernels.triton_tuning import AttentionTuning, LinearTuning, Schedule, fitting_shape, read_table
+from kernels.triton_agreement import CHUNK, DECODED, FIRST, agreeing_attention, agreeing_shapes
+from kernels.triton_tuning import (
+    AttentionTuning,
+    LinearTuning,
+    Schedule,
+    fitting_shape,
+    next_power_of_two,
+    read_table,
+)
 
 CPU = torch.device("cpu")
 LARGE, MIDDLE, FEW, SMALL = SHAPES = (
@@ -79,21 +88,48 @@ def test_shapes_that_sum_otherwise_are_left_out() -> None:
     assert set(asked) == set(SHAPES)
 
 
-@pytest.mark.parametrize("is_odd", [False, True])
-def test_where_few_rows_sum_otherwise_they_take_the_tiles_of_many(is_odd: bool) -> None:
-    asked: list[int] = []
+@pytest.mark.parametrize("odd", ["nothing", "few rows", "all that is alone"])
+def test_where_few_rows_sum_otherwise_they_take_the_tiles_of_many(odd: str) -> None:
+    asked: list[tuple[Schedule, int]] = []
 
     def attend(tuning: AttentionTuning, kv: Tensor, batch: AttentionBatch, queries: Tensor) -> Tensor:
         ((_, num_rows, first),) = batch.spans.tolist()
         assert len(queries) == num_rows and queries.shape[1:] == (3, 32)
         assert batch.block_tables.shape[1] * kv.shape[3] >= first + num_rows  # all that is seen is there
-        asked.append(num_rows)
-        return torch.nextafter(queries, queries + 1) if is_odd and num_rows == 1 and first > 1200 else queries
+        asked.append((tuning.split, num_rows))
+        is_odd = num_rows == 1 and first > 1200 and (odd != "few rows" or tuning.split != tuning.whole)
+        return torch.nextafter(queries, queries + 1) if is_odd and odd != "nothing" else queries
 
-    found = agreeing_attention(TUNING, attend, torch.float32, CPU, head_dim=32, group_size=3)
-    assert found == (TUNING._replace(split=TUNING.whole) if is_odd else TUNING)
-    assert max(asked) > 64 // 3 and min(asked) == 1  # both schedules
     alike = TUNING._replace(split=TUNING.whole)
+    expected = {"nothing": TUNING, "few rows": alike, "all that is alone": None}[odd]
+    assert agreeing_attention(TUNING, attend, torch.float32, CPU, head_dim=32, group_size=3) == expected
+    assert (TUNING.split, CHUNK) in asked and (TUNING.split, 1) in asked  # both kernels
+    assert max(DECODED) < CHUNK
     asked.clear()
-    assert agreeing_attention(alike, attend, torch.float32, CPU, head_dim=32, group_size=3) is alike
-    assert asked == []
+    of_alike = agreeing_attention(alike, attend, torch.float32, CPU, head_dim=32, group_size=3)
+    assert of_alike == (None if odd == "all that is alone" else alike)
+    assert len(asked) == 1 + len(DECODED)  # one schedule is asked, too: two kernels run by it
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8, 16])
+def test_some_row_that_is_asked_sees_a_tile_in_full_alone_and_not_among_the_rows_of_its_tile(group_size: int) -> None:
+    """The kernels have code of their own for tiles that all rows see in full, and it must give the same bits."""
+    table = read_table()
+    for device in ("80", "90", "120"):
+        for dtype, head_dim in product(("fp32", "bf16", "fp16"), (64, 128, 256)):
+            tuning = table.attention(device, dtype, head_dim)
+            rows_of_tile = max(tuning.whole.rows, next_power_of_two(group_size)) // group_size
+            assert rows_of_tile == 1 or any(
+                (FIRST + row + 1) // tuning.tile != (FIRST + row // rows_of_tile * rows_of_tile + 1) // tuning.tile
+                for row in DECODED
+            ), f"{device}, {dtype}, {head_dim}"
+
+
+def test_a_back_end_whose_device_sums_otherwise_by_every_schedule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "agreeing_attention", lambda *_: None)
+    kernels = triton_kernels.TritonKernels(capability=(9, 0), num_processors=132)
+    assert kernels.keeps_row_bits
+    kernels._attention_tuning(torch.empty((1, 1, 2, 16, 1, 64), dtype=torch.bfloat16), 4)
+    assert not kernels.keeps_row_bits

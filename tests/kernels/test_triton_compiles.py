@@ -79,6 +79,28 @@ def test_all_that_a_model_launches_compiles_without_contraction_many_spills_or_t
     assert len(attending) == (1 if tuning.split.rows == tuning.whole.rows else 2)
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 256)])
+def test_attention_of_other_heads_compiles_as_it_was_tuned(dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
+    attending = [each for each in launches_of(90, dtype, head_dim) if each.kernel.__name__.startswith("attend_")]
+    assert {each.kernel.__name__ for each in attending} == {"attend_split", "attend_whole"}
+    for launch in attending if dtype is torch.bfloat16 else attending[:1]:  # products of fp32 are unrolled, for seconds
+        found = compiled(launch, 90)
+        assert found.metadata.shared <= SHARED_BYTES[90]
+        if dtype is torch.bfloat16:
+            assert stack_bytes(found.asm["cubin"], tmp_path / "cubin") <= MOST_SPILLED
+
+
+def test_who_merges_a_rows_draws_reads_them_behind_all_that_was_stored() -> None:
+    """One after the other, as the interpreter runs programs, no order is ever missed."""
+    for launch in launches_of(90, torch.bfloat16, 64):
+        if launch.kernel.__name__ in ("greatest_of_rows", "winners_of_rows"):
+            ptx = compiled(launch, 90).asm["ptx"]
+            (count,) = re.finditer(r"atom\.global\.gpu\.acq_rel\.add", ptx)
+            counted = count.start()
+            assert "bar.sync" in ptx[:counted], "what other threads have stored may come behind the count"
+            assert "ld.global.cg" in ptx[counted:], "a cache of its own may hold what was there before"
+
+
 def stack_bytes(cubin: bytes, path: Path) -> int:
     """What a thread keeps in memory for want of registers, which only ptxas knows."""
     path.write_bytes(cubin)

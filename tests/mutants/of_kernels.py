@@ -48,8 +48,8 @@ MUTANTS: Final = (
         "few-rows-sum-otherwise",
         "A few rows are attended in tiles with which this device gives other bits than with a chunk's.",
         "kernels/triton_agreement.py",
-        "    return tuning._replace(split=tuning.whole)\n",
-        "    return tuning\n",
+        "        if _are_equal(alone, ",
+        "        if alone or _are_equal(alone, ",
         _AGREEMENT,
     ),
     Mutant(
