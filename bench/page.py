@@ -263,7 +263,7 @@ def _int8(result: Result) -> Iterator[str]:
         return
     yield ""
     said = f"{settings['exams']} of each kind, answered without one wrong token:"
-    yield f"Held-out questions ([the demo model](../../docs/demo_model.md)), {said}"
+    yield f"Held-out questions (`docs/demo_model.md`), {said}"
     yield ""
     ways = [each["way"] for each in result["losses"]]
     yield from _table(
