@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 
 from engine.config_values import ModelError
 from engine.device import CPU, choose_device, free_device_bytes, lock_pages
+from engine.kv_memory import KvMemory, Mirror
 from engine.model import load_model
+from engine.probe import find_inexactness
 from kernels import choice
 from kernels.choice import choose_kernels
 from kernels.torch_reference import TorchKernels
@@ -207,3 +211,28 @@ def test_why_a_node_is_slow_is_said_before_anything_takes_long(
         build_engine(config, NodeIdentity("n", 1))
     (said,) = [record.getMessage() for record in caplog.records if "slow_kernels" in record.getMessage()]
     assert "kernels=torch-" in said and "make setup" in said
+
+
+@pytest.mark.covers("Q09")
+def test_a_node_says_that_its_kv_is_copied_by_itself_where_the_device_may_not(
+    model_dirs: ModelDirs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = NodeConfig(model=model_dirs(), router=("127.0.0.1:1",), device="cpu", num_blocks=8, max_model_len=64)
+    said: dict[Mirror, int] = {True: 1, "direct": 0}
+    for mirror, num_said in said.items():
+        caplog.clear()
+        monkeypatch.setattr("node.assembly.KvMemory", partial(KvMemory, mirror=mirror))
+        build_engine(config, NodeIdentity("n", 1)).close()
+        assert sum("kv_not_page_locked" in record.getMessage() for record in caplog.records) == num_said
+
+
+def test_a_back_end_that_finds_out_while_it_is_probed_that_bits_differ_is_believed(
+    model_dirs: ModelDirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(model_dirs(), "fp32", "torch")
+    assert find_inexactness(model) is None
+    answers = iter([True, False])
+    monkeypatch.setattr(TorchKernels, "keeps_row_bits", property(lambda _: next(answers)), raising=False)
+    kernels = object.__new__(TorchKernels)
+    kernels.__dict__.update({name: value for name, value in vars(model.kernels).items() if name != "keeps_row_bits"})
+    assert "other bits" in (find_inexactness(replace(model, kernels=kernels)) or "")
