@@ -69,6 +69,7 @@ export class Chat {
       else answer.fail(error.message);
       if (error instanceof RouterError && error.status === 401) this.on.refused(error);
     } finally {
+      answer.draw(); // who reads that it is done finds all of it
       this.abort.abort();
       this.abort = null;
       this.#busy(false);
@@ -138,12 +139,13 @@ class Answer {
     this.pieces.push({ at: (performance.now() - this.begunAt) / 1000, length: this.text.length });
     if (!this.isDrawing) {
       this.isDrawing = true;
-      requestAnimationFrame(() => this.#draw());
+      requestAnimationFrame(() => this.draw());
     }
     return true;
   }
 
-  #draw() {
+  /** What has come, now. */
+  draw() {
     this.isDrawing = false;
     const isAtEnd = this.#isAtEnd();
     this.tail.data = this.text.slice(this.drawn);
@@ -177,13 +179,12 @@ class Answer {
   }
 
   end() {
-    this.#draw();
     this.cursor.remove();
     this.kill.hidden = true;
   }
 
   #mark(event, timeline) {
-    this.#draw();
+    this.draw();
     const before = this.pieces.filter((piece) => piece.at <= event.at);
     const length = Math.max(before.length ? before[before.length - 1].length : 0, this.drawn);
     const behind = this.tail.splitText(length - this.drawn);

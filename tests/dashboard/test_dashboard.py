@@ -21,6 +21,15 @@ HOSTILE: Final = "<img src=x onerror=\"document.title='owned'\"><script>document
 IDLE: Final = "return document.getElementById('send').textContent === 'Send'"
 ANSWER: Final = "return document.querySelector('.message.answer:last-child .answer-text')"
 
+# What stands there when the button says that the answer is whole, though no frame has been drawn since it began.
+WHOLE_AT_LAST: Final = """
+window.requestAnimationFrame = () => 0;
+const send = document.getElementById("send");
+new MutationObserver(() => {
+  if (send.textContent === "Send") window.atLast = document.querySelector(".answer:last-child .answer-text").textContent;
+}).observe(send, { childList: true, characterData: true, subtree: true });
+"""
+
 SHOWN_NODES: Final = """return (async () => {
   const { Nodes } = await import("/dashboard/page/nodes.js");
   const blocks = { used: 0, leased: 0, quarantined: 0, cached: 0, free: 1 };
@@ -115,6 +124,17 @@ def test_a_node_killed_by_the_button_costs_an_answer_nothing_and_is_replaced(
     browser.wait("return document.querySelectorAll('#nodes .pill.good').length === 3")
     assert browser.run("return document.querySelectorAll('#nodes .kill:not([disabled])').length") == 3
     assert node_of(cluster, killed)["session"] == "up"
+
+
+def test_an_answer_is_all_there_when_the_button_says_that_it_is_done(browser: Browser, cluster: Cluster) -> None:
+    with cluster.client() as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
+        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    browser.run(WHOLE_AT_LAST)
+    browser.run("document.getElementById('max-tokens').value = 8")
+    browser.write("#prompt", PROMPT + ENTER)
+    assert browser.wait("return window.atLast") == expected
 
 
 def test_a_killed_node_keeps_its_place_until_its_successor_is_there_and_others_that_go_are_gone(
