@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Final
 
 import numpy as np
@@ -106,26 +105,21 @@ class Reader:
         for index in result.with_more:
             if index < num_decodes:
                 is_plain[index] = False
+        for index in (is_plain & slots.may_stop(token_ids)).nonzero()[0].tolist():
+            is_plain[index] = token_ids.item(index) not in slots[rows.item(index)].spec.stop_token_ids
         slots.num_computed[rows[is_plain]] = ends[is_plain]
         # A block that a row filled is full of tokens that were known before this step's: its key needs none of them.
         fills_block = is_plain & (ends % self._room.block_size == 0)
         filled = zip(map(slots.__getitem__, rows[fills_block].tolist()), ends[fills_block].tolist(), strict=True)
         self._room.publish_each(filled)
-        sequence_ids: list[Hashable] = []
-        owners, stopped = slots.owners, list[int]()
-        columns = (is_plain.nonzero()[0].tolist(), rows[is_plain].tolist(), token_ids[is_plain].tolist())
-        for index, slot, token_id in zip(*columns, strict=True):
-            sequence = owners[slot]
-            if sequence is None or token_id in sequence.stop_token_ids:
-                stopped.append(index)
-            else:
-                sequence.token_ids.append(token_id)
-                sequence_ids.append(sequence.sequence_id)
-        is_plain[stopped] = False
+        plain = rows[is_plain]
+        told = token_ids[is_plain].tolist()
+        for append, token_id in zip(slots.appends[plain].tolist(), told, strict=True):
+            append(token_id)
         others = [
             each for index in (~is_plain).nonzero()[0].tolist() for each in self._read(decodes[index], result[index])
         ]
-        return Progresses(sequence_ids, ends[is_plain].tolist(), token_ids[is_plain].tolist(), others)
+        return Progresses(slots.sequence_ids[plain].tolist(), ends[is_plain].tolist(), told, others)
 
     def _read(self, row: DecodeRow | PrefillChunk | SlotMark, answer: SlotResult) -> list[Progress]:
         """What one row or mark gave."""

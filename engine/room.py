@@ -131,17 +131,21 @@ class Room:
 
     def _publish(self, sequences: Iterable[tuple[Admitted, int]], decodes: bool) -> None:
         full: dict[int, bytes] = {}  # by block
+        block_size, takes_all = self.block_size, decodes and self._cache_generated
         for sequence, num_computed in sequences:
-            keys, given = sequence.keys, sequence.spec.block_keys
-            first, behind = len(keys), self.num_cacheable(sequence.spec, num_computed, decodes=decodes)
+            keys, spec = sequence.keys, sequence.spec
+            first = len(keys)
+            behind = num_computed // block_size if takes_all else self.num_cacheable(spec, num_computed, decodes=False)
             if first >= behind:
                 continue
-            keys += given[first:behind]
+            if first < len(spec.block_keys):
+                keys += spec.block_keys[first:behind]
             while len(keys) < behind:
-                keys.append(sequence.next_key(self.block_size))
+                keys.append(sequence.next_key(block_size))
+            block_ids = sequence.block_ids
             # Those before were found, and whoever has forgotten one since knew why.
-            first = max(first, sequence.num_matched)
-            full.update(zip(sequence.block_ids[first:behind], keys[first:], strict=True))
+            for index in range(max(first, sequence.num_matched), behind):
+                full[block_ids[index]] = keys[index]
         if full:
             self._pool.publish(full)
 

@@ -138,12 +138,6 @@ class Sequence:
     keeps_slot: bool = False  # PAUSED by pause(): a slot is reserved for it
     is_complete: bool = False  # it has said its last token
     is_broken: bool = False  # a row gave no token, and never will: what later steps computed is of no use
-    # Of the spec, once more: they are asked for at every token.
-    sequence_id: Hashable = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sequence_id, self.stop_token_ids = self.spec.sequence_id, self.spec.stop_token_ids
 
     @property
     def owner(self) -> tuple[int, int]:

@@ -46,6 +46,9 @@ class Slots:
         self.num_said = np.zeros(num_slots, np.int64)  # completion tokens among those given
         self.is_promised = np.zeros(num_slots, np.bool_)  # admitted with its prompt's blocks promised, or more
         self.is_lending = np.zeros(num_slots, np.bool_)
+        self.sequence_ids = np.full(num_slots, None, object)
+        self.appends = np.full(num_slots, None, object)  # the owner's token_ids.append
+        self._num_stopped = np.zeros(1, np.int64)  # by token id: owners that it ends; behind all that end any, a 0
         self._is_decoding = np.zeros(num_slots, np.bool_)
         self._by_age: NDArray[np.int64] | None = None  # those that decode; None: somebody came or went
         self._free = list(range(num_slots - 1, -1, -1))
@@ -82,6 +85,11 @@ class Slots:
     def leaving(self) -> NDArray[np.int64]:
         """Slots of those that have no decode rows left to plan, or none yet."""
         return np.flatnonzero((self.phases != _WAITING) & ~self._is_decoding)
+
+    def may_stop(self, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each ends some owner, be it not the one who said it; what is no token (below 0) ends nobody."""
+        is_stop: NDArray[np.bool_] = self._num_stopped[token_ids.clip(-1, len(self._num_stopped) - 1)] > 0
+        return is_stop
 
     def num_remaining(self) -> NDArray[np.int64]:
         """By slot: completion tokens that may still come, those of unread steps included."""
@@ -154,12 +162,23 @@ class Slots:
         self.num_said[slot] = spec.num_generated
         self.is_promised[slot] = sequence.num_promised > 0
         self.is_lending[slot] = sequence.is_lending
+        self.sequence_ids[slot], self.appends[slot] = spec.sequence_id, sequence.token_ids.append
+        self._count_stops(sequence, 1)
 
     def vacate(self, sequence: Sequence) -> None:
         """No unread step has a row of its owner."""
         self.owners[sequence.slot] = None
+        self.sequence_ids[sequence.slot] = self.appends[sequence.slot] = None
+        self._count_stops(sequence, -1)
         self.set_phase(sequence, Phase.WAITING)
         self._free.append(sequence.slot)
+
+    def _count_stops(self, sequence: Sequence, number: int) -> None:
+        stops = list(sequence.spec.stop_token_ids)  # below the vocabulary's size: node/validate.py
+        if stops:
+            if (num_more := max(stops) + 2 - len(self._num_stopped)) > 0:
+                self._num_stopped = np.pad(self._num_stopped, (0, num_more))
+            self._num_stopped[stops] += number
 
     def snapshot(self) -> dict[str, object]:
         """Every slot's owner and generation."""
