@@ -100,8 +100,9 @@ def _say(text: str) -> int:
     """0, or 1 and a line where it cannot be written; nothing at all where nobody reads it."""
     outlive_readers()
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where it was closed from the first
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except CannotSay as error:
         sys.stderr.write(f"baton: {error}\n")
         return 1

@@ -14,14 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
 
-from safetensors.torch import save
-
 from engine.byte_tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, MESSAGE_END, write_json, write_tokenizer
 from engine.config_values import ModelError
-from engine.kv_memory import TORCH_DTYPES
 from engine.model_config import DTYPES, read_model_config
 from engine.model_sizes import SIZES, ModelSize, config_json
-from engine.random_weights import draw_weights
 from engine.tensor_names import tensor_shapes
 from engine.weight_files import SINGLE_FILE
 
@@ -37,6 +33,11 @@ def make_model(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty directory")
+    from safetensors.torch import save  # torch is heavy: a wrong flag is told before it is loaded
+
+    from engine.kv_memory import TORCH_DTYPES
+    from engine.random_weights import draw_weights
+
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config_json(size, dtype))
     write_json(

@@ -1,4 +1,4 @@
-"""Where the cluster's KV pool is: a URL, checked before anything is started, and shown without its secrets. Pure.
+"""Where the cluster's KV pool is: a URL, checked before anything is started, and shown without its secrets.
 
 `file:///PATH` a directory, on a local disk or a shared file system; `redis://…`, `rediss://…`, `unix://…` a Redis, as
 redis_address.py takes them; `memory://` inside the process, which shares with nobody. What has a meaning in a URL is
@@ -48,7 +48,7 @@ def read_kv_pool_address(text: str) -> KvPoolAddress:
         return MemoryPool()
     if text.startswith("file:"):
         return FilePool(_file_path(text))
-    problem = redis_address.url_problem(text, "file:///PATH, memory://, ")
+    problem = redis_address.url_problem(text, "file:///PATH, memory://, ") or redis_address.file_problem(text)
     if problem is not None:
         raise ValueError(f"--kv-pool {shown(text)}: {problem}")
     return RedisPool(text)

@@ -7,6 +7,7 @@ meaning in a URL is percent-encoded. Loads no Redis client: flags are checked be
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +17,9 @@ DEFAULT_PORT: Final = 6379
 
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TLS_OPTIONS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
+_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_CHOICES: Final = {"ssl_cert_reqs": ("none", "optional", "required"), "ssl_check_hostname": ("true", "false")}
+_TLS_OPTIONS: Final = frozenset({*_FILES, *_CHOICES})
 _FORMS: Final = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
 
 
@@ -28,7 +31,7 @@ def registry_problem(registry: str, namespace: str | None) -> str | None:
         return None
     if namespace is not None and not _NAMESPACE.fullmatch(namespace):
         return f"--registry-namespace {namespace}: must be 1 to 64 letters, digits, '.', '_' or '-'"
-    problem = url_problem(registry, "embedded, ")
+    problem = url_problem(registry, "embedded, ") or file_problem(registry)
     return problem and f"--registry {shown(registry)}: {problem}"
 
 
@@ -75,6 +78,22 @@ def url_problem(registry: str, others: str = "") -> str | None:
     options = parse_qs(url.query, keep_blank_values=True)
     if options.keys() - allowed:
         return f"its options must be of {', '.join(sorted(allowed))}" if allowed else "it takes no options"
+    if twice := next((name for name, values in options.items() if len(values) > 1), None):
+        return f"the option {twice} must be given once"
     if not re.fullmatch(r"\d{1,5}", options.get("db", ["0"])[0], re.ASCII):
         return "the option db must be a number"
+    for name, choices in _CHOICES.items():
+        if options.get(name, choices)[0] not in choices:
+            return f"the option {name} must be {', '.join(choices[:-1])} or {choices[-1]}"
+    if "ssl_keyfile" in options and "ssl_certfile" not in options:
+        return "the option ssl_keyfile must come with ssl_certfile"
+    return None
+
+
+def file_problem(url: str) -> str | None:
+    """Which file that its options name is not there, in a phrase; for a URL that has no url_problem."""
+    options = parse_qs(urlsplit(url).query, keep_blank_values=True)
+    for name in _FILES:
+        if name in options and not Path(options[name][0]).is_file():
+            return f"the option {name} must name a file, and {options[name][0]!r} is none"
     return None
