@@ -183,6 +183,7 @@ class Api:
     async def ready(self, request: Request) -> Response:
         """A request can be served, and what it would be served without; otherwise 503 says what is missing.
 
+        With `accepting=1`, which is for balancers, 200 also while requests wait for a node to come back (no_nodes_grace_s).
         With `deep=1` also whether KV crosses between every two nodes (canary.py): seconds, and one look at a time.
         """
         missing, degraded = self._shell.missing(), self._shell.degraded()
@@ -195,7 +196,10 @@ class Api:
                 return refusal(error, id_header(request))
             is_ready = not missing and all(pair.problem is None for pair in pairs)
             content |= {"ready": is_ready, "pairs": [pair.to_json() for pair in pairs], "pairs_left_out": num_left_out}
-        return json_answer(content, 200 if content["ready"] else 503)
+        is_good = content["ready"]
+        if request.query_params.get("accepting") == "1":
+            is_good = content["accepting"] = not self._shell.missing(waits=True)
+        return json_answer(content, 200 if is_good else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text; what names clients only for one of them."""

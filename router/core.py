@@ -168,9 +168,9 @@ class RouterCore:
         """Prompts with so many choices each that could come at once, were nobody else here, or could a while ago."""
         return 1 + (self._config.max_queue + self._entrance.most_slots - 1) // num_choices
 
-    def missing(self) -> list[str]:
-        """What is lacking before a request can be served now, as sentences; empty when ready."""
-        return self._nodes.missing()
+    def missing(self, waits: bool = False) -> list[str]:
+        """What is lacking before a request can be served now, or with `waits` let in to wait, as sentences; empty when ready."""
+        return [] if waits and not self._entrance.has_given_up else self._nodes.missing()
 
     def degraded(self) -> list[str]:
         """What requests are served without, as sentences."""

@@ -28,6 +28,7 @@ from router.refusals import id_header, refusal
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 OVER_LIMIT: Final = "rate_limit_exceeded"  # what who has used up a limit of its key is told
+_OF_PROBES: Final = (b"", b"accepting=1")  # queries of /ready that cost nothing
 _ACCOUNT: Final = "account"  # in a request's state
 
 Tell = Callable[[Taken], None]
@@ -126,7 +127,7 @@ class Gate:
         path = scope["path"]
         if path == INDEX or path.startswith(PREFIX):
             return True
-        return path in self._open_paths and not (path == "/ready" and scope.get("query_string"))
+        return path in self._open_paths and (path != "/ready" or scope.get("query_string", b"") in _OF_PROBES)
 
     def _refuse(self, reason: str, request: HTTPConnection) -> ASGIApp:
         self._metrics.turned_away(reason)

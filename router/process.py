@@ -7,9 +7,9 @@ What the user can mend (model directory, a taken port) is one line and exit code
 arises: in a task, in a callback. It ends the process with a traceback and exit code 1; whoever starts it again gets a new
 incarnation, and nodes free the old one's work within the grace.
 
-SIGTERM drains: new requests are answered 503, `/ready` says so, and what was accepted ends as if nothing had happened, until the
-drain timeout. SIGINT, or the end of that time, ends every request with an error. SIGHUP ends nothing
-but what a terminal has started (key_file.py).
+SIGTERM drains: connections that clients keep for later are closed, new requests are answered 503, `/ready` says so, and what was
+accepted ends as if nothing had happened, until the drain timeout. SIGINT, or the end of that time, ends every request with an
+error. SIGHUP ends nothing but what a terminal has started (key_file.py).
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ async def _serve(
 async def _drain(shell: RouterShell, http: HttpServer, timeout_s: float) -> None:
     """Turn new requests away until no answer is under way, or the time is over."""
     shell.drain()
+    http.close_idle()
     now = asyncio.get_running_loop().time
     deadline = now() + timeout_s
     shown = -1

@@ -152,9 +152,9 @@ class RouterShell:
         """Prompts with so many choices each that one answer may have: more find the queue full whenever they come."""
         return self._core.most_prompts(num_choices)
 
-    def missing(self) -> list[str]:
-        """What is lacking before a request can be served now, as sentences; empty when ready."""
-        return ["the router is shutting down"] if self.is_draining else self._core.missing()
+    def missing(self, waits: bool = False) -> list[str]:
+        """What is lacking before a request can be served now, or with `waits` let in to wait, as sentences; empty when ready."""
+        return ["the router is shutting down"] if self.is_draining else self._core.missing(waits)
 
     def drain(self) -> None:
         """Be ready no more; what is here goes on."""

@@ -177,6 +177,14 @@ class BoundedHttp(HttpToolsProtocol):
             self.on_lost = None
             call()
 
+    def close_when_idle(self) -> None:
+        """Close it behind the answer under way, or now if it is kept for later; not if a request, or its first one, is on its way."""
+        if self.cycle is None or not self._is_whole:
+            return
+        if self.cycle.response_complete:
+            self.transport.close()
+        self.cycle.keep_alive = False
+
     def data_received(self, data: bytes) -> None:
         """Parse, then look whether it was too much: what is refused is the piece behind the bound."""
         if self._refusal is not None:

@@ -69,6 +69,12 @@ class HttpServer:
         """Answers that are not out yet, whatever was asked for."""
         return len(self._server.server_state.tasks)
 
+    def close_idle(self) -> None:
+        """Close connections that clients keep for later, and others behind their answers: their next request is for somebody else."""
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, BoundedHttp):
+                connection.close_when_idle()
+
     def stop(self) -> None:
         """Let `run` return once the answers under way are out."""
         self._server.should_exit = True

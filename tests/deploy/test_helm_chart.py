@@ -171,10 +171,10 @@ def test_probes_ask_for_pages_that_the_process_has_at_the_port_where_they_are(en
             assert {name: each["path"] for name, each in pods.probes.items()} == {
                 "startupProbe": "/health",
                 "livenessProbe": "/health",
-                "readinessProbe": "/ready",
+                "readinessProbe": "/ready?accepting=1",
             }
             for each in pods.probes.values():
-                assert each["port"] in pods.ports and f'"{each["path"]}"' in pages
+                assert each["port"] in pods.ports and f'"{each["path"].partition("?")[0]}"' in pages
 
 
 def test_pods_have_no_rights_and_hear_of_no_services(engine: Engine) -> None:

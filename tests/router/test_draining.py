@@ -123,6 +123,35 @@ def test_a_draining_router_takes_nothing_new_and_ends_with_0_once_its_streams_ha
     asyncio.run(scene())
 
 
+@pytest.mark.covers("C03")
+def test_connections_that_clients_keep_for_later_are_closed_by_a_draining_router_and_no_others(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with streaming_router(tmp_path) as router, asyncio.timeout(60):
+            host, port = router.client.base_url.host, router.client.base_url.port
+            assert port is not None
+            kept, begun, fresh = [await asyncio.open_connection(host, port) for _ in range(3)]
+            get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+            for reader, writer in (kept, begun):
+                writer.write(get)
+                assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(len(b'{"status":"ok"}'))
+            begun[1].write(get[:-2])  # a request is on its way here
+            await until_ready_says(router.client, 200)  # it has come
+            router.process.send_signal(signal.SIGTERM)
+            assert await kept[0].read() == b""
+            begun[1].write(b"\r\n")
+            fresh[1].write(get)
+            for reader, _ in (begun, fresh):
+                assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            router.may_finish.set()
+            assert "[DONE]" in await router.rest()
+            assert await router.process.wait() == 0
+            for _, writer in (kept, begun, fresh):
+                writer.close()
+
+    asyncio.run(scene())
+
+
 @pytest.mark.covers("A06", "C03")
 @pytest.mark.parametrize(
     ("number", "flags"), [(signal.SIGTERM, ("--drain-timeout-s", "0.2")), (signal.SIGINT, ())], ids=["late", "ctrl_c"]

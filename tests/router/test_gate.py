@@ -115,7 +115,9 @@ def test_probes_and_scrapers_need_no_key_unless_metrics_are_to(model: Path) -> N
     async def run() -> None:
         for needs_key in (False, True):
             async with guarded_router(model, f"{KEY}\n", metrics_need_key=needs_key) as (router, _):
-                assert [(await router.client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+                for path in ("/health", "/ready", "/ready?accepting=1"):
+                    assert (await router.client.get(path)).status_code == 200
+                assert (await router.client.get("/ready?accepting=1&deep=1")).status_code == 401
                 assert (await router.client.get("/metrics")).status_code == (401 if needs_key else 200)
                 assert (await router.client.get("/metrics", headers=bearer(KEY))).status_code == 200
 

@@ -113,7 +113,8 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* /health: alive, also while it drains. /ready: takes work. The first answer of /health may wait for the model. */}}
+{{/* /health: alive, also while it drains; its first answer may wait for the model. /ready: takes work; with accepting=1 a router's is
+also good while what it lets in waits for a node to come back. */}}
 {{- define "baton.probes" -}}
 {{- $scheme := ternary "HTTPS" "HTTP" (not (empty (include "baton.tlsSecret" .root))) -}}
 startupProbe:
@@ -127,7 +128,7 @@ livenessProbe:
   timeoutSeconds: 10
   failureThreshold: 6
 readinessProbe:
-  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: "/ready?accepting=1", port: http, scheme: {{ $scheme }}}
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 2
