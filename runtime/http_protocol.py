@@ -178,7 +178,7 @@ class BoundedHttp(HttpToolsProtocol):
             call()
 
     def close_when_idle(self) -> None:
-        """Close it behind the answer under way, or now if it is kept for later; not if a request, or its first one, is on its way."""
+        """Close it behind the answer under way, or now if kept for later; not while a request, or the first one, is on its way."""
         if self.cycle is None or not self._is_whole:
             return
         if self.cycle.response_complete:

@@ -70,7 +70,7 @@ class HttpServer:
         return len(self._server.server_state.tasks)
 
     def close_idle(self) -> None:
-        """Close connections that clients keep for later, and others behind their answers: their next request is for somebody else."""
+        """Close connections that clients keep for later, others behind their answers: the next request is for somebody else."""
         for connection in list(self._server.server_state.connections):
             if isinstance(connection, BoundedHttp):
                 connection.close_when_idle()
