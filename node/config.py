@@ -221,6 +221,13 @@ class NodeConfig:
         low=0,
         high=86_400,
     )
+    step_timeout_s: float = knob(
+        300.0,
+        "seconds without an answer from the model's runner, though it has work, until the process ends (exit code 1), so that what "
+        "it serves goes on elsewhere: a device or its driver may hang",
+        low=1,
+        high=86_400,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least level that is logged")
     log_format: Literal["text", "json"] = knob("text", "of a log line: key=value for people, or a JSON object")
     otlp_endpoint: str | None = knob(

@@ -63,6 +63,7 @@ from node.ready_file import why_not_told
 from node.roles import ROLES, RoleName, prefills_locally, rules_of
 from node.runner_thread import RunnerThread
 from node.spans import AttemptSpans
+from node.step_watch import watch_steps
 from node.view import NodeFacts, NodeView, Sources
 from proto import baton_pb2 as pb
 from proto import baton_pb2_grpc as pb_grpc
@@ -285,6 +286,7 @@ class _NodeProcess:
         kv_pool = self._start_kv_pool(post, tasks, started)
         runner = RunnerThread(self._engine.runner, lambda result: post(StepDone(result)))
         started.push_async_callback(runner.stop)
+        started.callback(tasks.create_task(watch_steps(runner, self._config.step_timeout_s)).cancel)
         keep(tasks, started, runner.ended, ThreadEnded("the runner thread has ended"))
         for rank, ended in self._engine.rank_ends:
             keep(tasks, started, asyncio.wrap_future(ended), ThreadEnded(f"rank {rank} has ended"))

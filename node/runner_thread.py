@@ -9,7 +9,8 @@ the loop and this thread share the interpreter, and what the loop says of a step
 as long as it takes to say (0.6 ms of a step of 6, bench.token_path). Computing itself leaves the interpreter to the loop.
 
 A step that raises is a bug. It ends the thread, the thread's end resolves `ended`, and whoever runs the process dies of it:
-a node whose runner is gone would otherwise answer keepalives for ever and serve nobody.
+a node whose runner is gone would otherwise answer keepalives for ever and serve nobody. So it would of one that hangs:
+node/step_watch.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class RunnerThread:
         """`on_result` is called on the runner's thread, once per plan, in order: it must be thread-safe and not block."""
         self._runner = runner
         self._on_result = on_result
+        self._num_given = 0  # of the loop's thread
+        self.num_answered = 0  # plans whose results were told; of the runner's thread
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -42,7 +45,13 @@ class RunnerThread:
 
     def submit(self, plan: Plan) -> None:
         """Run this plan behind all earlier ones."""
+        self._num_given += 1
         self._plans.put(plan)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Plans whose results were not told yet."""
+        return self._num_given - self.num_answered
 
     async def stop(self, timeout_s: float = 2.0) -> bool:
         """End behind the plans already given; False if the thread did not end in time."""
@@ -74,7 +83,7 @@ class RunnerThread:
             finally:
                 self._tell()  # what was computed counts, whatever becomes of the next
             if launched is not None:
-                self._on_result(launched.read())
+                self._answer(launched.read())
             if plan is None:
                 return
             launched = following
@@ -89,4 +98,8 @@ class RunnerThread:
         """Hand over the result that is there, if one is."""
         if self._untold is not None:
             result, self._untold = self._untold, None
-            self._on_result(result)
+            self._answer(result)
+
+    def _answer(self, result: StepResult) -> None:
+        self._on_result(result)
+        self.num_answered += 1

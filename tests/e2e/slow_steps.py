@@ -32,7 +32,9 @@ if "-m" in sys.orig_argv and {"prefill", "decode", "mixed", "deploy.node_forker"
         plan = next_plan(self, launched)
         try:
             with open(os.environ["SLOW_STEPS"]) as wanted:
-                time.sleep(float(wanted.read()))
+                step_s, *nodes = wanted.read().split()
+            if not nodes or set(nodes) & set(sys.orig_argv):
+                time.sleep(float(step_s))
         except FileNotFoundError:
             pass
         return plan
@@ -55,10 +57,10 @@ class SlowSteps:
         self.environment: Final[dict[str, str]] = {"PYTHONPATH": paths, "SLOW_STEPS": str(self._wanted)}
 
     @contextmanager
-    def wanted(self, step_s: float = 0.02) -> Iterator[None]:
-        """Every step of every node takes so much longer until the block ends."""
+    def wanted(self, step_s: float = 0.02, *nodes: str) -> Iterator[None]:
+        """Every step of every node, or of those named that were started by hand, takes so much longer until the block ends."""
         part = self._wanted.with_suffix(".part")
-        part.write_text(str(step_s))
+        part.write_text(" ".join([str(step_s), *nodes]))
         part.rename(self._wanted)
         try:
             yield
@@ -76,7 +78,7 @@ class SlowableFleet(Fleet):
             super().start(*names)
 
     @contextmanager
-    def slow_steps(self, step_s: float = 0.02) -> Iterator[None]:
-        """Until the block ends."""
-        with SlowSteps(self._folder).wanted(step_s):
+    def slow_steps(self, step_s: float = 0.02, *nodes: str) -> Iterator[None]:
+        """Of these nodes, or all, until the block ends."""
+        with SlowSteps(self._folder).wanted(step_s, *nodes):
             yield
