@@ -85,6 +85,11 @@ class WorkerEnd:
         """Have `hear` called with what they tell."""
         self._hear = hear
 
+    @property
+    def num_remembered(self) -> int:
+        """Pages that somebody asks for, or waits to."""
+        return len(self._asking.keys() | self._waiting.keys())
+
     async def page_of_all(self, page: str) -> dict[int, str]:
         """Every worker's part of it, by worker; of those only that answer in time.
 
@@ -96,9 +101,13 @@ class WorkerEnd:
         return await asyncio.shield(waiting)
 
     async def _ask_next(self, page: str) -> dict[int, str]:
-        async with self._asking[page]:
-            del self._waiting[page]  # whoever comes from now on wants to know what is true then
-            return await self._ask(page)
+        try:
+            async with self._asking[page]:
+                del self._waiting[page]  # whoever comes from now on wants to know what is true then
+                return await self._ask(page)
+        finally:
+            if page not in self._waiting:  # nobody wants the lock; clients name pages as they like
+                del self._asking[page]
 
     async def _ask(self, page: str) -> dict[int, str]:
         self._num_questions += 1

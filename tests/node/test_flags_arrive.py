@@ -98,6 +98,7 @@ ELSEWHERE: Final[Mapping[str, tuple[str, str]]] = {
     "transport": ("node/process.py", "transport"),
     "session_grace_s": ("node/incarnation.py", "session_grace_s"),
     "drain_timeout_s": ("node/process.py", "drain_timeout_s"),
+    "step_timeout_s": ("node/process.py", "step_timeout_s"),
     "log_level": ("node/process.py", "log_level"),
     "log_format": ("node/process.py", "log_format"),
     "otlp_endpoint": ("node/process.py", "otlp_endpoint"),

@@ -10,7 +10,7 @@ import pytest
 from proto import baton_pb2 as pb
 from router.entrance import RouterCoreConfig
 from tests.router.core_world import CoreWorld
-from tests.router.live_router import LiveRouter, until
+from tests.router.live_router import LiveRouter, live_router, until
 from tests.router.scripted_nodes import ScriptedAttempt, replying
 from tests.router.test_api import play
 from tests.router.tiny_model import write_model_text
@@ -122,3 +122,25 @@ def test_a_client_that_would_wait_in_vain_hears_so_while_others_wait_on(tmp_path
         assert {(await each).status_code for each in patient} == {200}
 
     play(write_model_text(tmp_path), scenario, script, core_config=RouterCoreConfig(max_inflight_prefills=1))
+
+
+@pytest.mark.covers("A04")
+def test_a_balancer_sends_on_what_the_router_lets_wait_for_a_node_to_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        core_config = RouterCoreConfig(no_nodes_grace_s=2.0)
+        async with live_router(write_model_text(tmp_path), core_config=core_config) as router:
+            for page, is_there in (("/ready?accepting=1", "accepting"), ("/ready", "ready")):
+                answer = await router.client.get(page)
+                assert (answer.status_code, answer.json()[is_there]) == (200, True)
+            router.shell.on_unlisted(router.pair.decode.peer)
+            waiting = asyncio.create_task(router.post())
+            assert (await router.client.get("/ready")).status_code == 503
+            answer = await router.client.get("/ready?accepting=1")
+            told = answer.json()
+            assert (answer.status_code, told["accepting"], told["ready"]) == (200, True, False)
+            assert told["missing"] == ["no decode node can take work"]
+            assert (await waiting).json()["error"]["code"] == "NO_NODES"  # at the end of the grace
+            answer = await router.client.get("/ready?accepting=1")
+            assert (answer.status_code, answer.json()["accepting"]) == (503, False)
+
+    asyncio.run(run())

@@ -336,28 +336,6 @@ def test_without_a_decode_node_the_router_is_not_ready_and_says_so(model: Path) 
     play(model, scenario)
 
 
-@pytest.mark.covers("A04")
-def test_a_balancer_sends_on_what_the_router_lets_wait_for_a_node_to_come_back(tmp_path: Path) -> None:
-    async def run() -> None:
-        core_config = RouterCoreConfig(no_nodes_grace_s=2.0)
-        async with live_router(write_model_text(tmp_path), core_config=core_config) as router:
-            for page, is_there in (("/ready?accepting=1", "accepting"), ("/ready", "ready")):
-                answer = await router.client.get(page)
-                assert (answer.status_code, answer.json()[is_there]) == (200, True)
-            router.shell.on_unlisted(router.pair.decode.peer)
-            waiting = asyncio.create_task(router.post())
-            assert (await router.client.get("/ready")).status_code == 503
-            answer = await router.client.get("/ready?accepting=1")
-            told = answer.json()
-            assert (answer.status_code, told["accepting"], told["ready"]) == (200, True, False)
-            assert told["missing"] == ["no decode node can take work"]
-            assert (await waiting).json()["error"]["code"] == "NO_NODES"  # at the end of the grace
-            answer = await router.client.get("/ready?accepting=1")
-            assert (answer.status_code, answer.json()["accepting"]) == (503, False)
-
-    asyncio.run(run())
-
-
 @pytest.mark.covers("A05")
 def test_the_clients_request_id_is_echoed_and_never_a_key(model: Path) -> None:
     async def scenario(router: LiveRouter) -> None:

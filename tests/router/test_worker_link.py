@@ -129,6 +129,7 @@ def test_however_many_ask_for_a_page_the_parent_is_asked_once_and_once_more_for_
                     asked = await parent.read()
             assert {tuple(each.items()) for each in await asyncio.gather(*first)} == {((0, "page 1"),)}
             assert {tuple(each.items()) for each in await asyncio.gather(*later)} == {((0, "page 2"),)}
+            assert not end.num_remembered, "clients name pages as they like"
 
     asyncio.run(run())
 
