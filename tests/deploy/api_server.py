@@ -1,11 +1,13 @@
-"""A stand-in for Kubernetes' API server, as far as `helm install` asks one: it names the kinds, has nothing, takes all.
+"""A stand-in for Kubernetes' API server, as far as Helm asks one: it names the kinds, has what it was given, takes all.
 
-What it is given it keeps, in order. It judges nothing (kubernetes_types.py does), runs nothing, and listens on loopback.
+It judges nothing (kubernetes_types.py does), runs nothing, and listens on loopback.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +25,8 @@ KINDS: Final[dict[tuple[str, str], dict[str, str]]] = {
     ("cert-manager.io", "v1"): {"Certificate": "certificates"},
     ("monitoring.coreos.com", "v1"): {"PodMonitor": "podmonitors"},
 }
+RELEASE: Final = re.compile(rb"H4sI[A-Za-z0-9+/]+=*")  # gzip in base64, in a protobuf message
+_NAME: Final = re.compile(rb"sh\.helm\.release\.v1\.[a-z0-9.-]+\.v[0-9]+")
 _NOT_FOUND: Final = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
@@ -62,13 +66,25 @@ def _group(group: str, version: str) -> dict[str, Any]:
     return {"name": group, "versions": [spelled], "preferredVersion": spelled}
 
 
+def patched(old: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """What a patch makes of an object, but that lists are replaced; null takes away."""
+    found = old | {key: value for key, value in patch.items() if value is not None}
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        elif isinstance(value, dict) and isinstance(old.get(key), dict):
+            found[key] = patched(old[key], value)
+    return found
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # an answer in one piece: the second of two would wait 40 ms for the first one's acknowledgement
     server: StandIn
 
     def do_GET(self) -> None:
-        found = answer_to(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        found = self.server.live.get(path) or self.server.remembered(path) or answer_to(path)
         self._say(404 if found is None else 200, json.dumps(found or _NOT_FOUND).encode(), "application/json")
 
     def do_POST(self) -> None:
@@ -77,10 +93,22 @@ class _Handler(BaseHTTPRequestHandler):
         if kind.endswith("protobuf"):
             self.server.memories.append(body)
         else:
-            self.server.given.append(json.loads(body))
+            made = json.loads(body)
+            self.server.given.append(made)
+            self.server.live[f"{self.path.partition('?')[0]}/{made['metadata']['name']}"] = made
         self._say(201, body, kind)
 
-    do_PATCH = do_PUT = do_POST
+    do_PUT = do_POST
+
+    def do_PATCH(self) -> None:
+        path = self.path.partition("?")[0]
+        patch = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        self.server.live[path] = patched(self.server.live[path], patch)
+        self._say(200, json.dumps(self.server.live[path]).encode(), "application/json")
+
+    def do_DELETE(self) -> None:
+        del self.server.live[self.path.partition("?")[0]]
+        self._say(200, b"{}", "application/json")
 
     def _say(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)
@@ -94,12 +122,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class StandIn(ThreadingHTTPServer):
-    """The server, with what it was given: objects, and in protobuf Helm's own memory of what it has done."""
+    """The server, with what it was given, in order: objects, and in protobuf Helm's own memory of what it has done.
+
+    `live`: objects as they are now, by their paths.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
+        self.live: dict[str, dict[str, Any]] = {}
         self.memories: list[bytes] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
@@ -107,6 +139,18 @@ class StandIn(ThreadingHTTPServer):
     def url(self) -> str:
         """Where it is."""
         return f"http://127.0.0.1:{self.server_port}"
+
+    def remembered(self, path: str) -> dict[str, Any] | None:
+        """Of a list of Secrets, those in which Helm has written what it did; None: another page."""
+        if not path.endswith("/secrets") or not self.memories:
+            return None
+        kept = {}
+        for memory in self.memories:  # a later one of a name is what became of it
+            name, release = _NAME.search(memory), RELEASE.search(memory)
+            assert name and release
+            content = {"release": base64.b64encode(release[0]).decode()}
+            kept[name[0]] = {"metadata": {"name": name[0].decode()}, "data": content}
+        return {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": [*kept.values()]}
 
 
 @contextmanager

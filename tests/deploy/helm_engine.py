@@ -1,10 +1,10 @@
 """Helm itself, as a program: `python -m tests.deploy.helm_engine LIBRARY < cases.json` installs each, and says what came of it.
 
 LIBRARY is the one of the package helm-sdkpy, which has Helm's own code (v4.3) and a few functions of C over it; `make setup`
-puts it into .venv/helm. A process of its own, since Go's runtime lives in it. Not here: what an install must look like
-(test_helm_*.py).
+puts it into .venv/helm. With `upgrade` the objects are those after it, somebody having scaled the routers before. A process of its
+own, since Go's runtime lives in it. Not here: what an install must look like (test_helm_*.py).
 
-    [{"values": {…}, "release": "baton", "namespace": "inference"}]
+    [{"values": {…}, "release": "baton", "namespace": "inference", "upgrade": {"routers": 5, "values": {…}}}]
     {"lint": […], "installs": [{"error": "", "manifests": […], "notes": "…"}]}
 """
 
@@ -14,14 +14,13 @@ import base64
 import ctypes
 import gzip
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from tests.deploy.api_server import api_server
+from tests.deploy.api_server import RELEASE, api_server
 
 CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "baton"
 
@@ -64,6 +63,13 @@ class Helm:
 
     def install(self, release: str, chart: Path, values: dict[str, Any]) -> None:
         """Install without waiting for anything to run. Raises HelmError."""
+        self._do(self._library.helm_sdkpy_install, release, chart, values)
+
+    def upgrade(self, release: str, chart: Path, values: dict[str, Any]) -> None:
+        """Likewise, what is installed."""
+        self._do(self._library.helm_sdkpy_upgrade, release, chart, values)
+
+    def _do(self, action: Any, release: str, chart: Path, values: dict[str, Any]) -> None:
         out = ctypes.c_char_p()
         options = {
             "wait": False,
@@ -72,7 +78,7 @@ class Helm:
             "disable_openapi_validation": True,
         }
         self._checked(
-            self._library.helm_sdkpy_install(
+            action(
                 self._handle,
                 release.encode(),
                 str(chart).encode(),
@@ -90,7 +96,7 @@ class Helm:
 
 def notes_in(memory: bytes) -> str:
     """What Helm told whoever installed, out of the Secret in which it remembers that."""
-    packed = re.search(rb"H4sI[A-Za-z0-9+/]+=*", memory)  # gzip in base64, in a protobuf message
+    packed = RELEASE.search(memory)
     if packed is None:
         raise HelmError("no release in the Secret")
     release: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[0])))
@@ -103,6 +109,11 @@ def install(library: Path, case: dict[str, Any]) -> dict[str, Any]:
         helm = Helm(library, server.url, case["namespace"])
         try:
             helm.install(case["release"], CHART, case["values"])
+            if later := case["upgrade"]:
+                (routers,) = (each for each in server.live.values() if each["kind"] == "Deployment")
+                routers["spec"]["replicas"] = later["routers"]
+                helm.upgrade(case["release"], CHART, later["values"])
+                return {"error": "", "manifests": [*server.live.values()], "notes": notes_in(server.memories[-1])}
         except HelmError as error:
             return {"error": str(error), "manifests": [], "notes": ""}
         finally:

@@ -31,6 +31,14 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What is said at an upgrade, when there are so many routers."""
+
+    routers: int
+    values: Values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
     """What Helm made of all cases, by name."""
 
@@ -42,15 +50,17 @@ class Engine:
         return [outcome for name, outcome in self.outcomes.items() if name not in WRONG]
 
 
-def run_helm(cases: dict[str, Values]) -> Engine:
-    """Fail or skip where Helm's code is not there."""
+def run_helm(cases: dict[str, Values], upgrades: dict[str, Upgrade] | None = None) -> Engine:
+    """`upgrades`: what follows an install, by case. Fail or skip where Helm's code is not there."""
     if not LIBRARY.exists():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no {LIBRARY}: make setup fetches it, on x86-64")
     told = []
     for i, (name, values) in enumerate(cases.items()):
         long = name == "long names"
         release = "r" * 53 if long else ("baton", "llm", "prod-baton")[i % 3]
-        told.append({"release": release, "namespace": "n" * 63 if long else "inference", "values": values})
+        upgrade = (upgrades or {}).get(name)
+        place = {"release": release, "namespace": "n" * 63 if long else "inference"}
+        told.append(place | {"values": values, "upgrade": upgrade and dataclasses.asdict(upgrade)})
     command = [sys.executable, "-m", "tests.deploy.helm_engine", str(LIBRARY)]
     done = subprocess.run(command, cwd=ROOT, input=json.dumps(told), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,8 @@ from typing import Final
 
 import pytest
 
-from tests.deploy.chart_cases import MIXED_ONLY, TINY, together
-from tests.deploy.installs import ROOT, Engine, run_helm
+from tests.deploy.chart_cases import MIXED_ONLY, SWITCHES, TINY, together
+from tests.deploy.installs import ROOT, Engine, Upgrade, run_helm
 from tests.deploy.pods import NODE_ROLES
 
 PAGE: Final = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
@@ -33,8 +33,10 @@ esac
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """A few installs."""
-    return run_helm({"defaults": TINY, "mixed nodes only": together(TINY, MIXED_ONLY)})
+    """A few installs and upgrades."""
+    scaling = together(TINY, SWITCHES["autoscaling"])
+    cases = {"defaults": TINY, "turned on": TINY, "mixed nodes only": together(TINY, MIXED_ONLY), "scaled": scaling}
+    return run_helm(cases, {"turned on": Upgrade(5, scaling), "scaled": Upgrade(6, scaling)})
 
 
 def test_an_upgrade_takes_one_node_of_a_role_at_a_time(engine: Engine) -> None:
@@ -67,3 +69,12 @@ def test_the_lines_label_is_that_of_every_nodes_set_of_the_release(engine: Engin
     install = engine.outcomes["defaults"].install
     for manifest in install.of("StatefulSet"):
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "baton"
+
+
+def test_an_upgrade_leaves_as_many_routers_as_the_scaler_has_made(engine: Engine) -> None:
+    """Also the one that turns it on: a number that is in no template any more Helm takes away, and Kubernetes makes 1 of that."""
+    for case, number in {"turned on": 5, "scaled": 6}.items():
+        outcome = engine.outcomes[case]
+        (routers,) = outcome.install.of("Deployment")
+        assert (outcome.error, routers["spec"].get("replicas")) == ("", number), case
+        assert outcome.install.of("HorizontalPodAutoscaler")
