@@ -1,4 +1,4 @@
-"""What `helm upgrade` does to what runs: which pods it takes, and what must be waited for before.
+"""What `helm upgrade` does to what runs: which pods it takes, how many it leaves, and what is waited for, how long.
 
 Not here: what an install looks like (test_helm_chart.py).
 """
@@ -35,7 +35,14 @@ esac
 def engine() -> Engine:
     """A few installs and upgrades."""
     scaling = together(TINY, SWITCHES["autoscaling"])
-    cases = {"defaults": TINY, "turned on": TINY, "mixed nodes only": together(TINY, MIXED_ONLY), "scaled": scaling}
+    slow = {"decode": {"startupSeconds": 3600}, "mixed": {"startupSeconds": 7200}}
+    cases = {
+        "defaults": TINY,
+        "slow": together(TINY, slow),
+        "turned on": TINY,
+        "mixed nodes only": together(TINY, MIXED_ONLY),
+        "scaled": scaling,
+    }
     return run_helm(cases, {"turned on": Upgrade(5, scaling), "scaled": Upgrade(6, scaling)})
 
 
@@ -69,6 +76,16 @@ def test_the_lines_label_is_that_of_every_nodes_set_of_the_release(engine: Engin
     install = engine.outcomes["defaults"].install
     for manifest in install.of("StatefulSet"):
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "baton"
+
+
+def test_routers_are_given_up_no_sooner_than_the_slowest_node_that_they_wait_for(engine: Engine) -> None:
+    """`kubectl rollout status`, which the notes name, fails then; by itself Kubernetes allows 600 seconds."""
+    for case, longest in {"defaults": 900, "mixed nodes only": 900, "slow": 3600}.items():
+        install = engine.outcomes[case].install
+        starts = [pods.container["startupProbe"] for pods in install.pods() if pods.is_ours]
+        assert max(each["periodSeconds"] * each["failureThreshold"] for each in starts) == longest
+        (routers,) = install.of("Deployment")
+        assert routers["spec"]["progressDeadlineSeconds"] == longest + 600
 
 
 def test_an_upgrade_leaves_as_many_routers_as_the_scaler_has_made(engine: Engine) -> None:
