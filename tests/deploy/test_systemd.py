@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,11 @@ NAMES = ("baton-router.service", *(f"baton-{role}@.service" for role in ROLES))
 PAGE = (UNITS.parents[1] / "docs" / "by_hand.md").read_text(encoding="utf-8")
 DRAIN_S = 25.0
 WHERE_BATON_IS = "/opt/baton/.venv/bin/baton"
+
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="no systemd-analyze (Debian: the package systemd)"
+)
 
 
 def unit(name: str) -> Unit:
@@ -39,12 +45,42 @@ def complaints(folder: Path, name: str, text: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze (Debian: the package systemd)")
+@needs_systemd
 @pytest.mark.parametrize("name", NAMES)
 def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
     text = (UNITS / name).read_text()
     assert complaints(tmp_path, name, text) == ""
     assert "Unknown" in complaints(tmp_path, name, text.replace("TimeoutStopSec", "TimeoutStopSecs"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_unit_starts_behind_names_clocks_and_mounts_of_the_network(name: str) -> None:
+    """A model that is not there yet is a wrong setting (2), and would stay one."""
+    assert {"network-online.target", "nss-lookup.target", "time-sync.target", "remote-fs.target"} <= {
+        word for value in unit(name).all("After") for word in value.split()
+    }
+
+
+@needs_systemd
+def test_what_the_page_has_for_other_mounts_is_for_every_unit(tmp_path: Path) -> None:
+    (setting, path) = re.findall(r"`(RequiresMountsFor=\S+)` under `\[Unit\]` in `/etc/systemd/system/(\S+)`", PAGE)[0]
+    drop_in = tmp_path / path
+    drop_in.parent.mkdir()
+    for name in NAMES:
+        text = (UNITS / name).read_text().replace(WHERE_BATON_IS, shutil.which("true") or "")
+        (tmp_path / name).write_text(text)
+        drop_in.write_text(f"[Unit]\n{setting}\n")
+        assert told_of(tmp_path, name) == ""
+        drop_in.write_text(f"[Unit]\nMisspelt{setting}\n")
+        assert "MisspeltRequiresMountsFor" in told_of(tmp_path, name), "it is not read"
+
+
+def told_of(folder: Path, name: str) -> str:
+    """What systemd says of a unit with all that belongs to it."""
+    command = ["systemd-analyze", "verify", "--man=no", name.replace("@.", "@0.")]
+    variables = {"PATH": os.environ["PATH"], "SYSTEMD_UNIT_PATH": f"{folder}:"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=variables)
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
