@@ -111,5 +111,6 @@ def test_a_unit_lets_its_process_drain_and_stops_what_only_an_operator_can_mend(
     assert found.one("User") == "baton" and found.command()[0] == WHERE_BATON_IS
     # What a node cannot live with.
     broken = {"MemoryDenyWriteExecute", "PrivateNetwork", "PrivateUsers", "PrivateIPC", "DynamicUser", "RootDirectory"}
-    broken |= set() if "router" in name else {"PrivateDevices", "DevicePolicy"}
+    broken |= set() if "router" in name else {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"}
     assert broken & {key for _, key, _ in found.settings} == set()
+    assert found.one("CapabilityBoundingSet") == "", "else nobody keeps it from the clock"
