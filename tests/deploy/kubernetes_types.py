@@ -54,6 +54,7 @@ _OF_OTHERS: Final[dict[str, dict[str, Any]]] = {
             "privateKey": {"algorithm": "str", "size": "int", "rotationPolicy": "str"},
             "usages": "List[str]",
             "dnsNames": "List[str]",
+            "ipAddresses": "List[str]",
             "issuerRef!": {"name!": "str", "kind": "str", "group": "str"},
         },
     },

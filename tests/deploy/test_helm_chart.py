@@ -208,7 +208,8 @@ def test_the_certificate_names_every_host_that_is_dialled(engine: Engine) -> Non
             host = resolved(pods)["BATON_ADVERTISE"]
             assert "*." + host.partition(".")[2] in names, host
             assert ("Secret", order["spec"]["secretName"]) in set(references(pods))
-        assert {each["metadata"]["name"] for each in install.of("Deployment")} <= set(names)
+        assert {each["metadata"]["name"] for each in install.of("Deployment")} | {"localhost"} <= set(names)
+        assert order["spec"]["ipAddresses"] == ["127.0.0.1", "::1"]
         assert {rule["host"] for each in install.of("Ingress") for rule in each["spec"]["rules"]} <= set(names)
         for monitor in install.of("PodMonitor"):
             (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -354,16 +355,17 @@ def test_a_redis_elsewhere_is_reached_at_its_port(engine: Engine) -> None:
 
 
 def channels(source: str, target: str, values: Values) -> set[int]:
-    """Section 4 of the design: the ports of `target` that `source` dials, and what else the switches leave open."""
+    """Section 4 of the design, and what an operator in a router's pod dials; also what else the switches leave open."""
     policy = values.get("networkPolicy", {})
     is_free = not policy.get("egress", True)  # then whoever may scrape, or ask, may be one of ours
     scraped = policy.get("scrapers", True)
     if target == "router":
-        return {ROUTER_PORT} if is_free and (scraped or not policy.get("clients")) else set()
+        is_open = is_free and (scraped or not policy.get("clients"))
+        return {ROUTER_PORT} if is_open or source == "router" else set()
     if target == "redis":
         return set() if source == "redis" else {REDIS_PORT}
     has_nixl = "nixl" in str(values)  # whose library draws ports
     is_node = source in NODE_ROLES
-    pages = {HTTP_PORT} if (is_free and scraped) or (has_nixl and is_node) else set()
+    pages = {HTTP_PORT} if (is_free and scraped) or (has_nixl and is_node) or source == "router" else set()
     drawn = {ROUTER_PORT, REDIS_PORT} if has_nixl and is_node else set()
     return pages | drawn | {"router": {GRPC_PORT}, "redis": set()}.get(source, {GRPC_PORT, KV_PORT})

@@ -30,7 +30,7 @@ from engine.model_sizes import SIZES
 from runtime.certificates import make_authority, sign_host
 from tests.deploy.chart_cases import SWITCHES, TINY, TLS, together
 from tests.deploy.installs import ROOT, run_helm
-from tests.deploy.pods import GRPC_PORT, KV_PORT, NODE_ROLES, REDIS_PORT, Install, Peer, Pods
+from tests.deploy.pods import GRPC_PORT, HTTP_PORT, KV_PORT, NODE_ROLES, REDIS_PORT, ROUTER_PORT, Install, Peer, Pods
 from tests.registry.redis_server import need_redis
 
 PATIENCE_S: Final = 200.0  # of a machine that others use
@@ -183,7 +183,7 @@ class Cluster:
         """What cert-manager is asked for, and the file of keys."""
         (order,) = self.install.of("Certificate")
         authority = make_authority(1)
-        pair = sign_host(authority, order["spec"]["dnsNames"], 1)
+        pair = sign_host(authority, [*order["spec"]["dnsNames"], *order["spec"]["ipAddresses"]], 1)
         files = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
         self.paths["/etc/baton/tls"].mkdir()
         for name, content in files.items():
@@ -250,6 +250,16 @@ def test_the_pods_serve_and_open_to_each_other_what_the_policies_let_through(clu
     for source, target, port in opened:
         labels = [cluster.install.pods_of(role).labels for role in (source, target)]
         assert cluster.install.is_allowed(Peer(labels[0]), Peer(labels[1]), port), (source, target, port)
+
+
+def test_who_looks_at_the_cluster_from_a_routers_pod_finds_nothing_wrong_and_is_let_through(cluster: Cluster) -> None:
+    asked = cluster.execute("router", "doctor", "https://baton-router:8000", "--api-key", KEY)
+    assert asked.wait(PATIENCE_S) == 0 and "baton doctor: nothing is wrong" in cluster.log("router"), cluster.log(
+        "router"
+    )
+    router = cluster.install.pods_of("router").labels
+    for role, port in {"router": ROUTER_PORT, "prefill": HTTP_PORT, "decode": HTTP_PORT}.items():
+        assert cluster.install.is_allowed(Peer(router), Peer(cluster.install.pods_of(role).labels), port)
 
 
 def test_a_pod_that_is_told_to_end_drains_in_the_time_that_it_has(cluster: Cluster) -> None:
