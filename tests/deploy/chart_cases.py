@@ -90,6 +90,20 @@ SWITCHES: Final[dict[str, Values]] = {
         }
         for role in ("router", "prefill", "decode")
     },
+    "own variables": {
+        "decode": {
+            "extraEnv": [
+                {"name": "BATON_THREADS", "value": "5"},
+                {"name": "TRITON_CACHE_DIR", "value": "/cache"},
+                {"name": "TRITON_CACHE_DIR", "value": "/tmp/mine"},
+            ]
+        },
+        "router": {"extraEnv": [{"name": "BATON_HOST", "value": "::"}]},
+    },
+    "no CPU": {
+        "prefill": {"resources": {"requests": {"cpu": 0}, "limits": {"cpu": "3"}}},
+        "decode": {"resources": {"requests": {"cpu": "0m"}}},
+    },
     "image": {"image": {"repository": "example.com/a/baton", "tag": "7.1_cuda", "pullSecrets": [{"name": "pull"}]}},
     "digest": {"image": {"tag": f"1.0@sha256:{'a' * 64}"}},
     "tag that is cut": {"image": {"tag": f"{'a' * 62}-b_"}},
@@ -101,7 +115,7 @@ EXCLUDING: Final = (
     {"own tls", "nixl"},
     {"own redis", "own redis, port left out", "redis of a secret", "password"},
     {"tls", "own tls"},
-    {"knobs", "extras"},  # both name a KV pool
+    {"extras", "own variables"},
 )
 # Wrong values, and what of Helm's answer says which one it is.
 WRONG: Final[dict[str, tuple[Values, str]]] = {

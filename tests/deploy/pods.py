@@ -154,6 +154,24 @@ def _is(peer: Manifest, namespace: str, other: Peer) -> bool:
     return selects(peer.get("podSelector", {}), other.labels)
 
 
+def resolved(pods: Pods) -> dict[str, str]:
+    """A pod's variables, as its process would have them."""
+    told = {}
+    for name, each in pods.variables.items():
+        source = each.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            told[name] = "redis://of-a-secret:6379/0"
+        else:
+            told[name] = each.get("value") or (
+                "10.1.2.3" if name == "POD_IP" else "4" if name == "BATON_THREADS" else "pod-0"
+            )
+    for name, value in told.items():
+        told[name] = (
+            value.replace("$(POD_IP)", told["POD_IP"]).replace("$(POD_NAME)", "pod-0").replace("$(REDIS_PASSWORD)", "x")
+        )
+    return told
+
+
 def references(pods: Pods) -> Iterator[tuple[str, str]]:
     """Each (kind, name) that must be there before a pod starts."""
     for volume in pods.spec["volumes"]:

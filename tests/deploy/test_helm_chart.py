@@ -38,6 +38,7 @@ from tests.deploy.pods import (
     Peer,
     Pods,
     references,
+    resolved,
     selects,
 )
 
@@ -92,24 +93,6 @@ def test_kubernetes_would_take_every_object(engine: Engine) -> None:
 def test_a_wrong_value_is_refused_by_its_name(engine: Engine, name: str) -> None:
     outcome = engine.outcomes[name]
     assert WRONG[name][1] in outcome.error and outcome.install.manifests == []
-
-
-def resolved(pods: Pods) -> dict[str, str]:
-    """A pod's variables, as its process would have them."""
-    told = {}
-    for name, each in pods.variables.items():
-        source = each.get("valueFrom", {})
-        if "secretKeyRef" in source:
-            told[name] = "redis://of-a-secret:6379/0"
-        else:
-            told[name] = each.get("value") or (
-                "10.1.2.3" if name == "POD_IP" else "4" if name == "BATON_THREADS" else "pod-0"
-            )
-    for name, value in told.items():
-        told[name] = (
-            value.replace("$(POD_IP)", told["POD_IP"]).replace("$(POD_NAME)", "pod-0").replace("$(REDIS_PASSWORD)", "x")
-        )
-    return told
 
 
 def test_every_variable_is_a_knob_said_once_and_every_process_would_start_with_them(engine: Engine) -> None:
@@ -241,21 +224,6 @@ def test_the_port_that_is_forwarded_after_an_install_is_open(engine: Engine) -> 
     """kubectl dials the pod's loopback, also where there is no TLS: at the pod's own address nobody would answer."""
     for outcome in engine.good():
         assert is_everywhere(resolved(outcome.install.pods_of("router"))["BATON_HOST"])
-
-
-def test_values_arrive_as_they_were_written(engine: Engine) -> None:
-    install = engine.outcomes["knobs"].install
-    decode = {name: each.get("value") for name, each in install.pods_of("decode").variables.items()}
-    assert decode["BATON_MAX_NUM_BATCHED_TOKENS"] == "1048576", "a number as YAML has it, not as floating point has it"
-    assert decode["BATON_LOCAL_PREFILL"] == "off", "a role's value wins, also where it is false"
-    assert decode["BATON_NEW_TOKEN_RATIO_MIN"] == "0.05" and decode["BATON_THREADS"] == "3"
-    prefill = {name: each.get("value") for name, each in install.pods_of("prefill").variables.items()}
-    assert prefill["BATON_LOCAL_PREFILL"] == "on" and prefill["BATON_BLOCK_SIZE"] == "32"
-    router = {name: each.get("value") for name, each in install.pods_of("router").variables.items()}
-    assert router["BATON_PREEMPT_RETRY_EXCLUDE_DECODE"] == "off" and router["BATON_REQUEST_TIMEOUT_S"] == "3600"
-    assert "BATON_PLACEMENT_SEED" not in router, "null: not said"
-    seeded = engine.outcomes["a large seed"].install.pods_of("router").variables
-    assert seeded["BATON_PLACEMENT_SEED"]["value"] == "9007199254740991"
 
 
 def test_a_pod_has_longer_to_end_than_its_drain_takes(engine: Engine) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 _CHART: Final = ("tests/deploy/test_helm_chart.py",)  # need Helm's library
+_VARIABLES: Final = ("tests/deploy/test_helm_variables.py",)
 _VALUES: Final = ("tests/deploy/test_helm_values.py",)
 _TEMPLATES: Final = "deploy/helm/baton/templates"
 
@@ -57,7 +58,7 @@ MUTANTS: Final = (
         f"{_TEMPLATES}/_pod.tpl",
         "{{- range $name, $value := .part.config }}{{ $_ := set $config $name $value }}{{ end }}",
         "{{- $config = merge (deepCopy .part.config) $config }}",
-        _CHART,
+        _VARIABLES,
     ),
     Mutant(
         "chart-writes-floating-numbers",
@@ -65,7 +66,7 @@ MUTANTS: Final = (
         f"{_TEMPLATES}/_helpers.tpl",
         "{{- int64 . -}}",
         "{{- . -}}",
-        _CHART,
+        _VARIABLES,
     ),
     Mutant(
         "chart-hears-of-services",

@@ -40,9 +40,17 @@
   value: {{ include "baton.knob" $value | quote }}
 {{- end }}
 {{- end }}
-{{- with .part.extraEnv }}
-{{ toYaml . }}
-{{- end }}
+{{- end -}}
+
+{{/* All that a container is told, each name once: the user's word, the last of several, stands where the chart's would. `own`: of the role. */}}
+{{- define "baton.env" -}}
+{{- $given := dict -}}
+{{- range .part.extraEnv }}{{ $_ := set $given .name . }}{{ end -}}
+{{- $told := list -}}
+{{- range concat (include "baton.variables" . | fromYamlArray) (.own | fromYamlArray) (default list .part.extraEnv) -}}
+{{- $told = append $told (default . (get $given .name)) -}}
+{{- end -}}
+{{- toYaml (uniq $told) -}}
 {{- end -}}
 
 {{- define "baton.modelDirectory" -}}
