@@ -108,8 +108,11 @@ SWITCHES: Final[dict[str, Values]] = {
     "digest": {"image": {"tag": f"1.0@sha256:{'a' * 64}"}},
     "tag that is cut": {"image": {"tag": f"{'a' * 62}-b_"}},
     "quotes": {"model": {"servedName": 'it\'s "mine" \\ $HOME'}},
+    "a number": {"nameOverride": "7", "fullnameOverride": "llm", "serviceAccount": {"name": "42"}},
     "names": {"nameOverride": "llm", "fullnameOverride": "a-name-that-is-longer-than-forty-characters-are"},
 }
+# Names of releases, where a case is about these.
+RELEASES: Final = {"long names": "r" * 53, "a number": "123", "release with a dot": "llm.v2", "release of digits": "7"}
 EXCLUDING: Final = (
     {"tls", "nixl"},
     {"own tls", "nixl"},
@@ -141,6 +144,13 @@ WRONG: Final[dict[str, tuple[Values, str]]] = {
     "two redis": (together(TINY, SWITCHES["own redis"], SWITCHES["redis of a secret"]), "exclude each other"),
     "no redis URL": (together(TINY, {"redis": {"url": "cache:6379"}}), "/redis/url"),
     "ingress for nobody": (together(TINY, {"router": {"ingress": {"enabled": True}}}), "router.ingress: host"),
+    "release with a dot": (TINY, "llm.v2-baton: Services take names of small letters"),
+    "release of digits": (TINY, "fullnameOverride"),
+    "name with a capital": (together(TINY, {"fullnameOverride": "LLM"}), "LLM: Services take names of small letters"),
+    "name that is no label": (
+        together(TINY, {"fullnameOverride": "llm", "nameOverride": "our LLM"}),
+        "nameOverride: our LLM",
+    ),
     "no CPU to scale by": (
         together(TINY, SWITCHES["autoscaling"], {"router": {"resources": {"requests": {"cpu": None}}}}),
         "router.autoscaling",

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.deploy.chart_cases import WRONG, Values
+from tests.deploy.chart_cases import RELEASES, WRONG, Values
 from tests.deploy.kubernetes_types import TOOLS
 from tests.deploy.pods import Install
 
@@ -56,10 +56,9 @@ def run_helm(cases: dict[str, Values], upgrades: dict[str, Upgrade] | None = Non
         (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no {LIBRARY}: make setup fetches it, on x86-64")
     told = []
     for i, (name, values) in enumerate(cases.items()):
-        long = name == "long names"
-        release = "r" * 53 if long else ("baton", "llm", "prod-baton")[i % 3]
+        release = RELEASES.get(name, ("baton", "llm", "prod-baton")[i % 3])
         upgrade = (upgrades or {}).get(name)
-        place = {"release": release, "namespace": "n" * 63 if long else "inference"}
+        place = {"release": release, "namespace": "n" * 63 if name == "long names" else "inference"}
         told.append(place | {"values": values, "upgrade": upgrade and dataclasses.asdict(upgrade)})
     command = [sys.executable, "-m", "tests.deploy.helm_engine", str(LIBRARY)]
     done = subprocess.run(command, cwd=ROOT, input=json.dumps(told), capture_output=True, text=True, timeout=240)

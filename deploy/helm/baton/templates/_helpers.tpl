@@ -12,15 +12,15 @@
 
 {{/* What a selector may hold: it can never be changed. */}}
 {{- define "baton.selector" -}}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "baton.labels" -}}
 {{ include "baton.selector" . }}
 app.kubernetes.io/version: {{ include "baton.version" . | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") | quote }}
 {{- end -}}
 
 {{- define "baton.tag" -}}
@@ -78,6 +78,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") 
 
 {{/* What is not said by a value must be said by somebody. */}}
 {{- define "baton.check" -}}
+{{- $fullname := include "baton.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $fullname) -}}
+{{- fail (printf "%s: Services take names of small letters, digits and dashes, a letter first; say one in fullnameOverride" $fullname) -}}
+{{- end -}}
+{{- if not (regexMatch "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$" (trunc 63 .Values.nameOverride | trimSuffix "-")) -}}
+{{- fail (printf "nameOverride: %s is no label: letters and digits, and between them dashes, dots and underlines" .Values.nameOverride) -}}
+{{- end -}}
 {{- if and (not .Values.model.volume) (not .Values.model.random) -}}
 {{- fail "model: say in model.volume where it is (a volume of Kubernetes), or try the chart with --set model.random=llama-tiny" -}}
 {{- end -}}

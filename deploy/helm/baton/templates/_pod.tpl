@@ -143,7 +143,7 @@ readinessProbe:
 {{- end -}}
 
 {{- define "baton.placing" -}}
-serviceAccountName: {{ include "baton.serviceAccount" .root }}
+serviceAccountName: {{ include "baton.serviceAccount" .root | quote }}
 automountServiceAccountToken: false
 # A Service called baton would put BATON_PORT=tcp://… into every pod.
 enableServiceLinks: false
