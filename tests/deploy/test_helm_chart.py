@@ -242,6 +242,9 @@ def test_selectors_mean_the_pods_they_are_written_for(engine: Engine) -> None:
         workloads = install.pods()
         for pods in workloads:
             selector = pods.manifest["spec"]["selector"]
+            assert pods.labels == selector["matchLabels"], (
+                "a label of the version would start all anew at every upgrade"
+            )
             assert [each.role for each in workloads if selects(selector, each.labels)] == [pods.role]
             for spread in pods.spec.get("topologySpreadConstraints", ()):
                 assert selects(spread["labelSelector"], pods.labels)

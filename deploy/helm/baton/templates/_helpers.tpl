@@ -16,6 +16,7 @@ app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 |
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
+{{/* Of objects; pods have the selector's alone, since another version's would start them anew, Redis, too. */}}
 {{- define "baton.labels" -}}
 {{ include "baton.selector" . }}
 app.kubernetes.io/version: {{ include "baton.version" . | quote }}
