@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, Final
@@ -59,6 +61,34 @@ def test_what_an_image_leaves_out_can_be_asked_for_and_the_page_says_so(compose:
     head = (DEPLOY / "Dockerfile").read_text().partition("\nFROM ")[0]
     assert f"{extra} (" in head and "ARG EXTRAS" in (DEPLOY / "Dockerfile").read_text()
     assert f"`{extra}`" in (DOCS / "containers.md").read_text()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_an_image_for_cpus_without_kernels_of_ours_has_numba_instead(
+    tmp_path: Path, machine: str, is_built: bool
+) -> None:
+    """For the others the build ends where nothing was compiled: every node would be slow."""
+    (chosen,) = re.findall(r"(if \.venv/bin/python .*?; fi) ", (DEPLOY / "Dockerfile").read_text(), re.DOTALL)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    code = f"import platform, sys; platform.machine = lambda: {machine!r}; exec(sys.argv[1])"
+    (programs / "python").write_text(
+        f'#!/bin/sh\nPYTHONPATH="{DEPLOY.parent}" exec "{sys.executable}" -c "{code}" "$2"\n'
+    )
+    (programs / "pip").write_text('#!/bin/sh\necho "$@" > installed\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    if is_built:
+        (tmp_path / "kernels" / "cpu" / "built").mkdir(parents=True)
+        (tmp_path / "kernels" / "cpu" / "built" / "baton.so").touch()
+    done = subprocess.run(["sh", "-c", chosen], cwd=tmp_path, check=False, capture_output=True)
+    assert (done.returncode == 0) == (is_built or machine == "aarch64")
+    assert (tmp_path / "installed").exists() == (machine == "aarch64")
+    if machine == "aarch64":
+        assert "-e .[numba]" in (tmp_path / "installed").read_text()
+        # Where numba would keep what it compiles nothing can be written, and then torch would compute.
+        assert re.search("^ENV .*XDG_CACHE_HOME=/tmp$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.tls.yaml", "baton.env", "Dockerfile", "container_entry"])
