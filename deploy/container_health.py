@@ -2,8 +2,9 @@
 
     python -m deploy.container_health            exit code 0: it answers 200
 
-What process 1 was told by flags counts before the container's variables. Nothing but the standard library: this starts every five
-seconds. Not here: whether requests can be served (/ready).
+What process 1 was told by flags counts before the container's variables, these before its file, which is read as it is now, that
+before the image's defaults. Nothing but the standard library: this starts every five seconds. Not here: whether requests can be
+served (/ready).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from runtime.authority import believing
-from runtime.config import child_environment
+from runtime.config import ROOM_TABLES, own_environment, values_in
+from runtime.knobs import ConfigError
 
 TIMEOUT_S: Final = 2.0
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -37,18 +39,19 @@ def own_address() -> str:
 
 
 def health_page(words: Sequence[str], variables: Mapping[str, str], find_own: Callable[[], str] = own_address) -> Page:
-    """Of the process with this command line in a container with these variables. `find_own` is asked where no host was told."""
+    """Of the process with this command line in a container with these variables. `find_own` is asked where no host was told.
+
+    Raises ConfigError if its file cannot be read.
+    """
+    room = next((word for word in words[:5] if word in ROOM_TABLES), "")  # python [-P] -m deploy.node_process decode
+    path = _said("config", words, variables)
+    in_file = values_in(Path(path), room) if path else {}
 
     def told(knob: str, default: str) -> str:
-        flag = "--" + knob.replace("_", "-")
-        for index, word in enumerate(words):
-            if word == flag and index + 1 < len(words):
-                return words[index + 1]
-            if word.startswith(f"{flag}="):
-                return word.partition("=")[2]
-        return variables.get(f"BATON_{knob.upper()}") or default
+        said = _said(knob, words, variables) or str(in_file.get(knob, ""))
+        return said or variables.get(f"BATON_DEFAULT_{knob.upper()}") or default
 
-    is_router = "router" in words[:4]  # python [-P] -m router, or baton router
+    is_router = room == "router"
     host = told("host", "") or find_own()
     host = EVERYWHERE.get(host, host)
     host = f"[{host}]" if ":" in host else host
@@ -57,6 +60,17 @@ def health_page(words: Sequence[str], variables: Mapping[str, str], find_own: Ca
     if tls_dir == "none":
         return Page(f"http://{host}:{port}/health", None)
     return Page(f"https://{host}:{port}/health", Path(tls_dir) / "ca.crt")
+
+
+def _said(knob: str, words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """By flag, or else by variable; empty: by neither."""
+    flag = "--" + knob.replace("_", "-")
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            return words[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return variables.get(f"BATON_{knob.upper()}", "")
 
 
 def answers(page: Page) -> bool:
@@ -76,9 +90,9 @@ def main() -> int:
     """Ask; 0, or 1 and one line of why not, which `docker inspect` shows."""
     words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     try:
-        page = health_page(words, child_environment())
+        page = health_page(words, own_environment())
         return 0 if answers(page) else 1
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         sys.stdout.write(f"{error}\n")
         return 1
 

@@ -14,6 +14,9 @@ types: int, float, str, bool (`on` or `off`), Path, Literal, tuple[str, ...] (co
 A TOML file may serve several rooms: top-level keys are for every room that reads it, the keys of a table `[router]`,
 `[prefill]`, `[decode]` or `[up]` for that room, which is the last word of `prog`; the table wins.
 
+An image has defaults of its own, as variables: `BATON_DEFAULT_BLOCK_SIZE`. They stand in for the default alone, so the user's file
+wins over them.
+
 This is the only file that reads the environment. Not here: any knob; which values it takes (knobs.py); what they mean (a room
 checks itself in `__post_init__`, with a ValueError of one sentence).
 """
@@ -91,10 +94,12 @@ def parse(
     config_path = flags.pop("config", None)
     if config_path == "":
         raise ConfigError("--config: must be a path")
+    is_for_us = config_path is not None
     config_path = config_path or environment.get(ENVIRONMENT_PREFIX + "CONFIG") or None
-    file_values = _read_file(Path(config_path), prog.split()[-1], knobs) if config_path else {}
+    file_values = _read_file(Path(config_path), prog.split()[-1], knobs, is_for_us) if config_path else {}
 
     values: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for each in knobs:
         if each.name in flags:
             text = flags[each.name]
@@ -104,6 +109,8 @@ def parse(
         elif each.name in file_values:
             value = file_values[each.name]
             values[each.name] = each.from_toml(value, each.place(f"{config_path}: {each.name}", " = ", _spelled(value)))
+        elif text := environment.get(each.default_variable, ""):
+            defaults[each.name] = each.from_text(text, each.place(each.default_variable, "=", text))
         elif each.default is REQUIRED:
             raise ConfigError(f"{each.flag} is missing (or {each.variable}, or {each.name} in a --config file)")
     own = {each.name for each in dataclasses.fields(config_type)}.intersection(NO_KNOBS)
@@ -111,6 +118,7 @@ def parse(
         values["given"] = frozenset(values)
     if config_path and "config" in own:
         values["config"] = Path(config_path)
+    values = defaults | values
     try:
         return config_type(**values)
     except ConfigError:
@@ -140,6 +148,22 @@ def from_json(config_type: type[T], text: str) -> T:
 def tables_in(path: Path) -> frozenset[str]:
     """The rooms for which the TOML file at `path` has a table; raises ConfigError if it cannot be read."""
     return frozenset(key for key, value in _toml(path).items() if isinstance(value, dict))
+
+
+def values_in(path: Path, room: str) -> dict[str, Any]:
+    """What the TOML file at `path` says to a room, by key; raises ConfigError if it cannot be read, or has tables of no room."""
+    content = _toml(path)
+    tables = {name: content.pop(name) for name in list(content) if isinstance(content[name], dict)}
+    for name in tables:
+        if name not in ROOM_TABLES:
+            raise ConfigError(f"{path}: [{name}]: unknown table{_suggest(name, ROOM_TABLES)}")
+    values: dict[str, Any] = content | tables.get(room, {})
+    return values
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, for who looks at another one that has the same."""
+    return dict(os.environ)
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -237,15 +261,13 @@ def _spelled(value: object) -> str:
         return "…"
 
 
-def _read_file(path: Path, room: str, knobs: Sequence[Knob]) -> dict[str, Any]:
-    """Values by field name; the keys of the room's table win over the top-level ones."""
+def _read_file(path: Path, room: str, knobs: Sequence[Knob], is_for_us: bool) -> dict[str, Any]:
+    """Values by field name. Without `is_for_us` an operator's command takes what is its own out of a file that is a process's."""
+    values = values_in(path, room)
+    if not is_for_us and room not in ROOM_TABLES:  # the process itself has refused what is misspelt
+        own = {each.name for each in knobs if not each.has_own_variable}
+        return {name: value for name, value in values.items() if name in own}
     known = [each.name for each in knobs]
-    content = _toml(path)
-    tables = {name: content.pop(name) for name in list(content) if isinstance(content[name], dict)}
-    for name in tables:
-        if name not in ROOM_TABLES:
-            raise ConfigError(f"{path}: [{name}]: unknown table{_suggest(name, ROOM_TABLES)}")
-    values: dict[str, Any] = content | tables.get(room, {})
     for name in values:
         if name not in known:
             raise ConfigError(f"{path}: {name}: unknown key of {room}{_suggest(name, known)}")

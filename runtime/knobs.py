@@ -59,6 +59,11 @@ class Knob:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def default_variable(self) -> str:
+        """By which an image says another default."""
+        return f"{ENVIRONMENT_PREFIX}DEFAULT_{self.variable.removeprefix(ENVIRONMENT_PREFIX)}"
+
+    @property
     def has_own_variable(self) -> bool:
         return self.variable != ENVIRONMENT_PREFIX + self.name.upper()
 

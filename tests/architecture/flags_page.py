@@ -30,8 +30,10 @@ Written by `make docs` from the code, which `baton COMMAND --help` shows, too; a
 Each flag is also an environment variable and a key of a TOML file: `--block-size`, `BATON_BLOCK_SIZE`, `block_size`. Where the
 table names a variable, `BATON_` and the flag would be what a process or another command reads, and means something else. A flag
 wins over the variable, the variable over the file, the file over the default. A file (`--config FILE`) has keys at its top for
-every process that reads it, and tables `[router]`, `[prefill]`, `[decode]`, `[mixed]`, `[up]` for one kind. A wrong value is one
-line that names it and its bound, and exit code 2. `none` is a value where the table says so.
+every process that reads it, and tables `[router]`, `[prefill]`, `[decode]`, `[mixed]`, `[up]` for one kind. Of a file that
+`BATON_CONFIG` names, all but these five take what they know. An image says defaults of its own in variables (`BATON_DEFAULT_PORT`),
+over which all of that wins. A wrong value is one line that names it and its bound, and exit code 2. `none` is a value where the
+table says so.
 """
 COMMANDS: Final = (
     ("baton up", UpConfig),

@@ -29,7 +29,7 @@ SCHEMAS: Final = Path(__file__).parent / "schemas"
 DOCS: Final = DEPLOY.parent / "docs"
 ROUTER_PORT, NODE_PORT = 8000, 8002  # ENV of the Dockerfile
 # What compose.yaml itself reads, and how its head spells "any".
-NO_KNOBS: Final = {"BATON_IMAGE", "BATON_ENV", "BATON_NAME"}
+NO_KNOBS: Final = {"BATON_IMAGE", "BATON_ENV", "BATON_NAME", "BATON_CONFIG"}
 
 
 def validator_of(schema: str) -> jsonschema_rs.Validator:
@@ -96,12 +96,13 @@ def test_every_variable_is_one_that_some_role_reads(name: str) -> None:
     knobs = {
         f"BATON_{field.name.upper()}" for config in (NodeConfig, RouterConfig) for field in dataclasses.fields(config)
     }
-    assert set(re.findall(r"\bBATON_[A-Z0-9_]+\b", (DEPLOY / name).read_text())) <= knobs | NO_KNOBS
+    named = re.findall(r"\bBATON_(?:DEFAULT_)?([A-Z0-9_]+)\b", (DEPLOY / name).read_text())
+    assert {f"BATON_{each}" for each in named} <= knobs | NO_KNOBS
 
 
 def test_the_ports_of_the_image_are_the_ports_that_others_are_told(compose: dict[str, Any]) -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
-    assert f"BATON_PORT={ROUTER_PORT} " in dockerfile and f"BATON_HTTP_PORT={NODE_PORT} " in dockerfile
+    assert f"BATON_DEFAULT_PORT={ROUTER_PORT} " in dockerfile and f"BATON_DEFAULT_HTTP_PORT={NODE_PORT} " in dockerfile
     roles = {name: service["command"][0] for name, service in compose["services"].items() if "-" in name}
     addresses = {f"{name}:{ROUTER_PORT if role == 'router' else NODE_PORT}" for name, role in roles.items()}
 

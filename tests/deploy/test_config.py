@@ -7,11 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
 import pytest
 
+from deploy.certs import CertsConfig
+from deploy.chat import ChatConfig
 from deploy.child_commands import HANDED_ON, TAKES_NONE, TO_ROUTERS, environment_of, node_command, router_command
+from deploy.doctor import DoctorConfig
+from deploy.drain import DrainConfig
+from deploy.role import RoleConfig
+from deploy.status import StatusConfig
 from deploy.up_config import UpConfig
 from node.config import NodeConfig
 from router.config import RouterConfig
@@ -63,6 +69,56 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     assert read([], {}, toml).block_size == 3
     assert read([], {"BATON_CONFIG": str(toml)}).block_size == 3
     assert read(["--model", "m"]).block_size == 16
+
+
+def test_an_images_default_loses_to_everything_that_a_user_says_and_counts_as_unsaid(tmp_path: Path) -> None:
+    toml = write(tmp_path, "block_size = 3\n")
+    image = {"BATON_DEFAULT_BLOCK_SIZE": "9", "BATON_DEFAULT_MODEL": "/model"}
+    assert read([], image) == SampleConfig(model=Path("/model"), block_size=9)
+    assert read([], image, toml).block_size == 3
+    assert read([], image | {"BATON_BLOCK_SIZE": "2"}, toml).block_size == 2
+    assert read(["--block-size", "1"], image, toml).block_size == 1
+    with pytest.raises(ConfigError, match=r"^BATON_DEFAULT_BLOCK_SIZE=x: must be a whole number between 1 and 1024$"):
+        read([], image | {"BATON_DEFAULT_BLOCK_SIZE": "x"})
+    up = parse(UpConfig, "baton up", "", [], {"BATON_DEFAULT_NUM_BLOCKS": "7"})
+    assert up.num_blocks == 7 and "num_blocks" not in up.given, "it is said to the children in the same way"
+    assert parse(ChatConfig, "baton chat", "", [], image).model is None, "a directory is no name to ask for"
+
+
+SERVERS: Final = """
+model = "/model"
+num_blocks = 700
+registry = "redis://redis:6379/0"
+[router]
+max_queue = 9
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (StatusConfig, ["status"]),
+        (DoctorConfig, ["doctor"]),
+        (DrainConfig, ["drain", "--node", "decode-0"]),
+        (RoleConfig, ["role", "--node", "decode-0", "--role", "prefill"]),
+        (CertsConfig, ["certs make", "--out", "certs"]),
+        (ChatConfig, ["chat"]),
+    ],
+)
+def test_an_operators_command_in_a_servers_container_takes_what_is_its_own_out_of_the_servers_file(
+    tmp_path: Path, config: Any, words: list[str]
+) -> None:
+    """BATON_CONFIG is there for the process; a file that the command itself is given has to be for it."""
+    toml = write(tmp_path, SERVERS)
+    command, *flags = words
+    own = {"BATON_REGISTRY": "redis://redis:6379/0"}
+    found = parse(config, f"baton {command}", "", flags, {"BATON_CONFIG": str(toml)})
+    assert found == parse(config, f"baton {command}", "", flags, own)
+    with pytest.raises(ConfigError, match=": unknown key of "):
+        parse(config, f"baton {command}", "", ["--config", str(toml), *flags], {})
+    with pytest.raises(ConfigError, match="max_qeue: unknown key of router; did you mean max_queue"):
+        write(tmp_path, "[router]\nmax_qeue = 9")
+        parse(RouterConfig, "baton router", "", ["--model", "m"], {"BATON_CONFIG": str(toml)})
 
 
 def test_every_type_is_read_from_flags_and_from_toml_alike(tmp_path: Path) -> None:

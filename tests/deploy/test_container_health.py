@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -16,9 +18,11 @@ import pytest
 
 from deploy import container_health
 from deploy.container_health import Page, answers, health_page
+from runtime.config import ConfigError
 from tests.security.strangers import make_certificates
 
-IMAGE = {"BATON_PORT": "8000", "BATON_HTTP_PORT": "8002"}
+DEPLOY = Path(container_health.__file__).parent
+IMAGE = dict(re.findall(r"(BATON_\w+)=(\S+)", (DEPLOY / "Dockerfile").read_text()))  # its ENV
 ROUTER = ["/opt/baton/.venv/bin/python", "-P", "-m", "router", "--workers", "2"]
 DECODE = ["/opt/baton/.venv/bin/python", "-P", "-m", "deploy.node_process", "decode"]
 OWN = "172.18.0.5"
@@ -43,6 +47,72 @@ OWN = "172.18.0.5"
 def test_it_asks_where_the_process_listens(words: list[str], variables: dict[str, str], url: str) -> None:
     authority = Path("/tls/ca.crt") if url.startswith("https") else None
     assert health_page(words, IMAGE | variables, lambda: OWN) == Page(url, authority)
+
+
+FILE = """
+model = "/models/m"
+tls_dir = "none"
+[router]
+port = 9000
+host = "127.0.0.9"
+[decode]
+http_port = 9002
+tls_dir = "/tls"
+"""
+# A process that says what it was told.
+BATON = """\
+import sys
+from router.config import RouterConfig
+from node.config import NodeConfig
+from runtime.config import load
+config = load(RouterConfig if sys.argv[1] == "router" else NodeConfig, f"baton {sys.argv[1]}", "", sys.argv[2:])
+port = config.port if sys.argv[1] == "router" else config.http_port
+print(config.model, config.host, port, config.tls_dir)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told", "url"),
+    [
+        (["router"], {}, f"/model {OWN} 8000 None", f"http://{OWN}:8000/health"),
+        (["router"], {"BATON_CONFIG": "FILE"}, "/models/m 127.0.0.9 9000 None", "http://127.0.0.9:9000/health"),
+        (["router", "--config", "FILE"], {}, "/models/m 127.0.0.9 9000 None", "http://127.0.0.9:9000/health"),
+        (
+            ["router", "--host", "127.0.0.7"],
+            {"BATON_CONFIG": "FILE", "BATON_PORT": "7", "BATON_MODEL": "/m"},
+            "/m 127.0.0.7 7 None",
+            "http://127.0.0.7:7/health",
+        ),
+        (["decode"], {"BATON_CONFIG": "FILE"}, f"/models/m {OWN} 9002 /tls", f"https://{OWN}:9002/health"),
+        (["prefill"], {"BATON_CONFIG": "FILE"}, f"/models/m {OWN} 8002 None", f"http://{OWN}:8002/health"),
+    ],
+)
+def test_a_file_wins_over_what_the_image_says_and_the_check_asks_where_that_leads(
+    tmp_path: Path, words: list[str], variables: dict[str, str], told: str, url: str
+) -> None:
+    """The image's ENV and its entry point, at whose end stands a process that says what it makes of them."""
+    (tmp_path / "baton.toml").write_text(FILE)
+    (tmp_path / "baton.py").write_text(BATON)
+    for name, script in {
+        "hostname": f"echo {OWN} fd00::5",
+        "baton": f'exec "{sys.executable}" "{tmp_path}/baton.py" "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    words = [word.replace("FILE", str(tmp_path / "baton.toml")) for word in words]
+    said = IMAGE | {name: value.replace("FILE", str(tmp_path / "baton.toml")) for name, value in variables.items()}
+    if words[0] != "router":
+        said |= {"BATON_ROUTER": "127.0.0.1:1"}
+    environment = said | {"PATH": f"{tmp_path}:{os.defpath}", "PYTHONPATH": str(DEPLOY.parent)}
+    command = [str(DEPLOY / "container_entry"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{told}\n", "")
+    assert health_page(["python3", "/opt/baton/.venv/bin/baton", *words], said, lambda: OWN).url == url
+
+
+def test_a_file_that_cannot_be_read_any_more_is_one_line_of_the_check(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        health_page([*ROUTER, "--config", str(tmp_path / "gone.toml")], IMAGE, lambda: OWN)
 
 
 def test_a_container_whose_name_nobody_knows_is_asked_where_it_was_told_to_listen() -> None:
