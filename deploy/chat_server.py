@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +77,7 @@ class ChatServer:
                 answer.read()
                 self._check(answer)
             is_done = False
-            for line in answer.iter_lines():
+            for line in _lines(answer.iter_bytes()):
                 if line.startswith("data:"):
                     data = line[5:].strip()
                     is_done = data == "[DONE]"
@@ -89,9 +89,9 @@ class ChatServer:
     def _event(self, data: str) -> dict[str, Any]:
         try:
             event: dict[str, Any] = json.loads(data)
-            if "error" in event:
+            if event.get("error"):
                 raise ChatProblem(f"{self.url}: {_sentence(data)}")
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             raise ChatProblem(f"{self.url}: sends what is no event of a chat: {data[:80]}") from None
         return event
 
@@ -118,6 +118,16 @@ class ChatServer:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             told = str(error) or type(error).__name__
             raise ChatProblem(f"{self.url}: {why_no_http(told, self.url, '--ca FILE') or told}") from None
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    """Of a stream of events. httpx ends lines at U+2028 and the like, too, which JSON may have in a text."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    yield rest.decode(errors="replace")
 
 
 def _sentence(body: str) -> str:
