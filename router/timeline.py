@@ -28,6 +28,7 @@ TO_FIRST: Final = (ROUTE, QUEUE, RETRY, PREFILL, RETURN)
 TO_SECOND: Final = (RESERVE_WAIT, TRANSFER, ADMIT, FIRST_STEP)
 _MAX_CHUNKS: Final = 64  # kept of an attempt, whatever a node tells
 _OF_NODES: Final = (QUEUE, PREFILL, RESERVE_WAIT, ADMIT, FIRST_STEP)  # as in pb.Timing
+WELL: Final = frozenset({"stop", "length", "tool_calls"})  # reasons to finish at which nothing has gone wrong
 HANDOVERS: Final = frozenset({"handoff", "move"})
 MOVE_OFF: Final = "move_off"  # the end of a move that has come to nothing: what was to move has never been there
 
@@ -255,6 +256,11 @@ class Record:
         """The choice that had its first token first; without any the first one."""
         begun = [track for track in self.tracks if track.to_first.ends_at is not None]
         return min(begun, key=lambda track: track.to_first.ends_at or 0.0, default=self.tracks[0])
+
+    @property
+    def ended_well(self) -> bool | None:
+        """Whether each of its choices did, which `mixed` does not say; None while it lives."""
+        return None if self.outcome is None else all(track.finish_reason in WELL for track in self.tracks)
 
     def note(
         self,

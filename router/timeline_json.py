@@ -62,6 +62,7 @@ def summary(record: Record, now: float) -> dict[str, Any]:
         "id": record.request_id,
         "client_request_id": record.client_id,
         "outcome": record.outcome,  # null while it lives
+        "ended_well": record.ended_well,
         "seconds": _round(ended_at - record.arrived_at),
         "age_s": _round(now - record.arrived_at),
         "first_token_s": None if to_first is None else _round(to_first),

@@ -21,7 +21,6 @@ MAX_RETRIES_DRAWN: Final = 3
 WIRE: Final = "wire"
 ROUTER: Final = "router"
 DECODE, RETRY, LOST, MOVE, HANDOFF = "decode", "retry", "lost", "move", "handoff"
-_WELL: Final = frozenset({"stop", "length", "moved", "tool_calls", "max_tokens", "eos"})
 _BEFORE: Final = 0.25  # of a retry's length, that is shown in front of it
 _BEHIND: Final = 0.15  # and behind it
 _OF_SENDER: Final = ("queue", "prefill", "reserve_wait")
@@ -170,7 +169,7 @@ def _marks(timeline: Mapping[str, Any], choice: Mapping[str, Any], end: float) -
                 yield Mark(event["at"], "failed", f"given up: {event['code']}")
     outcome = timeline["outcome"]
     if outcome is not None:
-        yield Mark(end, "ended" if outcome in _WELL else "failed", f"ended: {outcome}")
+        yield Mark(end, "ended" if timeline["ended_well"] else "failed", f"ended: {outcome}")
 
 
 def _retries(choice: Mapping[str, Any], bars: Sequence[Bar], end: float) -> list[tuple[float, float]]:

@@ -179,7 +179,7 @@ function attempts(timeline, index) {
       el("td", {}, each.kind),
       el("td", {}, nodes),
       el("td", { class: "number" }, duration(until - each.at)),
-      el("td", { class: each.end === null || ["stop", "length", "moved", "move_off"].includes(each.end) ? "" : "bad-text" }, each.end || "live"),
+      el("td", { class: each.end === null || ["stop", "length", "tool_calls", "moved", "move_off"].includes(each.end) ? "" : "bad-text" }, each.end || "live"),
     );
   });
   byId("attempts").replaceChildren(...rows);

@@ -2,7 +2,6 @@
 
 import { byId, duration, el, setText } from "./dom.js";
 
-const WELL = ["stop", "length"];
 const CANARY = "canary"; // of `baton doctor` (router/canary.py)
 
 export class Requests {
@@ -58,9 +57,8 @@ function nameOf(request) {
 }
 
 function fill(row, request, isSelected) {
-  const isWell = request.outcome === null || WELL.includes(request.outcome);
   setText(row.outcome, request.outcome === null ? "live" : request.outcome);
-  row.outcome.className = `pill ${request.outcome === null ? "live" : isWell ? "plain" : "bad"}`;
+  row.outcome.className = `pill ${request.outcome === null ? "live" : request.ended_well ? "plain" : "bad"}`;
   const completion = request.completion_tokens === null ? "–" : request.completion_tokens;
   setText(row.tokens, `${request.prompt_tokens} → ${completion}`);
   setText(row.first, duration(request.first_token_s));

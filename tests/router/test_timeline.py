@@ -30,6 +30,7 @@ from router.timeline import (
     Record,
 )
 from router.timeline_json import summary, timeline
+from router.timeline_picture import picture
 from router.timelines import Timelines
 
 NAME = "r"
@@ -218,6 +219,34 @@ def test_a_request_that_moved_says_where_and_when() -> None:
     assert summary(record, 99.0)["num_attempts"] == 3
     queued = [span for span in shown["spans"] if span["name"] == "queue"]
     assert [(span["start"], span["seconds"]) for span in queued] == [(0.0, 1.0), (5.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "outcome", "ended_well"),
+    [
+        (("stop", "length"), "mixed", True),
+        (("stop", "pd_reschedule"), "mixed", False),
+        (("stop", None), "aborted", False),
+        (("length", "length"), "length", True),
+        ((None, None), None, None),
+    ],
+)
+def test_a_request_has_ended_well_where_each_choice_has(
+    reasons: tuple[str | None, str | None], outcome: str | None, ended_well: bool | None
+) -> None:
+    timelines = Timelines(10)
+    begun(timelines, num_choices=2)
+    for choice, reason in enumerate(reasons):
+        if reason is not None:
+            timelines.finished(NAME, choice, reason, 2.0)
+    if outcome is not None:
+        timelines.ended(NAME, outcome, 9, 3.0)
+    record = timelines.find(NAME)
+    assert record is not None
+    drawn = picture(shown := timeline(record, 4.0))
+    assert (summary(record, 4.0)["ended_well"], shown["ended_well"]) == (ended_well, ended_well)
+    ends = [mark["kind"] for mark in drawn["panels"][-1]["marks"] if mark["text"].startswith("ended")]
+    assert ends == [] if outcome is None else ["ended" if ended_well else "failed"]
 
 
 @pytest.mark.covers("O03")
