@@ -73,10 +73,13 @@ export class Chat {
       this.abort.abort();
       this.abort = null;
       this.#busy(false);
-      await looking;
-      await this.#lookOnce(requestId, answer);
-      answer.end();
-      this.on.ended();
+      try {
+        await looking;
+        await this.#lookOnce(requestId, answer);
+      } finally {
+        answer.end();
+        this.on.ended();
+      }
     }
   }
 

@@ -3,6 +3,7 @@
 import { Chat } from "./chat.js";
 import { byId, el, setText } from "./dom.js";
 import { Figures } from "./figures.js";
+import { keep } from "./kept.js";
 import { Nodes } from "./nodes.js";
 import { Picture } from "./picture.js";
 import { Requests } from "./requests.js";
@@ -19,6 +20,7 @@ const chat = new Chat({ started: select, looked: lookedAtChat, ended: look, refu
 let selected = null; // id of the request whose timeline is shown
 let isShownWhole = false; // it has ended, and that is drawn
 let isLooking = false;
+let badKey = ""; // why what was written is no key
 
 async function look() {
   if (document.hidden || isLooking) return;
@@ -34,8 +36,8 @@ async function look() {
     byId("send-kill").hidden = !now.can_kill;
     if (selected !== null && !isShownWhole && chat.abort === null) await lookAtSelected();
   } catch (error) {
+    problem(error instanceof RouterError ? error : new RouterError(0, "What the router answers is nothing that this page knows."));
     if (!(error instanceof RouterError)) throw error;
-    problem(error);
   } finally {
     isLooking = false;
   }
@@ -101,7 +103,7 @@ function problem(error) {
     byId("key").focus();
   }
   notice(asksForKey ? "" : `${error.message} What is shown is old; it is asked again each second.`);
-  setText(byId("key-problem"), asksForKey ? error.message : "");
+  setText(byId("key-problem"), asksForKey ? badKey || error.message : "");
 }
 
 function notice(text) {
@@ -111,7 +113,7 @@ function notice(text) {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  localStorage.setItem(THEME_KEY, theme); // theme.js reads it, and has named it
+  keep("localStorage", THEME_KEY, theme); // theme.js reads it, and has named it
   for (const button of byId("theme").children) button.setAttribute("aria-pressed", String(button.dataset.theme === theme));
 }
 
@@ -122,7 +124,7 @@ const chosen = document.documentElement.dataset.theme;
 setTheme(THEMES.includes(chosen) ? chosen : "auto");
 byId("keys").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey(byId("key").value.trim());
+  badKey = setKey(byId("key").value.trim()) ? "" : "A key is of printable ASCII characters alone.";
   byId("key").value = "";
   look();
 });

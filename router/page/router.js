@@ -1,6 +1,11 @@
 // Asking the router: its pages, and a streamed answer. The API key, where one is wanted, is kept for this tab alone.
 
+import { keep, kept } from "./kept.js";
+
 const KEY = "baton-api-key";
+const PRINTABLE = /^[\x21-\x7e]+$/; // what a header can carry, and keys are made of
+const LOOK_MS = 8000;
+const KILL_MS = 15000; // longer than a router waits for its launcher
 
 /** The router's answer was an error; `status` 0: there was no answer. */
 export class RouterError extends Error {
@@ -10,14 +15,16 @@ export class RouterError extends Error {
   }
 }
 
+/** Show this key from now on; whether it can be one. */
 export function setKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+  if (!PRINTABLE.test(key)) return false;
+  keep("sessionStorage", KEY, key);
+  return true;
 }
 
 function headers(more = {}) {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { Authorization: `Bearer ${key}`, ...more } : more;
+  const key = kept("sessionStorage", KEY);
+  return key && PRINTABLE.test(key) ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
 
 async function answered(path, options) {
@@ -26,12 +33,12 @@ async function answered(path, options) {
     answer = await fetch(path, { cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new RouterError(0, "The router does not answer.");
+    throw new RouterError(0, `The router does not answer${error.name === "TimeoutError" ? " in time" : ""}.`);
   }
   if (answer.ok) return answer;
   let message = `The router answered ${answer.status}.`;
   try {
-    message = (await answer.json()).error.message || message;
+    message = said((await answer.json()).error) || message;
   } catch {
     // an error without a sentence of its own
   }
@@ -39,18 +46,30 @@ async function answered(path, options) {
   throw new RouterError(answer.status, wait ? `${message} Try again in ${wait} s.` : message);
 }
 
+/** What an error of OpenAI's shape says, or of none. */
+function said(error) {
+  return typeof error === "string" ? error : error.message;
+}
+
+async function readAsJson(path, options) {
+  const answer = await answered(path, options);
+  try {
+    return await answer.json();
+  } catch (error) {
+    const why = error.name === "SyntaxError" ? "What answers is no router: it sends no JSON." : "The connection to the router broke.";
+    throw new RouterError(0, why);
+  }
+}
+
 /** A page of the router, read as JSON. */
 export async function page(path) {
-  const answer = await answered(path, { headers: headers(), signal: AbortSignal.timeout(8000) }).catch((error) => {
-    throw error instanceof RouterError ? error : new RouterError(0, "The router does not answer in time.");
-  });
-  return answer.json();
+  return readAsJson(path, { headers: headers(), signal: AbortSignal.timeout(LOOK_MS) });
 }
 
 /** Have a node killed. */
 export async function kill(node) {
-  const options = { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ node }) };
-  return (await answered("/dashboard/kill", options)).json();
+  const more = { method: "POST", body: JSON.stringify({ node }), signal: AbortSignal.timeout(KILL_MS) };
+  return readAsJson("/dashboard/kill", { headers: headers({ "Content-Type": "application/json" }), ...more });
 }
 
 /** Stream a chat answer; `onChunk` gets each chunk. Ends with [DONE]; an error of the stream is raised. */
@@ -71,9 +90,19 @@ export async function chat(body, requestId, signal, onChunk) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new RouterError(500, chunk.error.message);
-      onChunk(chunk);
+      onChunk(chunkOf(data));
     }
   }
+}
+
+function chunkOf(data) {
+  let chunk = null;
+  try {
+    chunk = JSON.parse(data);
+  } catch {
+    // said below
+  }
+  if (chunk?.error) throw new RouterError(500, said(chunk.error));
+  if (!Array.isArray(chunk?.choices)) throw new RouterError(0, "The answer ended early: what came is no part of one.");
+  return chunk;
 }

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -121,11 +121,11 @@ class Browser:
 
 
 @contextmanager
-def opened_browser() -> Iterator[Browser]:
-    """A window that is closed at the end, and its browser with it."""
+def opened_browser(prefs: Mapping[str, Any] | None = None) -> Iterator[Browser]:
+    """A window that is closed at the end, and its browser with it; `prefs`: of its profile, as Chromium names them."""
     binary = next(path for name in BROWSERS if (path := shutil.which(name)) is not None)
     with tempfile.TemporaryDirectory(prefix="browser") as folder, _driver(folder) as url:
-        options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={folder}/profile"]}
+        options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={folder}/profile"], "prefs": dict(prefs or {})}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         with httpx.Client(base_url=url, timeout=60, trust_env=False, verify=NO_CERTIFICATES) as http:
             answer = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]

@@ -63,6 +63,11 @@ def timeline(name: str, outcome: str | None = "stop", **more: Any) -> dict[str, 
     }
 
 
+def token(text: str) -> bytes:
+    """A chunk of a chat's answer."""
+    return json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode()
+
+
 class ScriptedRouter:
     """What is asked, and what the test lets be answered; made by `scripted_router`."""
 
@@ -74,9 +79,11 @@ class ScriptedRouter:
         self.chat: Callable[[], Iterator[bytes]] = lambda: iter(())
         self.killed: list[str] = []
         self.keys: set[str | None] = set()
+        self.asked: list[str] = []  # paths
 
     def answer(self, path: str, body: bytes) -> Asked:
         """To one question, but for the page's files and the chat."""
+        self.asked.append(path)
         if path == STATE:
             return self.state()
         if path.startswith(REQUESTS):

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import pytest
 
-from tests.dashboard.browser import Browser, missing, opened_browser
-from tests.dashboard.scripted_router import ScriptedRouter, request, scripted_router, state
+from tests.dashboard.browser import POLL_S, WAIT_S, Browser, missing, opened_browser
+from tests.dashboard.scripted_router import STATE, ScriptedRouter, request, scripted_router, state, token
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 STATUS: Final = "return document.getElementById('status').textContent"
+ENTER: Final = "\ue007"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """What a page does shows in what it asks."""
+    ends_at = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(POLL_S)
+
+
+def looked(router: ScriptedRouter, times: int = 2) -> None:
+    """From now on; what the last but one of them brought is shown."""
+    asked = router.asked.count(STATE)
+    until(lambda: router.asked.count(STATE) >= asked + times)
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +61,71 @@ def test_choices_that_ended_in_several_ways_are_a_failure_where_one_of_them_is(
     page.wait("return document.querySelectorAll('#requests tr').length === 4")
     shown = page.run("return [...document.querySelectorAll('#requests .pill')].map(e => [e.textContent, e.className])")
     assert shown == [["mixed", "pill plain"], ["mixed", "pill bad"], ["live", "pill live"], ["length", "pill plain"]]
+
+
+def test_a_browser_that_keeps_nothing_shows_the_page_and_this_page_keeps_what_it_is_told(
+    router: ScriptedRouter,
+) -> None:
+    """Where site data is blocked each access to a storage raises."""
+    key = "sk-of-the-test-0123456789"
+    with opened_browser({"profile.default_content_setting_values.cookies": 2}) as page:
+        page.open(router.url + "/")
+        page.wait(f"{STATUS} === 'ready'")
+        with pytest.raises(AssertionError, match="denied"):
+            page.run("return localStorage.length")
+        page.click("#theme button[data-theme='dark']")
+        assert page.run("return document.documentElement.dataset.theme") == "dark"
+        router.timeline = lambda name: (401, {"error": {"message": "Who are you?"}})
+        router.state = lambda: (401, {"error": {"message": "Who are you?"}})
+        page.wait("return document.activeElement.id === 'key'")
+        page.write("#key", key + ENTER)
+        until(lambda: f"Bearer {key}" in router.keys)
+        router.state = lambda: (200, state())
+        page.wait(f"{STATUS} === 'ready'")
+
+
+def test_what_no_header_can_carry_is_no_key_and_is_said_to_be_none(page: Browser, router: ScriptedRouter) -> None:
+    router.state = lambda: (401, {"error": {"message": "Who are you?"}})
+    page.wait("return document.activeElement.id === 'key'")
+    page.write("#key", "sk-\u2026abc" + ENTER)
+    problem = "return document.getElementById('key-problem').textContent"
+    page.wait(f"{problem} === 'A key is of printable ASCII characters alone.'")
+    looked(router)
+    assert page.run(f"{problem} === 'A key is of printable ASCII characters alone.'"), "until there is another one"
+    page.run("sessionStorage.setItem('baton-api-key', 'sk-\u2026abc')")
+    looked(router)
+    assert page.run(STATUS) == "key wanted", "one that was kept by an older page is not shown to the router"
+    page.write("#key", "sk-mine" + ENTER)
+    until(lambda: "Bearer sk-mine" in router.keys)
+    page.run("sessionStorage.clear()")
+    page.log()
+
+
+def test_an_answer_that_is_none_of_a_routers_is_said_to_be_none_and_ends_the_chat_all_the_same(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    """As of a proxy whose session is over: 200, and a page to log in."""
+    for answer in (b"<html>Please log in</html>", {"no": "state"}):
+        router.state = lambda answer=answer: (200, answer)  # type: ignore[misc]
+        page.wait(f"{STATUS} === 'no answer'")
+        assert page.run("return document.getElementById('main').classList.contains('stale')")
+        assert page.run("return document.getElementById('notice').offsetParent !== null")
+        router.state = lambda: (200, state())
+        page.wait(f"{STATUS} === 'ready'")
+        router.timeline = lambda name, answer=answer: (200, answer)  # type: ignore[misc]
+        router.chat = lambda: iter([token("Once"), b"[DONE]"])
+        page.write("#prompt", "hi" + ENTER)
+        page.wait("return document.querySelector('.answer:last-child .answer-text')?.textContent === 'Once'")
+        page.wait("return document.querySelectorAll('.cursor').length === 0")
+    page.log()
+
+
+@pytest.mark.parametrize("data", [b"{", b"null", b"{}", b'{"choices": null}'])
+def test_what_is_no_part_of_an_answer_ends_it_with_a_sentence(
+    page: Browser, router: ScriptedRouter, data: bytes
+) -> None:
+    router.chat = lambda: iter([token("Once"), data])
+    page.write("#prompt", "hi" + ENTER)
+    told = page.wait("return document.querySelector('.answer .error')?.textContent")
+    assert told == "The answer ended early: what came is no part of one."
+    page.wait("return document.querySelectorAll('.cursor').length === 0")
