@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.answer import Arrival, Asked, Delivery
 from router.canary import AlreadyLooking, DeepLook
 from router.chat_types import ChatBody
-from router.dashboard import Dashboard
+from router.dashboard import AllWorkers, Dashboard, PartsOfPage
 from router.gate import OVER_LIMIT, account_of
 from router.intake import Intake, IntakeLimits, off_loop
 from router.launcher_link import LauncherLink
@@ -67,7 +67,6 @@ from runtime.logs import printable
 _LOG: Final = logging.getLogger(__name__)
 
 AnyBody = CompletionBody | ChatBody | ResponsesBody
-PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class ApiSettings:
     max_body_bytes: int
     max_prompt_tokens: int | None = None
     max_n: int = 16
-    all_workers: tuple[int, PartsOfPage] | None = None  # which of several this is, and what all of them say
+    all_workers: AllWorkers | None = None
     tool_parser: str = AUTOMATIC
     launcher: LauncherLink | None = None  # who can kill nodes, on `baton up`
 
@@ -116,7 +115,7 @@ class Api:
         self._worker: int = 0
         self._all: PartsOfPage | None = None
         if settings.all_workers is not None:
-            self._worker, self._all = settings.all_workers
+            self._worker, self._all = settings.all_workers.index, settings.all_workers.parts
         limits = IntakeLimits(
             settings.request_timeout_s, settings.max_prompt_tokens, settings.max_n, settings.tool_parser
         )

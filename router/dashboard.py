@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -31,7 +32,16 @@ from runtime.logs import log_event, printable
 
 _LOG: Final = logging.getLogger(__name__)
 
-PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]
+PartsOfPage = Callable[[str], Awaitable[Mapping[int, str]]]  # by worker
+
+
+@dataclass(frozen=True, slots=True)
+class AllWorkers:
+    """Which of several this is, of how many, and what those say that answer in time."""
+
+    index: int
+    number: int
+    parts: PartsOfPage
 
 
 class Dashboard:
@@ -41,13 +51,13 @@ class Dashboard:
         self,
         shell: RouterShell,
         model_name: str,
-        all_workers: tuple[int, PartsOfPage] | None,
+        all_workers: AllWorkers | None,
         launcher: LauncherLink | None,
     ) -> None:
         """`launcher`: who can kill nodes, if this router was started by one."""
         self._shell = shell
         self._model_name = model_name
-        self._worker, self._all = (0, self._own) if all_workers is None else all_workers
+        self._workers = AllWorkers(0, 1, self._own) if all_workers is None else all_workers
         self._launcher = launcher
         self._files = PageFiles()
 
@@ -80,23 +90,30 @@ class Dashboard:
 
     async def state(self) -> Response:
         """What is shown each second."""
-        texts = await self._all(DASHBOARD)
+        texts = await self._workers.parts(DASHBOARD)
         parts: dict[int, dict[str, Any]] = {worker: json.loads(text) for worker, text in texts.items()}
-        state = joined_state({worker: each["state"] for worker, each in parts.items()}, self._worker)
+        state = joined_state({worker: each["state"] for worker, each in parts.items()}, self._workers.index)
         requests = joined_requests([each["requests"] for each in parts.values()])
-        own = {"model": self._model_name, "can_kill": self._launcher is not None}
-        return json_answer(own | whole(list(parts.values()), state, requests, self._shell.now()))
+        own = {"model": self._model_name, "can_kill": self._launcher is not None, "num_workers": self._workers.number}
+        return json_answer(own | whole(list(parts.values()), state, requests))
 
     async def request(self, name: str, request: Request) -> Response:
         """One request's timeline, and what to draw of it; `choice` where it has several."""
         choice = request.query_params.get("choice")
         if choice is not None and not (choice.isascii() and choice.isdecimal() and len(choice) < 6):
             return refusal(bad_request("choice", f"must be a whole number, not {shown(choice)}"), id_header(request))
-        found = found_timeline(await self._all(TIMELINE + name))
+        texts = await self._workers.parts(TIMELINE + name)
+        found = found_timeline(texts)
         if found is None:
-            error = ApiError(404, f"There is no timeline of {shown(name)} (any more).", code="not_found")
-            return refusal(error, id_header(request))
+            return refusal(self._why_not_found(name, len(texts)), id_header(request))
         return json_answer({"timeline": found, "picture": picture(found, None if choice is None else int(choice))})
+
+    def _why_not_found(self, name: str, num_answered: int) -> ApiError:
+        """Who looks again and again need not, once it is gone for good."""
+        if num_answered < self._workers.number:
+            told = f"{num_answered} of {self._workers.number} workers have answered, and have no timeline of {shown(name)}."
+            return ApiError(503, told, code="not_all_workers", retry_after_s=1.0)
+        return ApiError(404, f"There is no timeline of {shown(name)} (any more).", code="not_found")
 
     async def kill(self, request: Request) -> Response:
         """Kill a node with SIGKILL and start a new one; only the page itself may ask, and only on `baton up`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from statistics import fmean
 from typing import Any, Final
 
 from router.timeline import Record
@@ -26,6 +27,7 @@ def part(
     """One worker's: `state` as /state has it, `records` newest first, completion tokens of live requests and of all others."""
     newest = list(islice(records, SAMPLED))
     return {
+        "at": now,
         "state": dict(state),
         "requests": [_listed(record, live_tokens, now) for record in newest[:LISTED]],
         "generated_tokens": ended_tokens + sum(live_tokens.values()),
@@ -34,12 +36,13 @@ def part(
     }
 
 
-def whole(
-    parts: Sequence[Mapping[str, Any]], state: Mapping[str, Any], requests: Sequence[Any], now: float
-) -> dict[str, Any]:
-    """All workers' parts as one; `state` and `requests` are joined already (worker_pages.py)."""
+def whole(parts: Sequence[Mapping[str, Any]], state: Mapping[str, Any], requests: Sequence[Any]) -> dict[str, Any]:
+    """The parts of those that have answered as one; `state` and `requests` are joined already (worker_pages.py).
+
+    Each part is of another instant, up to a second apart: `at` is the middle, so that rates are of the time that was counted.
+    """
     return {
-        "at": round(now, 6),
+        "at": round(fmean(each["at"] for each in parts), 6),
         "state": dict(state),
         "requests": list(requests[:LISTED]),
         "generated_tokens": sum(each["generated_tokens"] for each in parts),

@@ -29,11 +29,12 @@ import uvloop
 from starlette.types import ASGIApp
 
 from proto import baton_pb2_grpc as pb_grpc
-from router.api import Api, ApiSettings, PartsOfPage
+from router.api import Api, ApiSettings
 from router.api_keys import KeyFileError
 from router.chat_template import ModelDirectoryError
 from router.config import RouterConfig
 from router.core import RouterCore
+from router.dashboard import AllWorkers
 from router.entrance import RouterCoreConfig
 from router.gate import Gate
 from router.key_file import KeyFile
@@ -121,7 +122,8 @@ async def _serve(
         started.push_async_callback(shell.close)
         registry = await _find_nodes(config, shell, credentials, worker, started)
         name = config.served_model_name or config.model.resolve().name
-        settings = api_settings(config, name, None if worker is None else (worker.index, worker.page_of_all))
+        all_workers = None if worker is None else AllWorkers(worker.index, config.workers, worker.page_of_all)
+        settings = api_settings(config, name, all_workers)
         app = _behind_keys(config, Api(shell, text, settings).app(), shell, worker, started)
         http = _http_server(config, app, listener, shell, credentials)
         serving = asyncio.create_task(http.run())
@@ -304,7 +306,7 @@ def imbalance(config: RouterConfig) -> Imbalance:
     return Imbalance(config.cache_imbalance_tokens, config.cache_imbalance_ratio)
 
 
-def api_settings(config: RouterConfig, name: str, all_workers: tuple[int, PartsOfPage] | None) -> ApiSettings:
+def api_settings(config: RouterConfig, name: str, all_workers: AllWorkers | None) -> ApiSettings:
     """Of the HTTP side; `name`: the model's."""
     return ApiSettings(
         name,

@@ -49,7 +49,8 @@ async function lookAtSelected() {
     const found = await page(`/dashboard/requests/${encodeURIComponent(asked)}`);
     if (asked === selected) shown(found);
   } catch (error) {
-    if (!(error instanceof RouterError) || error.status !== 404) throw error;
+    if (!(error instanceof RouterError) || ![404, 503].includes(error.status)) throw error;
+    if (asked !== selected || error.status === 503) return; // who has it has not answered, perhaps
     isShownWhole = true; // it is not kept any more: what is drawn stays
   }
 }
@@ -84,13 +85,19 @@ async function killNode(name) {
 
 function well(now) {
   const lacking = [...now.state.missing, ...now.state.degraded];
-  const workers = now.state.workers.length > 1 ? `, ${now.state.workers.length} workers` : "";
-  setText(byId("model"), `${now.model}${workers}`);
+  setText(byId("model"), `${now.model}${workers(now)}`);
   setText(byId("status"), now.state.ready ? (lacking.length ? "degraded" : "ready") : "not ready");
   byId("status").className = `pill ${now.state.ready ? (lacking.length ? "warn" : "good") : "bad"}`;
   notice(lacking.length ? `${now.state.ready ? "Served without" : "Requests wait or are turned away"}: ${lacking.join("; ")}.` : "");
   byId("main").classList.remove("stale");
   byId("keys").hidden = true;
+}
+
+/** How many there are, and whose numbers are missing, if some are. */
+function workers(now) {
+  const answered = now.state.workers.length;
+  if (now.num_workers === 1) return "";
+  return answered === now.num_workers ? `, ${answered} workers` : `, ${answered} of ${now.num_workers} workers have answered`;
 }
 
 function problem(error) {

@@ -2,7 +2,9 @@
 
 import { byId, count, duration, el, setText, svg } from "./dom.js";
 
-const KEPT = 120; // looks
+const KEPT = 120; // points, of looks that are about a second apart
+const APART_S = 0.9; // at least: who presses a row looks in between, and hundredths of a second make no rate
+const GAP_S = 3; // behind a longer one (the page was hidden, say) a line begins anew
 const FEWEST = 30; // that the line has room for: a page that was just opened is not all blank
 const WIDTH = 160;
 const HEIGHT = 32;
@@ -15,10 +17,14 @@ const FIGURES = [
   { id: "token", title: "Time per token", unit: "median" },
 ];
 
-/** Tokens per second between two looks; null where they cannot be compared (a router that was started anew, say). */
+/** Tokens per second between two looks; null where they cannot be compared: other workers have answered, or one that was started anew. */
 export function rate(before, now) {
-  if (!before || now.at <= before.at || now.generated_tokens < before.generated_tokens) return null;
+  if (!before || now.at <= before.at || now.generated_tokens < before.generated_tokens || workers(before) !== workers(now)) return null;
   return (now.generated_tokens - before.generated_tokens) / (now.at - before.at);
+}
+
+function workers(look) {
+  return look.state.workers.map((each) => `${each.worker}@${each.pid}`).sort().join();
 }
 
 export class Figures {
@@ -40,28 +46,39 @@ export class Figures {
     }
   }
 
-  /** Show a look at the router; the history forgets whatever was before a gap. */
+  /** Show a look at the router: the numbers as they are, and a point of each line where the last one is far enough away. */
   show(now) {
-    const tokens = rate(this.before, now);
     const first = now.first_token_s;
     const token = now.token_s;
     const queued = now.state.queued;
+    this.#tell("live", String(now.state.live_requests), queued ? `${queued} queued` : "none queued");
+    this.#tell("first", duration(first && first.p50), spread(first));
+    this.#tell("token", duration(token && token.p50), spread(token));
+    const passed_s = this.before ? now.at - this.before.at : APART_S;
+    if (0 <= passed_s && passed_s < APART_S) return;
+    const isGap = passed_s < 0 || passed_s > GAP_S;
+    const tokens = isGap ? null : rate(this.before, now);
     this.before = now;
-    this.#tile("live", now.state.live_requests, String(now.state.live_requests), queued ? `${queued} queued` : "none queued");
-    const total = `${count(now.generated_tokens)} since the start`;
-    this.#tile("rate", tokens, tokens === null ? "–" : tokens === 0 ? "0" : tokens < 9.95 ? tokens.toFixed(1) : count(Math.round(tokens)), total);
-    this.#tile("first", first && first.p50, duration(first && first.p50), spread(first));
-    this.#tile("token", token && token.p50, duration(token && token.p50), spread(token));
+    this.#tell("rate", perSecond(tokens), `${count(now.generated_tokens)} since the start`);
+    const points = { live: now.state.live_requests, rate: tokens, first: first && first.p50, token: token && token.p50 };
+    for (const [id, number] of Object.entries(points)) this.#draw(this.tiles.get(id), isGap ? [null, number] : [number]);
   }
 
-  #tile(id, number, shown, more) {
+  #tell(id, shown, more) {
     const tile = this.tiles.get(id);
-    tile.history.push(number);
-    if (tile.history.length > KEPT) tile.history.shift();
     setText(tile.value, shown);
     setText(tile.more, more);
+  }
+
+  #draw(tile, points) {
+    tile.history = [...tile.history, ...points].slice(-KEPT);
     draw(tile);
   }
+}
+
+function perSecond(tokens) {
+  if (tokens === null) return "–";
+  return tokens === 0 ? "0" : tokens < 9.95 ? tokens.toFixed(1) : count(Math.round(tokens));
 }
 
 function spread(times) {
@@ -87,7 +104,7 @@ function draw(tile) {
     svg("path", { class: "spark-area", d: area }),
     svg("path", { class: "spark-line", d: line }),
   );
-  tile.line.setAttribute("aria-label", known.length ? `${tile.title}, last ${tile.history.length} s` : `${tile.title}: nothing yet`);
+  tile.line.setAttribute("aria-label", known.length ? `${tile.title}, the last ${tile.history.length} looks` : `${tile.title}: nothing yet`);
 }
 
 /** The point below another one, on the base. */

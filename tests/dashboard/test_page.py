@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -9,12 +10,35 @@ from typing import Final
 import pytest
 
 from tests.dashboard.browser import POLL_S, WAIT_S, Browser, missing, opened_browser
-from tests.dashboard.scripted_router import STATE, ScriptedRouter, request, scripted_router, state, token
+from tests.dashboard.scripted_router import (
+    REQUESTS,
+    STATE,
+    ScriptedRouter,
+    request,
+    scripted_router,
+    state,
+    timeline,
+    token,
+)
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 STATUS: Final = "return document.getElementById('status').textContent"
 ENTER: Final = "\ue007"
+TITLE: Final = "return document.getElementById('timeline-of').textContent"
+
+# What the figures say after each of the given looks, and in how many stretches the first line is drawn.
+FIGURES: Final = """return (async (looks) => {
+  const { Figures } = await import("/dashboard/page/figures.js");
+  document.getElementById("figures").replaceChildren();
+  const figures = new Figures();
+  const values = () => [...document.querySelectorAll(".figure-value")].slice(0, 2).map((each) => each.textContent);
+  const line = () => document.querySelector(".spark-line").getAttribute("d").split("M").slice(1);
+  return looks.map((look) => {
+    figures.show(look);
+    return [...values(), line().map((each) => each.split("L").length).join("+")];
+  });
+})(...arguments)"""
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -117,6 +141,7 @@ def test_an_answer_that_is_none_of_a_routers_is_said_to_be_none_and_ends_the_cha
         page.write("#prompt", "hi" + ENTER)
         page.wait("return document.querySelector('.answer:last-child .answer-text')?.textContent === 'Once'")
         page.wait("return document.querySelectorAll('.cursor').length === 0")
+        router.timeline = lambda name: (200, timeline(name))
     page.log()
 
 
@@ -129,3 +154,58 @@ def test_what_is_no_part_of_an_answer_ends_it_with_a_sentence(
     told = page.wait("return document.querySelector('.answer .error')?.textContent")
     assert told == "The answer ended early: what came is no part of one."
     page.wait("return document.querySelectorAll('.cursor').length === 0")
+
+
+def test_a_timeline_that_not_all_workers_were_asked_for_is_asked_for_again_and_one_that_is_gone_is_not(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    gone = threading.Event()
+    late = {"error": {"message": "1 of 2 workers have answered."}}
+    router.timeline = lambda name: (503, late)
+    page.click("#requests .link")
+    until(lambda: router.asked.count(REQUESTS + "aaaaaaaa1111") >= 2)
+    assert page.run(STATUS) == "ready", "the router is well"
+    router.timeline = lambda name: (404, late) if gone.is_set() else (200, timeline(name, None))
+    page.wait(f"{TITLE}.startsWith('aaaaaaaa · live')")
+    gone.set()
+    looked(router)
+    asked = router.asked.count(REQUESTS + "aaaaaaaa1111")
+    looked(router, 3)
+    assert router.asked.count(REQUESTS + "aaaaaaaa1111") <= asked + 1
+    assert page.run(f"{TITLE}.startsWith('aaaaaaaa · live')"), "what is drawn stays"
+    page.log()  # of what could not be loaded
+
+
+def test_it_is_said_how_many_workers_are_in_the_numbers_and_of_which_there_is_a_rate(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    model = "return document.getElementById('model').textContent"
+    router.state = lambda: (200, state(pids=[7, 8], num_workers=3))
+    page.wait(f"{model} === 'm, 2 of 3 workers have answered'")
+    router.state = lambda: (200, state(pids=[7, 8, 9], num_workers=3))
+    page.wait(f"{model} === 'm, 3 workers'")
+    looks = [
+        *(state(1, 100, pids=[7, 8]), state(2, 110, pids=[7, 8])),
+        *(state(3, 60, pids=[7]), state(4, 65, pids=[7]), state(5, 130, pids=[7, 8]), state(6, 140, pids=[7, 8])),
+        *(state(7, 150, pids=[7, 9]), state(8, 160, pids=[7, 9])),
+    ]
+    assert [rate for _, rate, _ in page.run(FIGURES, looks)] == ["–", "10", "–", "5.0", "–", "10", "–", "10"]
+
+
+def test_a_point_of_a_figures_line_is_of_about_a_second_and_behind_a_gap_it_begins_anew(page: Browser) -> None:
+    looks = [
+        *(state(1, 0), state(2, 10), state(2.13, 20, live=5), state(2.8, 20, live=3), state(3, 20)),
+        *(state(5.5, 45), state(20, 4045), state(21, 4045), state(1, 4100, live=1), state(2, 4110, live=1)),
+    ]
+    assert page.run(FIGURES, looks) == [
+        ["0", "–", "1"],
+        ["0", "10", "2"],
+        ["5", "10", "2"],
+        ["3", "10", "2"],
+        ["0", "10", "3"],
+        ["0", "10", "4"],
+        ["0", "–", "4+1"],
+        ["0", "0", "4+2"],
+        ["1", "–", "4+2+1"],
+        ["1", "10", "4+2+2"],
+    ]

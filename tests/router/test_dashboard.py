@@ -12,8 +12,11 @@ import pytest
 
 from deploy.control import Control
 from router.api import ApiSettings
+from router.dashboard import AllWorkers
 from router.launcher_link import LauncherLink
 from router.page_files import PREFIX
+from router.shell import RouterShell
+from router.worker_pages import own_page
 from tests.architecture.source_tree import ROOT
 from tests.router.live_router import MODEL_NAME, LiveRouter, live_router
 from tests.router.test_api import play
@@ -85,6 +88,29 @@ def test_the_state_has_nodes_requests_and_counts_and_a_request_its_picture(model
         assert (await router.client.get("/dashboard/requests/nobodys")).status_code == 404
 
     play(model, scenario)
+
+
+@pytest.mark.parametrize("is_one_late", [True, False])
+def test_a_timeline_is_gone_only_where_all_workers_say_so(model: Path, is_one_late: bool) -> None:
+    """One that has not answered in time may have it."""
+    usual = ApiSettings(MODEL_NAME, 30.0, max_body_bytes=1 << 20)
+    shells: list[RouterShell] = []
+
+    async def parts(page: str) -> dict[int, str]:
+        text = own_page(shells[0], page)
+        return {1: text} if is_one_late else {1: text, 0: text}
+
+    async def run() -> None:
+        async with live_router(model, settings=replace(usual, all_workers=AllWorkers(1, 2, parts))) as router:
+            shells.append(router.shell)
+            state = (await router.client.get("/dashboard/state")).json()
+            assert state["num_workers"] == 2
+            assert [each["worker"] for each in state["state"]["workers"]] == ([1] if is_one_late else [0, 1])
+            answer = await router.client.get("/dashboard/requests/nobodys")
+            assert answer.status_code == (503 if is_one_late else 404)
+            assert ("Retry-After" in answer.headers) == is_one_late
+
+    asyncio.run(run())
 
 
 @pytest.mark.covers("X02")

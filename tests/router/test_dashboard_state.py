@@ -69,8 +69,12 @@ def test_a_look_costs_a_bounded_number_of_records(number: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.lists(seconds, max_size=5)), min_size=1, max_size=4))
 def test_of_several_workers_nothing_is_left_out_or_counted_twice(told: list[tuple[int, list[float]]]) -> None:
-    parts = [{"generated_tokens": tokens, "first_token_s": times, "token_s": []} for tokens, times in told]
-    joined = whole(parts, {"ready": True}, [{}] * (LISTED + 5), NOW)
+    parts = [
+        {"at": NOW + index, "generated_tokens": tokens, "first_token_s": times, "token_s": []}
+        for index, (tokens, times) in enumerate(told)
+    ]
+    joined = whole(parts, {"ready": True}, [{}] * (LISTED + 5))
     assert joined["generated_tokens"] == sum(tokens for tokens, _ in told)
     assert joined["first_token_s"] == spread([each for _, times in told for each in times])
+    assert joined["at"] == NOW + (len(told) - 1) / 2, "a rate is of the time between counts, whoever was late"
     assert joined["token_s"] is None and len(joined["requests"]) == LISTED
