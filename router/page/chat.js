@@ -4,6 +4,7 @@ import { byId, duration, el, setText } from "./dom.js";
 import { RouterError, chat, page } from "./router.js";
 
 const LOOK_MS = 400; // at the timeline of the answer that arrives
+const LAST_LOOKS = 10; // at one that is stopped, and whose outcome is not there yet
 // For the button beside Send, where nothing is written.
 const FALLBACK = "Tell me a story about a fox.";
 const KILLED_AFTER = 8; // chunks: the answer is well under way
@@ -17,6 +18,7 @@ export class Chat {
     this.canKill = false;
     this.turns = []; // messages of the conversation that got an answer
     this.abort = null;
+    this.requestId = null; // of the answer that arrives, which it looks at itself
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.abort) this.abort.abort();
@@ -48,7 +50,7 @@ export class Chat {
     byId("prompt").value = "";
     byId("no-chat").hidden = true;
     const answer = new Answer(prompt, this.on.kill);
-    const requestId = `dashboard-${randomName()}`;
+    const requestId = (this.requestId = `dashboard-${randomName()}`);
     this.abort = new AbortController();
     this.#busy(true);
     const looking = this.#look(requestId, answer, this.abort.signal);
@@ -72,6 +74,7 @@ export class Chat {
       answer.draw(); // who reads that it is done finds all of it
       this.abort.abort();
       this.abort = null;
+      this.requestId = null;
       this.#busy(false);
       try {
         await looking;
@@ -80,6 +83,15 @@ export class Chat {
         answer.end();
         this.on.ended();
       }
+    }
+    await this.#lookForItsEnd(requestId, answer);
+  }
+
+  /** The router hears a moment later of one that was stopped: what stands below it would stay without an outcome. */
+  async #lookForItsEnd(requestId, answer) {
+    for (let left = LAST_LOOKS; left > 0 && answer.isLive; left--) {
+      await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
+      await this.#lookOnce(requestId, answer);
     }
   }
 
@@ -120,6 +132,8 @@ class Answer {
     this.begunAt = performance.now();
     this.pieces = []; // {at: seconds since it was sent, length: of the text by then}
     this.takeovers = 0;
+    this.isLive = false; // as far as the router is known to say
+    this.isOver = false; // nothing comes any more
     this.body = el("div", { class: "answer-text" });
     this.tail = document.createTextNode("");
     this.cursor = el("span", { class: "cursor", "aria-hidden": "true" });
@@ -136,7 +150,7 @@ class Answer {
 
   /** More of the answer; whether there was text in it. It is drawn once a frame, however fast it comes. */
   take(chunk) {
-    const text = chunk.choices.length ? chunk.choices[0].delta.content || "" : "";
+    const text = chunk.choices[0]?.delta?.content || "";
     if (!text) return false;
     this.text += text;
     this.pieces.push({ at: (performance.now() - this.begunAt) / 1000, length: this.text.length });
@@ -164,17 +178,16 @@ class Answer {
     const moved = timeline.events.filter((event) => event.what === "moved").map((event) => event.attempt);
     const attempts = timeline.choices[0].attempts.filter((each) => each.kind !== "move" || moved.includes(each.attempt));
     const last = attempts[attempts.length - 1];
-    if (!last) return;
-    this.node = last.receiver;
-    const isLive = timeline.outcome === null;
-    const path = last.sender === last.receiver ? last.receiver : `${last.sender} → ${last.receiver}`;
-    const told = [path];
+    this.isLive = timeline.outcome === null;
+    if (last) this.node = last.receiver;
+    else if (this.isLive) return;
+    const told = last ? [last.sender === last.receiver ? last.receiver : `${last.sender} → ${last.receiver}`] : [];
     if (timeline.completion_tokens !== null) told.push(`${timeline.completion_tokens} tokens`);
     if (timeline.first_token_s !== null) told.push(`first token ${duration(timeline.first_token_s)}`);
-    if (!isLive) told.push(duration(timeline.seconds), timeline.outcome);
+    if (!this.isLive) told.push(duration(timeline.seconds), timeline.outcome);
     setText(this.meta, told.join(" · "));
     setText(this.kill, `Kill ${this.node}`);
-    this.kill.hidden = !(canKill && isLive && last.end === null);
+    this.kill.hidden = this.isOver || !(canKill && this.isLive && last.end === null);
   }
 
   fail(message) {
@@ -182,6 +195,7 @@ class Answer {
   }
 
   end() {
+    this.isOver = true;
     this.cursor.remove();
     this.kill.hidden = true;
   }

@@ -34,7 +34,7 @@ async function look() {
     chat.model = now.model;
     chat.canKill = now.can_kill;
     byId("send-kill").hidden = !now.can_kill;
-    if (selected !== null && !isShownWhole && chat.abort === null) await lookAtSelected();
+    if (selected !== null && !isShownWhole && selected !== chat.requestId) await lookAtSelected();
   } catch (error) {
     problem(error instanceof RouterError ? error : new RouterError(0, "What the router answers is nothing that this page knows."));
     if (!(error instanceof RouterError)) throw error;

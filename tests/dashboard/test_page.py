@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import pytest
@@ -13,6 +14,7 @@ from tests.dashboard.browser import POLL_S, WAIT_S, Browser, missing, opened_bro
 from tests.dashboard.scripted_router import (
     REQUESTS,
     STATE,
+    Asked,
     ScriptedRouter,
     request,
     scripted_router,
@@ -53,6 +55,23 @@ def looked(router: ScriptedRouter, times: int = 2) -> None:
     """From now on; what the last but one of them brought is shown."""
     asked = router.asked.count(STATE)
     until(lambda: router.asked.count(STATE) >= asked + times)
+
+
+@contextmanager
+def blocked_chat(router: ScriptedRouter) -> Iterator[None]:
+    """An answer of which the first token comes, and no other while the block lasts."""
+    over = threading.Event()
+
+    def chunks() -> Iterator[bytes]:
+        yield token("Once")
+        over.wait(WAIT_S)
+        yield b"[DONE]"
+
+    router.chat = chunks
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +175,16 @@ def test_what_is_no_part_of_an_answer_ends_it_with_a_sentence(
     page.wait("return document.querySelectorAll('.cursor').length === 0")
 
 
+def test_a_request_that_is_chosen_while_an_answer_arrives_is_shown(page: Browser, router: ScriptedRouter) -> None:
+    router.timeline = lambda name: (200, timeline(name, "stop" if name.startswith("aaaa") else None))
+    with blocked_chat(router):
+        page.write("#prompt", "hi" + ENTER)
+        page.wait(f"{TITLE}.startsWith('dashboar')")
+        page.click("#requests .link")
+        page.wait(f"{TITLE}.startsWith('aaaaaaaa · stop')")
+        assert page.run("return document.getElementById('send').textContent") == "Stop"
+
+
 def test_a_timeline_that_not_all_workers_were_asked_for_is_asked_for_again_and_one_that_is_gone_is_not(
     page: Browser, router: ScriptedRouter
 ) -> None:
@@ -209,3 +238,24 @@ def test_a_point_of_a_figures_line_is_of_about_a_second_and_behind_a_gap_it_begi
         ["1", "–", "4+2+1"],
         ["1", "10", "4+2+2"],
     ]
+
+
+def test_below_an_answer_that_was_stopped_stands_how_it_ended_though_the_router_hears_of_it_later(
+    page: Browser, router: ScriptedRouter
+) -> None:
+    stopped_at: list[int] = []
+
+    def told(name: str) -> Asked:
+        is_over = bool(stopped_at) and router.asked.count(REQUESTS + name) > stopped_at[0] + 2
+        return 200, timeline(name, "aborted" if is_over else None)
+
+    router.timeline = told
+    with blocked_chat(router):
+        page.write("#prompt", "hi" + ENTER)
+        page.wait("return document.querySelector('.answer .meta')?.textContent.includes('decode-0')")
+        page.wait("return document.querySelector('.answer .kill')?.offsetParent")
+        stopped_at.append(sum(path.startswith(REQUESTS) for path in router.asked))
+        page.click("#send")
+        page.wait("return document.querySelectorAll('.cursor').length === 0")
+        page.wait("return document.querySelector('.answer .meta').textContent.endsWith('aborted')")
+        page.wait("return !document.querySelector('.answer .kill')?.offsetParent")
